@@ -1,0 +1,239 @@
+"""What coordinator and workers say to each other: picklable, frozen, no tensors.
+
+The coordinator (pure Python) decides; workers (one per rank; the first is in-process) own tensors.
+Search, tracking and terminal read events only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.jobs import JobSpec
+from plait.plans import Microbatch
+
+# ---- commands: coordinator to worker -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Take a job in: fresh, or from the state saved in ``resume_from``. ``data`` is a digest."""
+
+    job: JobSpec
+    data: str
+    resume_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Let a job go and free its tensors."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunMicrobatches:
+    """Forward and backward; gradients are added up in this order."""
+
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepJob:
+    """One optimiser step of one job: ``step`` counts from 1 (Adam's bias correction); rates as scheduled."""
+
+    job: str
+    step: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepJobs:
+    """All steps that are due, in one call of the optimiser."""
+
+    steps: tuple[StepJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Forward only, without dropout, over microbatches of validation samples."""
+
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Greedy continuations of the validation samples' prompts (the tokens before the first label)."""
+
+    job: str
+    samples: tuple[int, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Write adapter, moments, step and data cursor: all that going on needs."""
+
+    job: str
+    directory: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Write the adapter as a PEFT folder."""
+
+    job: str
+    directory: Path
+
+
+Command = Attach | Detach | RunMicrobatches | StepJobs | Evaluate | Generate | SaveState | Export
+
+# ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobLoss:
+    """A job's share of one microbatch: summed, unweighted loss over its labelled tokens."""
+
+    job: str
+    step: int
+    loss_sum: float
+    labelled: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchDone:
+    """One microbatch went through; ``peak_bytes`` is None where the device cannot tell."""
+
+    index: int
+    losses: tuple[JobLoss, ...]
+    seconds: float
+    peak_bytes: int | None
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A job's optimiser stepped: the gradient's norm before clipping."""
+
+    job: str
+    step: int
+    grad_norm: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """A loss or gradient was not finite, or the job's data or state cannot be used; others go on."""
+
+    job: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Texts in the order of the samples asked for."""
+
+    job: str
+    samples: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state or an exported adapter is complete on disk."""
+
+    job: str
+    directory: Path
+    step: int
+    exported: bool
+
+
+WorkerEvent = MicrobatchDone | StepDone | JobFailed | Generated | Saved
+
+# ---- events of the coordinator: what happened to a job as a whole -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdmitted:
+    """A job left the queue and trains from ``step`` on (0: fresh)."""
+
+    job: JobSpec
+    step: int
+    steps: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """One optimiser step of one job, complete.
+
+    Attributes:
+        loss: mean over the labelled tokens of the global batch (DESIGN §5.1).
+        tokens: real tokens of the job so far.
+        device_seconds: of the job so far; a microbatch's seconds are shared out by tokens.
+        tokens_per_s: real tokens of this step over the seconds that this step of the group took.
+    """
+
+    job: str
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    device_seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvaluated:
+    """Validation loss after ``step`` optimiser steps; mean over labelled tokens of the whole split."""
+
+    job: str
+    step: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobGenerated:
+    """Share of generated answers that the task's verifier accepted."""
+
+    job: str
+    step: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped"."""
+
+    job: str
+    state: str
+    step: int
+    reason: str
+    eval_loss: float | None
+    tokens: int
+    device_seconds: float
+    completion_seconds: float
+    adapter: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One iteration of a group: what went through together."""
+
+    group: str
+    iteration: int
+    jobs: tuple[str, ...]
+    microbatches: int
+    tokens: int
+    seconds: float
+    peak_bytes: int | None
+    capacity: int
+
+
+Event = JobAdmitted | JobProgress | JobEvaluated | JobGenerated | JobEnded | GroupStep

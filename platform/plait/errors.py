@@ -1,0 +1,76 @@
+"""Every error that Plait raises on purpose: the value, the rule it breaks and the remedy.
+
+All are picklable, since workers live in other processes, and each also inherits the standard error
+that a caller would expect.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+EXIT_DONE = 0
+EXIT_BAD_INPUT = 2
+EXIT_FAILED_JOBS = 3
+EXIT_INTERRUPTED = 130
+
+
+class PlaitError(Exception):
+    """Root of Plait's errors.
+
+    Args:
+        value: what was found, with the value itself.
+        rule: what must hold.
+        remedy: what to do about it.
+    """
+
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, value: str, rule: str = "", remedy: str = "") -> None:
+        super().__init__(value, rule, remedy)
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.value, self.rule, self.remedy) if part)
+
+
+class InputError(PlaitError, ValueError):
+    """What the user asked for cannot be done as asked; exit status 2."""
+
+    exit_status = EXIT_BAD_INPUT
+
+
+class ConfigError(InputError):
+    """A configuration key or value is wrong."""
+
+
+class DataError(InputError):
+    """A data set cannot be read, or a row of it cannot be used."""
+
+
+class ModelError(InputError):
+    """A base model cannot be loaded or used, or a target module matches nothing."""
+
+
+class SearchError(InputError):
+    """A search space, sampler or study does not fit."""
+
+
+class StorageError(InputError):
+    """A database, tracking server, disk or folder cannot be used."""
+
+
+class CapacityError(InputError):
+    """A sample, a job or a group does not fit into memory or into a microbatch."""
+
+
+class CheckpointError(PlaitError, RuntimeError):
+    """A saved state is missing, cut short or altered."""
+
+
+def choices(names: object) -> str:
+    """The right answers, sorted, for the remedy of a wrong choice."""
+    if not isinstance(names, (list, tuple, set, frozenset, dict)):
+        raise TypeError(f"choices() takes a collection, not {type(names).__name__}")
+    return ", ".join(sorted(str(name) for name in names))

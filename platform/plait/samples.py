@@ -1,0 +1,69 @@
+"""Tokenised data as plain arrays: what the engine trains on and the planner measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+
+class Sample(NamedTuple):
+    """One tokenised sequence. ``labels[i]`` says that predicting ``tokens[i]`` from what stands before it
+    counts in the loss; ``labels[0]`` is always False, since nothing stands before it.
+    """
+
+    tokens: Int32  # (length,)
+    labels: Bool  # (length,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+
+    tokens: Int32  # (total,)
+    labels: Bool  # (total,)
+    offsets: Int64  # (samples + 1,)
+
+    @classmethod
+    def of(cls, samples: list[Sample]) -> Split:
+        """A split from single samples; ``labels[0]`` of each is forced to False."""
+        offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)
+        tokens = np.concatenate([np.zeros(0, np.int32)] + [sample.tokens for sample in samples])
+        labels = np.concatenate([np.zeros(0, np.bool_)] + [sample.labels for sample in samples])
+        labels[offsets[:-1]] = False
+        return cls(tokens.astype(np.int32), labels, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of a split of {len(self)}")
+        start, stop = self.offsets[index], self.offsets[index + 1]
+        return Sample(self.tokens[start:stop], self.labels[start:stop])
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each sample (samples,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def labelled(self) -> Int64:
+        """Labelled tokens of each sample (samples,)."""
+        total = np.concatenate([[0], np.cumsum(self.labels, dtype=np.int64)])
+        return np.asarray(total[self.offsets[1:]] - total[self.offsets[:-1]], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenisedData:
+    """A data set ready for training. ``digest`` names its content: samples, tokeniser, template, split."""
+
+    digest: str
+    train: Split
+    validation: Split

