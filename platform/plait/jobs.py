@@ -44,7 +44,9 @@ class AdapterSpec:
 
     def __post_init__(self) -> None:
         _check(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
-        _check(self.alpha is None or self.alpha > 0, "adapter.alpha", self.alpha, "above 0, or null for 2·rank")
+        _check(
+            self.alpha is None or self.alpha > 0, "adapter.alpha", self.alpha, "above 0, or null for 2·rank"
+        )
         _check(0.0 <= self.dropout < 1.0, "adapter.dropout", self.dropout, "in [0, 1)")
         _check(
             len(self.target_modules) > 0,
@@ -105,7 +107,9 @@ class TrainSpec:
             "two numbers in [0, 1)",
         )
         _check(self.eps > 0, "train.eps", self.eps, "above 0")
-        _check(self.clip_norm is None or self.clip_norm > 0, "train.clip_norm", self.clip_norm, "above 0 or null")
+        _check(
+            self.clip_norm is None or self.clip_norm > 0, "train.clip_norm", self.clip_norm, "above 0 or null"
+        )
         _check(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
         _check(self.accumulation >= 1, "train.accumulation", self.accumulation, "at least 1")
         _check(

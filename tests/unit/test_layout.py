@@ -1,0 +1,172 @@
+"""The rules that keep the tree readable: where packages are, who imports whom, how long things get."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ("platform", "kernels", "dashboards")
+PACKAGES = (
+    "platform/plait",
+    "platform/hydra_plugins",
+    "kernels/plait_kernels",
+    "dashboards/plait_dashboards",
+)
+LONGEST_FUNCTION = 60  # lines; about 40 is the aim
+LONGEST_MODULE = 450  # lines; about 300 is the aim
+
+# Inside plait: a package may import those of its own level and of lower ones.
+LEVELS = (
+    {"errors", "jobs", "plans", "samples", "settings", "paths"},
+    {"cost", "data", "models", "adapters", "tracking"},
+    {"planner", "simulate", "engine", "terminal"},
+    {"search", "config"},
+    {"bench", "cli", "__main__"},
+)
+# Where each outside tool may be imported (path prefixes); everything else goes through these.
+HOMES = {
+    "optuna": ("platform/plait/search/",),
+    "mlflow": ("platform/plait/tracking/", "dashboards/"),
+    "pyscipopt": ("platform/plait/planner/solver",),
+    "hydra": (
+        "platform/plait/cli/",
+        "platform/plait/config",
+        "platform/plait/search/",
+        "platform/hydra_plugins/",
+    ),
+    "deepspeed": ("platform/plait/engine/distributed",),
+    "triton": ("kernels/plait_kernels/",),
+    "peft": ("platform/plait/bench/",),
+}
+NO_TORCH = (
+    "platform/plait/planner/",
+    "platform/plait/simulate/",
+    "platform/plait/cost/",
+    "platform/plait/engine/coordinator",
+)
+TORCH_ALLOWED = ("platform/plait/cost/fake_memory",)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+MODULES = dict(modules())
+
+
+def imports(tree: ast.AST) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def level_of(part: str) -> int | None:
+    for level, parts in enumerate(LEVELS):
+        if any(part == name or part.startswith(f"{name}_") for name in parts):
+            return level
+    return None
+
+
+@pytest.mark.parametrize("folder", ["platform", "kernels", "dashboards", "conf", "sweeps", "tests"])
+def test_no_root_folder_is_a_package(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py would shadow another package"
+
+
+def test_the_plugin_namespace_stays_a_namespace() -> None:
+    assert not (ROOT / "platform/hydra_plugins/__init__.py").exists()
+
+
+def test_conf_and_sweeps_are_plain_yaml() -> None:
+    strays = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("conf", "sweeps")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".yaml"
+    ]
+    assert strays == []
+
+
+def test_imports_point_one_way_between_the_roots() -> None:
+    wrong = []
+    for path, tree in MODULES.items():
+        tops = {name.split(".")[0] for name in imports(tree)}
+        if path.startswith("kernels/") and tops & {"plait", "plait_dashboards"}:
+            wrong.append(path)
+        if path.startswith("platform/") and "plait_dashboards" in tops:
+            wrong.append(path)
+    assert wrong == []
+
+
+def test_imports_point_one_way_inside_plait() -> None:
+    wrong = []
+    for path, tree in MODULES.items():
+        if not path.startswith("platform/plait/"):
+            continue
+        own = level_of(path.split("/")[2].removesuffix(".py"))
+        for name in imports(tree):
+            parts = name.split(".")
+            other = level_of(parts[1]) if parts[0] == "plait" and len(parts) > 1 else None
+            if own is not None and other is not None and other > own:
+                wrong.append(f"{path} imports {name}")
+    assert wrong == []
+
+
+def test_every_module_of_plait_has_a_level() -> None:
+    unknown = {
+        path
+        for path in MODULES
+        if path.startswith("platform/plait/")
+        and path.count("/") >= 2
+        and path != "platform/plait/__init__.py"
+        and level_of(path.split("/")[2].removesuffix(".py")) is None
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("tool", sorted(HOMES))
+def test_each_tool_is_met_in_one_place(tool: str) -> None:
+    strays = [
+        path
+        for path, tree in MODULES.items()
+        if tool in {name.split(".")[0] for name in imports(tree)} and not path.startswith(HOMES[tool])
+    ]
+    assert strays == []
+
+
+def test_planner_and_simulator_import_no_torch() -> None:
+    strays = [
+        path
+        for path, tree in MODULES.items()
+        if path.startswith(NO_TORCH)
+        and not path.startswith(TORCH_ALLOWED)
+        and {"torch", "transformers", "plait_kernels"} & {name.split(".")[0] for name in imports(tree)}
+    ]
+    assert strays == []
+
+
+def test_functions_and_modules_stay_short() -> None:
+    long = []
+    for path, tree in MODULES.items():
+        lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
+        if lines > LONGEST_MODULE:
+            long.append(f"{path}: {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
+                length = node.end_lineno - node.lineno + 1
+                if length > LONGEST_FUNCTION and not is_kernel(node):
+                    long.append(f"{path}:{node.lineno} {node.name}: {length} lines")
+    assert long == []
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A Triton kernel cannot be cut into pieces without cost in clarity."""
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)

@@ -1,0 +1,135 @@
+"""Jobs, plans, samples, settings and errors: what they accept, keep and refuse."""
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait import errors
+from plait.errors import ConfigError, InputError, PlaitError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.plans import Group, Microbatch, OptimiserStep, Plan, Prediction, Replica, Segment
+from plait.samples import Sample, Split
+from plait.settings import EngineSettings, ModelSettings, PlannerSettings, SearchSettings, TrackingSettings
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        pytest.param(lambda: AdapterSpec(rank=0), "adapter.rank", id="rank"),
+        pytest.param(lambda: AdapterSpec(alpha=0.0), "adapter.alpha", id="alpha"),
+        pytest.param(lambda: AdapterSpec(dropout=1.0), "adapter.dropout", id="dropout"),
+        pytest.param(lambda: AdapterSpec(target_modules=()), "adapter.target_modules", id="targets"),
+        pytest.param(lambda: TrainSpec(lr=0.0), "train.lr", id="lr"),
+        pytest.param(lambda: TrainSpec(lora_plus_ratio=0.0), "train.lora_plus_ratio", id="lora+"),
+        pytest.param(lambda: TrainSpec(schedule="step"), "train.schedule", id="schedule"),  # type: ignore[arg-type]
+        pytest.param(lambda: TrainSpec(warmup_steps=-1), "train.warmup_steps", id="warm-up"),
+        pytest.param(lambda: TrainSpec(betas=(0.9, 1.0)), "train.betas", id="betas"),
+        pytest.param(lambda: TrainSpec(clip_norm=0.0), "train.clip_norm", id="clip"),
+        pytest.param(lambda: TrainSpec(batch_size=0), "train.batch_size", id="batch"),
+        pytest.param(lambda: TrainSpec(accumulation=0), "train.accumulation", id="accumulation"),
+        pytest.param(lambda: TrainSpec(steps=None), "train.steps", id="no budget"),
+        pytest.param(lambda: TrainSpec(steps=3, epochs=1.0), "train.steps", id="two budgets"),
+        pytest.param(lambda: TrainSpec(seed=-1), "train.seed", id="seed"),
+        pytest.param(lambda: ModelSettings(kind="llama"), "model.kind", id="model kind"),
+        pytest.param(lambda: ModelSettings(dtype="int8"), "model.dtype", id="dtype"),
+        pytest.param(lambda: EngineSettings(kernels="cuda"), "engine.kernels", id="kernels"),
+        pytest.param(lambda: EngineSettings(capacity=0), "engine.capacity", id="capacity"),
+        pytest.param(lambda: PlannerSettings(memory_share=1.5), "planner.memory_share", id="memory share"),
+        pytest.param(lambda: TrackingSettings(flush_seconds=-1), "tracking.flush_seconds", id="flush"),
+        pytest.param(lambda: SearchSettings(sampler="tpee"), "search.sampler", id="sampler"),
+        pytest.param(lambda: SearchSettings(trials=0), "search.trials", id="trials"),
+        pytest.param(
+            lambda: SearchSettings(max_failure_rate=2), "search.max_failure_rate", id="failure rate"
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_key(make: Callable[[], object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        make()
+
+
+def test_a_wrong_choice_lists_the_right_ones() -> None:
+    with pytest.raises(ConfigError, match=r"cmaes, gp, grid, nsgaii, qmc, random, tpe"):
+        SearchSettings(sampler="bayes")
+
+
+def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
+    assert AdapterSpec(rank=16, alpha=8.0).scale == 0.5
+    assert AdapterSpec(rank=16, alpha=8.0, rslora=True).scale == 2.0
+    assert AdapterSpec(rank=7).scale == 2.0
+
+
+def test_equal_data_options_are_equal_whatever_their_order() -> None:
+    assert DataSpec.of("jsonl", path="a", size=3) == DataSpec.of("jsonl", size=3, path="a")
+    assert hash(DataSpec.of("jsonl", path="a")) == hash(DataSpec.of("jsonl", path="a"))
+
+
+def test_a_job_names_its_parameters_by_config_key() -> None:
+    parameters = JobSpec("trial-0001", data=DataSpec.of("jsonl", path="train.jsonl")).parameters()
+    assert parameters["adapter.rank"] == 16
+    assert parameters["train.lr"] == 2e-4
+    assert parameters["data.path"] == "train.jsonl"
+
+
+KINDS = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, PlaitError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_travel_between_processes(kind: type[PlaitError]) -> None:
+    again = pickle.loads(pickle.dumps(kind("value", "rule", "remedy")))
+    assert type(again) is kind
+    assert str(again) == "value\nrule\nremedy"
+
+
+segments = st.builds(
+    Segment,
+    job=st.sampled_from(["a", "b"]),
+    step=st.integers(0, 9),
+    samples=st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple),
+    draws=st.just((0, 0, 0)),
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple),
+    loss_weight=st.floats(1e-3, 1.0),
+)
+microbatches = st.builds(Microbatch, st.just(0), st.integers(0, 9), st.lists(segments, max_size=3).map(tuple))
+steps = st.builds(OptimiserStep, st.sampled_from(["a", "b"]), st.integers(0, 9))
+
+
+@given(st.lists(microbatches | steps, max_size=4).map(tuple))
+def test_a_plan_comes_back_from_its_json(schedule: tuple[Microbatch | OptimiserStep, ...]) -> None:
+    plan = Plan(
+        replicas=(Replica(layer_split=(3, 2), pp=2),),
+        groups=(Group(("a", "b"), 512, 8, Prediction(1.5, 10, 2.5)),),
+        schedule=schedule,
+        choices={"kernels": "grouped", "capacity": 512},
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_of_another_version_is_refused() -> None:
+    text = Plan((), ()).to_json().replace('"version": 1', '"version": 99')
+    with pytest.raises(InputError, match="99"):
+        Plan.from_json(text)
+
+
+def test_a_microbatch_counts_whole_tiles() -> None:
+    segment = Segment("a", 1, (0, 1), (0, 0), (5, 6), 1.0)
+    batch = Microbatch(0, 0, (segment, segment))
+    assert (batch.tokens, batch.padded(1), batch.padded(8), batch.padded(16)) == (22, 22, 32, 32)
+
+
+def test_a_split_gives_back_its_samples() -> None:
+    first = Sample(np.array([1, 2, 3], np.int32), np.array([True, False, True]))
+    second = Sample(np.array([4], np.int32), np.array([True]))
+    split = Split.of([first, second])
+    assert len(split) == 2
+    assert split[0].tokens.tolist() == [1, 2, 3]
+    assert split[0].labels.tolist() == [False, False, True]  # nothing stands before the first token
+    assert split.lengths.tolist() == [3, 1]
+    assert split.labelled.tolist() == [1, 0]
+    with pytest.raises(IndexError):
+        split[2]
+    assert len(Split.of([])) == 0
