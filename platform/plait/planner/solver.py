@@ -1,0 +1,215 @@
+"""Mixed-integer linear programs, solved by SCIP: the one place that imports pyscipopt.
+
+A program is plain data in matrix form, so that it pickles into other processes, can be relaxed, and
+can be checked without a solver. Limits are by nodes and gap, so that the same program gives the same
+answer on every machine; time is only a safety net, and :attr:`Solution.limit_hit` says when it struck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+INFINITY = math.inf
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+Limit = Literal["nodes", "gap", "time", "solutions"]
+
+_LIMITS: dict[str, Limit] = {
+    "nodelimit": "nodes",
+    "totalnodelimit": "nodes",
+    "stallnodelimit": "nodes",
+    "gaplimit": "gap",
+    "timelimit": "time",
+    "sollimit": "solutions",
+    "bestsollimit": "solutions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop before the optimum is proved.
+
+    Attributes:
+        nodes: branch-and-bound nodes.
+        gap: relative distance between objective and bound that is good enough; 0 proves the optimum.
+        seconds: safety net only; a plan that it cut short is not repeatable, and says so.
+        solutions: feasible solutions after which to stop (1: the program only asks for feasibility).
+        presolve_rounds: -1 leaves presolving to SCIP; 0 turns it off, which is faster for tiny programs.
+    """
+
+    nodes: int = 20_000
+    gap: float = 0.0
+    seconds: float = 60.0
+    solutions: int | None = None
+    presolve_rounds: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """lower ≤ Σ coefficient · variable ≤ upper, over ``terms`` of (variable, coefficient)."""
+
+    terms: tuple[tuple[int, float], ...]
+    lower: float
+    upper: float
+
+
+@dataclass(slots=True)
+class Program:
+    """minimise Σ cost · variable + offset, subject to rows and bounds; variables are numbered from 0."""
+
+    costs: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def variable(
+        self, *, lower: float = 0.0, upper: float = INFINITY, integer: bool = False, cost: float = 0.0
+    ) -> int:
+        """Add a variable and return its number."""
+        self.costs.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.costs) - 1
+
+    def row(
+        self, terms: Iterable[tuple[int, float]], *, lower: float = -INFINITY, upper: float = INFINITY
+    ) -> None:
+        """Add the row lower ≤ Σ coefficient · variable ≤ upper."""
+        self.rows.append(Row(tuple(terms), lower, upper))
+
+    def violation(self, values: Sequence[float]) -> float:
+        """Largest amount by which ``values`` break a row, a bound or integrality; 0 where feasible."""
+        worst = 0.0
+        for value, low, high, whole in zip(values, self.lower, self.upper, self.integer, strict=True):
+            worst = max(worst, low - value, value - high)
+            worst = max(worst, abs(value - round(value)) if whole else 0.0)
+        for row in self.rows:
+            activity = sum(values[index] * coefficient for index, coefficient in row.terms)
+            worst = max(worst, row.lower - activity, activity - row.upper)
+        return worst
+
+    def objective(self, values: Sequence[float]) -> float:
+        """Σ cost · variable."""
+        return sum(cost * value for cost, value in zip(self.costs, values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What the solver found.
+
+    Attributes:
+        status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
+            but stopped early; "infeasible" is proved; "unknown" stopped early without values.
+        objective: of ``values``; None without values.
+        bound: proved: no solution is below it; -inf where nothing is known.
+        values: one for each variable, integers exact; empty without a solution.
+        limit_hit: which limit stopped the search, None where it ran to its end.
+        nodes: branch-and-bound nodes used.
+    """
+
+    status: Status
+    objective: float | None
+    bound: float
+    values: tuple[float, ...]
+    limit_hit: Limit | None
+    nodes: int
+
+    @property
+    def gap(self) -> float:
+        """(objective − bound) / |objective|; inf where there are no values."""
+        if self.objective is None or math.isinf(self.bound):
+            return INFINITY
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-12)
+
+
+def solve(program: Program, limits: Limits | None = None, start: Sequence[float] | None = None) -> Solution:
+    """Solve ``program`` with SCIP; equal input gives equal output unless ``limit_hit`` is "time".
+
+    Args:
+        start: a feasible solution to begin from; one that SCIP rejects is only lost, not an error.
+
+    Raises:
+        Nothing on purpose: infeasibility and limits are statuses, including SCIP's bare ``Warning``.
+    """
+    from pyscipopt import Model, quicksum
+
+    limits = limits or Limits()
+    model = Model()
+    model.hideOutput()
+    _set_limits(model, limits)
+    variables = [
+        model.addVar(
+            vtype="I" if whole else "C",
+            lb=None if low == -INFINITY else low,
+            ub=None if high == INFINITY else high,
+            obj=cost,
+        )
+        for cost, low, high, whole in zip(
+            program.costs, program.lower, program.upper, program.integer, strict=True
+        )
+    ]
+    for row in program.rows:
+        activity = quicksum(coefficient * variables[index] for index, coefficient in row.terms)
+        if row.lower == row.upper:
+            model.addCons(activity == row.lower)
+            continue
+        if row.upper < INFINITY:
+            model.addCons(activity <= row.upper)
+        if row.lower > -INFINITY:
+            model.addCons(activity >= row.lower)
+    if start is not None:
+        _add_start(model, variables, start)
+    try:
+        model.optimize()
+        return _read(model, variables, program)
+    except Warning:  # SCIP raises a bare Warning where it has no solution to show
+        return Solution("unknown", None, -INFINITY, (), _LIMITS.get(model.getStatus()), 0)
+
+
+def _set_limits(model: Any, limits: Limits) -> None:
+    settings: dict[str, object] = {
+        "limits/totalnodes": limits.nodes,
+        "limits/gap": limits.gap,
+        "limits/time": limits.seconds,
+        "randomization/randomseedshift": 0,
+        "parallel/maxnthreads": 1,
+    }
+    if limits.solutions is not None:
+        settings["limits/solutions"] = limits.solutions
+    if limits.presolve_rounds >= 0:
+        settings["presolving/maxrounds"] = limits.presolve_rounds
+    model.setParams(settings)
+
+
+def _add_start(model: Any, variables: Sequence[Any], start: Sequence[float]) -> None:
+    solution = model.createSol()
+    for variable, value in zip(variables, start, strict=True):
+        model.setSolVal(solution, variable, value)
+    model.addSol(solution)
+
+
+def _read(model: Any, variables: Sequence[Any], program: Program) -> Solution:
+    """The model's state after optimize() as a :class:`Solution`."""
+    scip_status, nodes = model.getStatus(), int(model.getNTotalNodes())
+    limit = _LIMITS.get(scip_status)
+    if scip_status in ("infeasible", "inforunbd"):
+        return Solution("infeasible", None, INFINITY, (), None, nodes)
+    bound = float(model.getDualbound())
+    bound = -INFINITY if abs(bound) >= model.infinity() else bound
+    if not model.getNSols():
+        return Solution("unknown", None, bound, (), limit, nodes)
+    best = model.getBestSol()
+    raw = (model.getSolVal(best, variable) for variable in variables)
+    values = tuple(
+        float(round(value)) if whole else float(value)
+        for value, whole in zip(raw, program.integer, strict=True)
+    )
+    proved = scip_status == "optimal" or limit == "gap"
+    return Solution(
+        "optimal" if proved else "feasible", program.objective(values), bound, values, limit, nodes
+    )
