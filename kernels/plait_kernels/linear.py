@@ -1,0 +1,118 @@
+"""The one operation: a frozen linear layer with many adapters, differentiable in x, A and B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from plait_kernels import grouped, reference
+from plait_kernels.bank import Bank
+from plait_kernels.errors import KernelError
+from plait_kernels.layer import LayerCall, SiteColumns, layer_call
+from plait_kernels.routing import Routing
+
+
+class Backend(Protocol):
+    """What a backend's module offers."""
+
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output and what backward needs beside x."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        saved: list[Tensor],
+        weight: Tensor,
+        call: LayerCall,
+        *,
+        need_dx: bool,
+    ) -> Tensor | None:
+        """Add the gradients of A and B to the bank; return that of x where it is needed."""
+
+
+BACKENDS: dict[str, Backend] = {"reference": reference, "grouped": grouped}
+
+
+class _MultiLora(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        _anchor: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LayerCall,
+        backend: Backend,
+    ) -> Tensor:
+        out, saved = backend.forward(x, weight, bias, call)
+        ctx.save_for_backward(x, weight, *saved)
+        ctx.call, ctx.backend = call, backend
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        x, weight, *saved = ctx.saved_tensors
+        need_dx = ctx.needs_input_grad[0]
+        dx = ctx.backend.backward(grad, x, saved, weight, ctx.call, need_dx=need_dx)
+        return dx, None, None, None, None, None
+
+
+_apply = cast("Callable[..., Tensor]", _MultiLora.apply)
+
+
+def multi_lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sites: Sequence[SiteColumns],
+    bank: Bank,
+    routing: Routing,
+    *,
+    backend: str,
+) -> Tensor:
+    """Frozen linear layer plus each row's own adapter: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ.
+
+    Several layers that read the same x (q, k, v) are one call: `weight` holds their rows one after the
+    other, `sites` names them in that order. In backward the gradients of A and B are added to the bank's
+    accumulators, segment by segment in the order of the rows, and not returned; W and b get none.
+
+    Args:
+        x: (tokens, in), of the bank's compute dtype.
+        weight: (sum of out, in), any strides (GPT-2 stores it transposed).
+        bias: (sum of out,) or None.
+        sites: for each part of the columns a site's name, a number of columns without adapters, or None
+            for the columns that are left over.
+        bank: where the adapters are.
+        routing: of this microbatch.
+        backend: "reference", "grouped" or "triton"; `choose_backend` finds the one for a device.
+
+    Returns:
+        (tokens, sum of out).
+
+    Raises:
+        KernelError: shapes, dtypes, sites or backend do not fit.
+    """
+    _check(x, weight, bank, routing, backend)
+    call = layer_call(bank, routing, sites, weight.shape[0])
+    if not call.owners:
+        return linear(x, weight, bias)
+    return _apply(x, bank.anchor, weight, bias, call, BACKENDS[backend])
+
+
+def _check(x: Tensor, weight: Tensor, bank: Bank, routing: Routing, backend: str) -> None:
+    if x.dim() != 2 or x.shape[0] != routing.tokens or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise KernelError(
+            f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
+            f"x is (tokens, in) with the routing's {routing.tokens} tokens, weight is (out, in)",
+        )
+    if x.dtype != bank.compute_dtype:
+        raise KernelError(f"x of {x.dtype}", f"x has the bank's compute dtype, {bank.compute_dtype}")
+    if backend not in BACKENDS:
+        raise KernelError(f"backend {backend!r}", "a backend is one of those there are", ", ".join(BACKENDS))

@@ -1,0 +1,118 @@
+"""Output head and cross-entropy over labelled rows, in chunks, so that all logits never exist at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from plait_kernels.errors import KernelError
+
+_CHUNK_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
+
+
+class _Head:
+    """The frozen head: logits = scale·(h Wᵀ + b), then softcap·tanh(logits / softcap) where there is one."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float | None
+    ) -> None:
+        self.weight, self.bias, self.softcap, self.scale = weight, bias, softcap, scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(rows, vocabulary) float32."""
+        logits = linear(hidden, self.weight, self.bias).float()
+        if self.scale is not None:
+            logits *= self.scale
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def hidden_gradient(self, grad: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """From the gradient of the logits, which it overwrites, to that of the hidden rows."""
+        if self.softcap is not None:
+            grad *= logits.div_(self.softcap).square_().neg_().add_(1.0)
+        if self.scale is not None:
+            grad *= self.scale
+        return grad.to(dtype) @ self.weight
+
+
+class _LabelledCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: _Head, targets: Tensor, weights: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        needed = ctx.needs_input_grad[0]
+        grad_hidden = torch.empty_like(hidden) if needed else None
+        nll = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = head.logits(hidden[rows])
+            normaliser = logits.logsumexp(dim=1)
+            index = targets[rows, None]
+            nll[rows] = normaliser - logits.gather(1, index)[:, 0]
+            if grad_hidden is not None:
+                share = weights[rows, None]
+                grad = torch.exp(logits - normaliser[:, None]).mul_(share)
+                grad.scatter_add_(1, index, -share)
+                grad_hidden[rows] = head.hidden_gradient(grad, logits, hidden.dtype)
+        ctx.save_for_backward(grad_hidden)
+        ctx.mark_non_differentiable(nll)
+        return (weights * nll).sum(), nll
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (grad_hidden,) = ctx.saved_tensors
+        if grad_hidden is None:
+            return None, None, None, None, None
+        return (grad_hidden * grad).to(grad_hidden.dtype), None, None, None, None
+
+
+_apply = cast("Callable[..., tuple[Tensor, Tensor]]", _LabelledCrossEntropy.apply)
+
+
+def labelled_cross_entropy(
+    hidden: Tensor,
+    head_weight: Tensor,
+    head_bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of labelled rows through a frozen output head.
+
+    The gradient of `hidden` is made in forward, chunk by chunk, since it is linear in the gradient of the
+    loss; the head gets none.
+
+    Args:
+        hidden: (rows, hidden), the labelled rows after the final norm.
+        head_weight: (vocabulary, hidden), any strides.
+        head_bias: (vocabulary,) or None.
+        targets: (rows,) int64 token ids.
+        weights: (rows,) float32, each row's share of its job's loss (1 / labelled tokens of its batch).
+        softcap: logits become softcap·tanh(logits / softcap), after `scale` (Gemma 2).
+        scale: logits are multiplied by it.
+        chunk: rows at once; by default as many as give 2**24 logits.
+
+    Returns:
+        loss = Σ weights·nll, a float32 scalar, and nll (rows,) float32, detached.
+
+    Raises:
+        KernelError: targets or weights are not one for each row.
+    """
+    rows = hidden.shape[0]
+    if targets.shape != (rows,) or weights.shape != (rows,):
+        raise KernelError(
+            f"targets {tuple(targets.shape)}, weights {tuple(weights.shape)} for {rows} hidden rows",
+            "each labelled row has one target and one weight",
+        )
+    if chunk is None:
+        chunk = max(1, _CHUNK_LOGITS // head_weight.shape[0])
+    head = _Head(head_weight, head_bias, softcap, scale)
+    return _apply(hidden, head, targets, weights.float(), chunk)

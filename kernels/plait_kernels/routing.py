@@ -1,0 +1,83 @@
+"""Routing: which rows of a microbatch belong to which adapter, and each row's dropout counter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from plait_kernels.bank import Bank, Block
+from plait_kernels.dropout import RowCounters, dropout_threshold
+from plait_kernels.errors import KernelError
+
+
+@dataclass(frozen=True)
+class RoutedSegment:
+    """Rows [start, stop) of the microbatch belong to `adapter`; None: the base model alone."""
+
+    adapter: str | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A segment with its adapter's block and the dropout that holds for this microbatch.
+
+    `threshold` is round(p·65536), 0 where nothing is dropped.
+    """
+
+    block: Block
+    start: int
+    stop: int
+    threshold: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What one microbatch needs to know about its rows; built once, shared by every layer.
+
+    Args:
+        tokens: rows of the microbatch.
+        spans: the segments that have an adapter and at least one row, in order of their rows.
+        counters: (tokens, 3) int64 counter words.
+    """
+
+    bank: Bank
+    tokens: int
+    spans: tuple[Span, ...]
+    counters: Tensor
+
+    @classmethod
+    def build(
+        cls, bank: Bank, segments: Sequence[RoutedSegment], counters: RowCounters, *, training: bool
+    ) -> Routing:
+        """Check the segments against the bank and lay out the tables.
+
+        Args:
+            bank: holds every adapter that a segment names.
+            segments: disjoint, in any order; rows of no segment belong to the base model alone. One
+                adapter may own several.
+            counters: for all rows of the microbatch.
+            training: whether dropout is applied.
+
+        Raises:
+            KernelError: segments overlap or leave the microbatch, or name an adapter not attached.
+        """
+        tokens = int(counters.step.numel())
+        spans, end = [], 0
+        for segment in sorted(segments, key=lambda segment: (segment.start, segment.stop)):
+            if not end <= segment.start <= segment.stop <= tokens:
+                raise KernelError(
+                    f"{segment}",
+                    f"segments are disjoint and lie in the microbatch's {tokens} rows",
+                    f"the rows before {end} are taken",
+                )
+            end = segment.stop
+            if segment.adapter is None or segment.start == segment.stop:
+                continue
+            block = bank.block(segment.adapter)
+            threshold = dropout_threshold(block.dropout) if training else 0
+            spans.append(Span(block, segment.start, segment.stop, threshold))
+        return cls(bank, tokens, tuple(spans), counters.words().to(bank.device))
