@@ -1,0 +1,146 @@
+"""Seconds of a microbatch (DESIGN §5.3): decoder layers, head and loss, tensor and pipeline parallel.
+
+A layer takes fixed + token·Σℓ + square·Σℓ² seconds; an empty microbatch takes none. LobRA's t(b, s)
+(appendix D, per layer and tensor-parallel degree, b sequences of length s) is the case Σℓ = b·s,
+Σℓ² = b·s², with the launch overhead kept as a constant instead of being spread over b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from plait.cost.fitting import Fit, fit_relative
+from plait.cost.shapes import MicrobatchShape
+from plait.errors import ConfigError, InputError, choices
+
+_LAYER = ("fixed", "tokens", "squares")
+_HEAD = ("fixed", "labelled")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of one decoder layer, forward and backward: fixed + token·Σℓ + square·Σℓ²."""
+
+    fixed: float
+    token: float
+    square: float = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative("layer", fixed=self.fixed, token=self.token, square=self.square)
+
+    def seconds(self, shape: MicrobatchShape) -> float:
+        """Of one microbatch; 0 where it is empty."""
+        if shape.tokens == 0:
+            return 0.0
+        return self.fixed + self.token * shape.tokens + self.square * shape.squares
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTime:
+    """Seconds of embedding, head and loss, forward and backward: fixed + labelled·(labelled tokens)."""
+
+    fixed: float = 0.0
+    labelled: float = 0.0
+
+    def __post_init__(self) -> None:
+        _not_negative("head", fixed=self.fixed, labelled=self.labelled)
+
+    def seconds(self, shape: MicrobatchShape) -> float:
+        """Of one microbatch; 0 where it is empty."""
+        return self.fixed + self.labelled * shape.labelled if shape.tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one pipeline stage for one microbatch."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """Seconds of microbatches for one model on one device kind.
+
+    Attributes:
+        layers: decoder layers of the model.
+        layer: by tensor-parallel degree.
+        head: by tensor-parallel degree; absent degrees cost nothing (no published figure).
+        forward_share: forward's share of a layer's forward + backward seconds.
+        head_forward_share: the same for head and loss.
+    """
+
+    layers: int
+    layer: Mapping[int, LayerTime]
+    head: Mapping[int, HeadTime] = field(default_factory=dict)
+    forward_share: float = 1 / 3
+    head_forward_share: float = 1 / 3
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or not self.layer:
+            raise ConfigError(f"layers={self.layers}, layer={dict(self.layer)}", "A time model needs layers.")
+        for name in ("forward_share", "head_forward_share"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must lie between 0 and 1.")
+
+    def layer_time(self, tp: int) -> LayerTime:
+        """Coefficients at this tensor-parallel degree.
+
+        Raises:
+            InputError: no profile for it.
+        """
+        if tp not in self.layer:
+            raise InputError(
+                f"tp={tp}", f"The time profile has tensor-parallel degrees {choices(list(self.layer))}."
+            )
+        return self.layer[tp]
+
+    def head_time(self, tp: int) -> HeadTime:
+        """Coefficients of embedding, head and loss at this tensor-parallel degree."""
+        return self.head.get(tp, HeadTime())
+
+    def stage(self, shape: MicrobatchShape, *, tp: int = 1, layers: float, last: bool) -> StageTime:
+        """Seconds of a stage that holds ``layers`` layers, and head and loss where it is the last."""
+        body = layers * self.layer_time(tp).seconds(shape)
+        head = self.head_time(tp).seconds(shape) if last else 0.0
+        forward = body * self.forward_share + head * self.head_forward_share
+        return StageTime(forward, body + head - forward)
+
+    def microbatch(self, shape: MicrobatchShape, *, tp: int = 1) -> float:
+        """Seconds of the whole model, forward and backward, without a pipeline."""
+        return self.stage(shape, tp=tp, layers=self.layers, last=True).total
+
+
+def fit_layer(observations: Iterable[tuple[MicrobatchShape, float]]) -> tuple[LayerTime, Fit]:
+    """Fit one layer's seconds on relative error.
+
+    Raises:
+        InputError: no observations, or a negative or missing entry.
+    """
+    rows = list(observations)
+    features = [(1.0, shape.tokens, shape.squares) for shape, _ in rows]
+    fit = fit_relative(features, [seconds for _, seconds in rows], _LAYER)
+    return LayerTime(*fit.coefficients), fit
+
+
+def fit_head(observations: Iterable[tuple[MicrobatchShape, float]]) -> tuple[HeadTime, Fit]:
+    """Fit the seconds of embedding, head and loss on relative error.
+
+    Raises:
+        InputError: no observations, or a negative or missing entry.
+    """
+    rows = list(observations)
+    fit = fit_relative([(1.0, shape.labelled) for shape, _ in rows], [seconds for _, seconds in rows], _HEAD)
+    return HeadTime(*fit.coefficients), fit
+
+
+def _not_negative(owner: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0.0:  # also refuses nan
+            raise ConfigError(f"time.{owner}.{name}={value}", "Time coefficients must be 0 or more.")
