@@ -1,0 +1,242 @@
+"""Two-stage packing: fewest microbatches first, then the least full one as empty as can be (DESIGN §5.6).
+
+First-fit decreasing is the start and the fallback. Filling by subset sums usually meets the lower bounds
+at once; SCIP is asked only where a bound is open: always while microbatches may be saved, and for the
+least full one where the instance is small or the gap wide. A later answer is used only where it is
+strictly better, so the result is never worse than greedy. All limits count nodes and rounds, so the same
+samples give the same plan everywhere; time is a safety net, reported where it struck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from plait.planner.packing import Bin, check_fits, first_fit_decreasing, microbatch
+from plait.planner.packing_bounds import bins_bound, fill_bound
+from plait.planner.packing_fill import MOST_UNITS, bin_fill, fill_bins, least_fill
+from plait.planner.packing_milp import emptiest, fits
+from plait.planner.solver import Limit, Limits
+from plait.plans import GlobalBatch, Microbatch
+
+Method = Literal["greedy", "subset sums", "milp"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackingLimits:
+    """How much work the packer may spend on one global batch of a group.
+
+    Attributes:
+        rounds: tries of filling by subset sums; 0 leaves it out.
+        exact_samples: up to so many samples SCIP proves the optimum (``exact_nodes`` as a guard).
+        nodes: branch-and-bound nodes above that; 0 never asks SCIP there.
+        gap: above ``exact_samples``, a least full microbatch within this share of the capacity of its
+            bound is good enough.
+        seconds: safety net for each call of SCIP.
+    """
+
+    rounds: int = 8
+    exact_samples: int = 10
+    exact_nodes: int = 200_000
+    nodes: int = 50
+    gap: float = 0.05
+    seconds: float = 10.0
+
+
+GREEDY = PackingLimits(rounds=0, exact_samples=0, nodes=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A packing with its distance to the bounds.
+
+    Attributes:
+        bins: (batch, position) of the samples of each microbatch, the fullest first, the least full last.
+        fill: padded tokens of the least full one.
+        bins_bound: fewer microbatches are impossible.
+        fill_bound: at this number of microbatches, a lower ``fill`` is impossible.
+        method: what found it.
+        limit_hit: limit that stopped SCIP before it proved the optimum, None otherwise.
+    """
+
+    bins: tuple[tuple[tuple[int, int], ...], ...]
+    fill: int
+    bins_bound: int
+    fill_bound: int
+    method: Method
+    limit_hit: Limit | None = None
+
+    @property
+    def optimal(self) -> bool:
+        """Whether both stages are proved."""
+        return len(self.bins) == self.bins_bound and self.fill == self.fill_bound
+
+
+def solve_packing(
+    lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1, limits: PackingLimits | None = None
+) -> Packing:
+    """Pack samples, each of which fits alone.
+
+    Args:
+        lengths: tokens of each sample, by global batch; at least one sample.
+    """
+    limits = limits or PackingLimits()
+    # without padding it does not matter whose sample is where: one batch has fewer symmetries
+    merged, names = _merge(lengths) if tile == 1 else (lengths, None)
+    state = _Search(merged, capacity, tile, limits)
+    state.greedy()
+    state.subset_sums()
+    state.fewer_bins()
+    state.emptier_bin()
+    result = state.result()
+    if names is None:
+        return result
+    return replace(result, bins=tuple(tuple(sorted(names[p] for _, p in items)) for items in result.bins))
+
+
+def _merge(lengths: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    names = [(a, p) for a, batch in enumerate(lengths) for p in range(len(batch))]
+    return [[lengths[a][p] for a, p in names]], names
+
+
+class _Search:
+    """The best packing so far and what is proved about it."""
+
+    def __init__(
+        self, lengths: Sequence[Sequence[int]], capacity: int, tile: int, limits: PackingLimits
+    ) -> None:
+        self.lengths, self.capacity, self.tile, self.limits = lengths, capacity, tile, limits
+        self.samples = sum(map(len, lengths))
+        self.bins_bound = bins_bound(lengths, capacity=capacity, tile=tile)
+        self.fill_bounds: dict[int, int] = {}
+        self.bins: list[Bin] = []
+        self.method: Method = "greedy"
+        self.limit_hit: Limit | None = None
+
+    def greedy(self) -> None:
+        self.bins = first_fit_decreasing(self.lengths, capacity=self.capacity, tile=self.tile)
+
+    def subset_sums(self) -> None:
+        if self.capacity // self.tile > MOST_UNITS:
+            return
+        for turn in range(self.limits.rounds):
+            if self.settled():
+                return
+            bins = fill_bins(self.lengths, capacity=self.capacity, tile=self.tile, turn=turn)
+            self._keep_if_better(bins, "subset sums")
+
+    def fewer_bins(self) -> None:
+        """Stage 1: ask SCIP for one microbatch less until it proves that there is none."""
+        while len(self.bins) > self.bins_bound and self._solver_limits().nodes:
+            bins, solution = fits(
+                self.lengths,
+                len(self.bins) - 1,
+                capacity=self.capacity,
+                tile=self.tile,
+                limits=replace(self._solver_limits(), solutions=1),
+            )
+            if bins is not None:
+                self._keep_if_better(bins, "milp")
+            elif solution.status == "infeasible":
+                self.bins_bound = len(self.bins)
+            else:
+                self.limit_hit = solution.limit_hit
+                return
+
+    def emptier_bin(self) -> None:
+        """Stage 2: ask SCIP to empty one microbatch, where the bound is open and worth it."""
+        if self.settled() or len(self.bins) == 1 or not self._solver_limits().nodes:
+            return
+        open_tokens = least_fill(self.bins, self.lengths, self.tile) - self.fill_bound()
+        if self.samples > self.limits.exact_samples and open_tokens <= self.limits.gap * self.capacity:
+            return
+        bins, solution = emptiest(
+            self.lengths, self.bins, capacity=self.capacity, tile=self.tile, limits=self._solver_limits()
+        )
+        if bins is not None:
+            self._keep_if_better(bins, "milp")
+        if solution.status == "optimal":
+            self.fill_bounds[len(self.bins)] = least_fill(self.bins, self.lengths, self.tile)
+        else:
+            self.limit_hit = solution.limit_hit
+
+    def settled(self) -> bool:
+        """Whether both bounds are met."""
+        if len(self.bins) > self.bins_bound:
+            return False
+        return least_fill(self.bins, self.lengths, self.tile) == self.fill_bound()
+
+    def fill_bound(self) -> int:
+        bins = len(self.bins)
+        if bins not in self.fill_bounds:
+            self.fill_bounds[bins] = fill_bound(self.lengths, bins, capacity=self.capacity, tile=self.tile)
+        return self.fill_bounds[bins]
+
+    def result(self) -> Packing:
+        ordered = sorted(self.bins, key=lambda items: -bin_fill(items, self.lengths, self.tile))
+        return Packing(
+            bins=tuple(tuple(sorted(items)) for items in ordered),
+            fill=bin_fill(ordered[-1], self.lengths, self.tile),
+            bins_bound=self.bins_bound,
+            fill_bound=self.fill_bound(),
+            method=self.method,
+            limit_hit=self.limit_hit,
+        )
+
+    def _keep_if_better(self, bins: list[Bin], method: Method) -> None:
+        if self._rank(bins) < self._rank(self.bins):
+            self.bins, self.method = bins, method
+
+    def _rank(self, bins: list[Bin]) -> tuple[int, int]:
+        return len(bins), least_fill(bins, self.lengths, self.tile)
+
+    def _solver_limits(self) -> Limits:
+        small = self.samples <= self.limits.exact_samples
+        nodes = self.limits.exact_nodes if small else self.limits.nodes
+        return Limits(nodes=nodes, seconds=self.limits.seconds)
+
+
+def pack_exactly(
+    batches: Sequence[GlobalBatch],
+    *,
+    capacity: int,
+    tile: int = 1,
+    replica: int = 0,
+    first_index: int = 0,
+    limits: PackingLimits | None = None,
+) -> tuple[Microbatch, ...]:
+    """As :func:`plait.planner.packing.pack`, by the two-stage packer; the least full microbatch is last.
+
+    Raises:
+        CapacityError: a sample alone is longer than the capacity.
+    """
+    check_fits(batches, capacity=capacity, tile=tile)
+    if not any(batch.lengths for batch in batches):
+        return ()
+    packing = solve_packing([batch.lengths for batch in batches], capacity=capacity, tile=tile, limits=limits)
+    return tuple(
+        microbatch(batches, items, replica, first_index + place) for place, items in enumerate(packing.bins)
+    )
+
+
+def pack_all(
+    batches: Sequence[Sequence[GlobalBatch]],
+    *,
+    capacity: int,
+    tile: int = 1,
+    limits: PackingLimits | None = None,
+    pool: Executor | None = None,
+) -> list[tuple[Microbatch, ...]]:
+    """:func:`pack_exactly` for many groups' global batches, which do not depend on each other.
+
+    Args:
+        batches: for each packing, the global batches that are packed together.
+        pool: where to solve them side by side; None solves them here, one after another.
+    """
+    work = partial(pack_exactly, capacity=capacity, tile=tile, limits=limits)
+    if pool is None:
+        return [work(item) for item in batches]
+    return list(pool.map(work, batches, chunksize=max(1, len(batches) // 64)))
