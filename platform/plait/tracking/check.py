@@ -1,0 +1,137 @@
+"""Finds out, before any model loads, whether the tracking store can be used."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import ssl
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import sqlalchemy
+from mlflow.exceptions import MlflowException
+
+from plait.errors import StorageError
+from plait.settings import TrackingSettings
+from plait.tracking.location import Location, locate, redact
+from plait.tracking.store import Store
+
+ANSWER_SECONDS = 5
+LEAST_FREE_BYTES = 64 * 2**20
+
+
+def check_tracking(settings: TrackingSettings) -> Location:
+    """Make sure that runs, artifacts and files can be written; makes folder, database and experiment.
+
+    Returns:
+        the absolute address, for printing and for :class:`~plait.tracking.tracker.Tracker`.
+
+    Raises:
+        StorageError: nothing answers at the address within seconds, it refuses, the folder cannot be
+            written, the disk is full, or the experiment was deleted.
+    """
+    location = locate(settings)
+    check_folder(location.root, "tracking.root")
+    open_store(location, settings.experiment)
+    return location
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Make a folder if need be and write a file into it.
+
+    Raises:
+        StorageError: it cannot be made or written, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"plait")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StorageError(
+            f"{key}={folder}: {error.strerror or error}",
+            "Plait writes its database, artifacts and adapters there.",
+            f"Give {key}= a folder that you may write.",
+        ) from error
+    if free < LEAST_FREE_BYTES:
+        raise StorageError(
+            f"{key}={folder}: {free / 2**20:.0f} MiB free",
+            f"A run needs at least {LEAST_FREE_BYTES // 2**20} MiB.",
+            f"Free some space, or give {key}= a folder on another disk.",
+        )
+
+
+def open_store(location: Location, experiment: str) -> Store:
+    """The store at an address, after making sure within seconds that something answers there.
+
+    Raises:
+        StorageError: as :func:`check_tracking`.
+    """
+    if location.is_server:
+        _check_server(location)
+    elif location.sqlite_file is not None:
+        check_folder(location.sqlite_file.parent, "tracking.uri")
+    else:
+        _check_database(location)
+    try:
+        store = Store(location, experiment)
+        stage = store.client.get_experiment(store.experiment_id).lifecycle_stage
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+        raise StorageError(
+            f"tracking.uri={location}: {_first_line(error)}",
+            "The address must hold an MLflow store that this MLflow can use.",
+            "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
+        ) from error
+    if stage != "active":
+        raise StorageError(
+            f"tracking.experiment={experiment!r} was deleted in {location}",
+            "Runs are written to an active experiment.",
+            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or give tracking.experiment= "
+            "another name.",
+        )
+    return store
+
+
+def _check_server(location: Location) -> None:
+    """One short request. MLflow's own client would go on trying for minutes."""
+    request = urllib.request.Request(f"{location.uri.rstrip('/')}/health")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code < 500:
+            return  # something speaks HTTP; MLflow's client says what it thinks of us
+        cause: object = f"status {error.code}"
+    except (OSError, ValueError, http.client.HTTPException, ssl.SSLError) as error:
+        cause = getattr(error, "reason", error)
+    raise StorageError(
+        f"tracking.uri={location}: no answer ({cause})",
+        "An MLflow server must answer at this address.",
+        "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write to "
+        "a SQLite file.",
+    )
+
+
+def _check_database(location: Location) -> None:
+    """One short connection. MLflow's own client would go on trying for minutes."""
+    if location.scheme not in ("postgresql", "mysql"):
+        return
+    try:
+        engine = sqlalchemy.create_engine(location.uri, connect_args={"connect_timeout": ANSWER_SECONDS})
+        with engine.connect():
+            pass
+        engine.dispose()
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        raise StorageError(
+            f"tracking.uri={location}: {_first_line(error)}",
+            "A database must answer at this address.",
+            "Start it, correct tracking.uri, install its driver (pip install 'plait[postgresql]'), or unset "
+            "tracking.uri to write to a SQLite file.",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return redact(str(error).strip().split("\n", 1)[0])

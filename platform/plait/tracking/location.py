@@ -1,0 +1,90 @@
+"""Where tracking goes: one absolute address, decided once, printable without secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from plait.errors import StorageError
+from plait.settings import TrackingSettings
+
+DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
+SQLITE_PREFIX = "sqlite:///"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """An MLflow tracking URI made absolute.
+
+    Attributes:
+        uri: tracking URI for MLflow's client, with its password if it has one.
+        root: absolute folder of everything that Plait itself writes.
+        artifacts: where a database's experiment keeps artifacts; None leaves it to a server.
+    """
+
+    uri: str
+    root: Path
+    artifacts: str | None
+
+    @property
+    def scheme(self) -> str:
+        """The URI's scheme without a driver: "sqlite", "postgresql", "http"."""
+        return urlsplit(self.uri).scheme.split("+")[0]
+
+    @property
+    def is_server(self) -> bool:
+        """An MLflow server answers here."""
+        return self.scheme in ("http", "https")
+
+    @property
+    def sqlite_file(self) -> Path | None:
+        """The SQLite file, if it is one."""
+        if self.scheme != "sqlite":
+            return None
+        return Path(unquote(self.uri.split("?")[0].removeprefix(self.uri.split(":")[0] + ":///")))
+
+    def __str__(self) -> str:
+        return redact(self.uri)
+
+
+def redact(text: str) -> str:
+    """The text with the password of every URL in it replaced by three asterisks."""
+    return re.sub(r"(://[^/\s:@]*):[^/\s@]+@", r"\1:***@", text)
+
+
+def locate(settings: TrackingSettings) -> Location:
+    """The address that the settings stand for: ``uri``, else MLFLOW_TRACKING_URI, else SQLite in ``root``.
+
+    Relative SQLite paths are taken from the current folder, as MLflow would, and made absolute here.
+
+    Raises:
+        StorageError: an address that MLflow can no longer write to, or none of its kinds.
+    """
+    root = settings.root.expanduser().resolve()
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
+    scheme = urlsplit(uri).scheme.split("+")[0]
+    if scheme in ("", "file"):
+        raise StorageError(
+            f"tracking.uri={redact(uri)!r}",
+            "MLflow keeps runs in a database or behind a server, no longer in plain folders.",
+            f"Use {SQLITE_PREFIX}{Path(urlsplit(uri).path) / 'mlflow.db'}, or a server's http:// address.",
+        )
+    if scheme == "sqlite":
+        uri = _absolute_sqlite(uri)
+    artifacts = f"{root / 'artifacts'}" if scheme in DATABASE_SCHEMES else None
+    return Location(uri, root, artifacts)
+
+
+def _absolute_sqlite(uri: str) -> str:
+    prefix, separator, rest = uri.partition(":///")
+    path, mark, query = rest.partition("?")
+    if not separator or not path or path == ":memory:":
+        raise StorageError(
+            f"tracking.uri={uri!r}",
+            "A SQLite address names a file.",
+            f"Write {SQLITE_PREFIX}folder/mlflow.db, or {SQLITE_PREFIX}/folder/mlflow.db (absolute).",
+        )
+    return f"{prefix}:///{Path(path).expanduser().resolve()}{mark}{query}"

@@ -1,0 +1,67 @@
+"""Names that MLflow's saved charts and searches depend on (DESIGN §5.11): they do not change."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# ---- metrics of a job's run, always with the job's optimiser step ------------------------------------
+TRAIN_LOSS: Final = "train/loss"
+TRAIN_LR: Final = "train/lr"
+TRAIN_GRAD_NORM: Final = "train/grad_norm"
+TRAIN_TOKENS: Final = "train/tokens"
+EVAL_LOSS: Final = "eval/loss"
+EVAL_TOKENS: Final = "eval/tokens"
+EVAL_ACCURACY: Final = "eval/accuracy"
+THROUGHPUT: Final = "throughput/tokens_per_s"
+DEVICE_SECONDS: Final = "cost/device_seconds"
+COMPLETION_SECONDS: Final = "job/completion_seconds"
+OBJECTIVE: Final = "objective"
+
+# ---- metrics of the search's run, with the number of group iterations; the shared names are totals ----
+SEARCH_SECONDS: Final = "search/seconds"
+SEARCH_BEST: Final = "search/best"
+SEARCH_BEST_TRIAL: Final = "search/best_trial"
+SEARCH_RUNNING: Final = "search/running"
+SEARCH_ENDED: Final = "search/ended"
+SEARCH_FAILED: Final = "search/failed"
+GROUP_JOBS: Final = "group/jobs"
+GROUP_MICROBATCHES: Final = "group/microbatches"
+GROUP_FILL: Final = "group/fill"
+PEAK_BYTES: Final = "memory/peak_bytes"
+
+# ---- tags ---------------------------------------------------------------------------------------------
+TAG_SEARCH: Final = "plait.search"
+TAG_TRIAL: Final = "plait.trial"
+TAG_JOB: Final = "plait.job"
+TAG_STATE: Final = "plait.state"
+TAG_GROUP: Final = "plait.group"
+TAG_REASON: Final = "plait.reason"
+TAG_DIVERGED: Final = "plait.diverged"
+TAG_STEP: Final = "plait.step"
+TAG_ADAPTER: Final = "plait.adapter"
+TAG_DIRECTION: Final = "plait.direction"
+TAG_METRIC: Final = "plait.metric"
+TAG_PARENT: Final = "mlflow.parentRunId"
+TAG_NOTE: Final = "mlflow.note.content"
+TAG_TABLES: Final = "mlflow.loggedArtifacts"
+
+# ---- artifacts ----------------------------------------------------------------------------------------
+ADAPTER_FOLDER: Final = "adapter"
+LEADERBOARD_FILE: Final = "leaderboard.json"
+
+# ---- states of a job, and what MLflow calls them ------------------------------------------------------
+RUNNING: Final = "running"
+FINISHED: Final = "finished"
+PRUNED: Final = "pruned"
+STOPPED: Final = "stopped"
+FAILED: Final = "failed"
+INTERRUPTED: Final = "interrupted"
+
+RUN_STATUS: Final = {
+    RUNNING: "RUNNING",
+    FINISHED: "FINISHED",
+    PRUNED: "KILLED",
+    STOPPED: "KILLED",
+    INTERRUPTED: "KILLED",
+    FAILED: "FAILED",
+}

@@ -1,0 +1,379 @@
+"""Turns what happens in a search into MLflow runs: a parent for the search, a child for every job."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from mlflow.entities import Run
+
+from plait import __version__
+from plait.engine.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobGenerated,
+    JobProgress,
+)
+from plait.jobs import JobSpec
+from plait.settings import RunSettings, TrackingSettings
+from plait.tracking import facts, names
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.check import check_folder, open_store
+from plait.tracking.leaderboard import to_split_json
+from plait.tracking.location import locate, redact
+from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags
+from plait.tracking.records import record_of
+from plait.tracking.sender import StoreSender
+from plait.tracking.store import table_tag
+from plait.tracking.writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFacts:
+    """What is known of a search before its first job.
+
+    Attributes:
+        name: identity of the search (DESIGN §1).
+        settings: of the run.
+        config: resolved configuration, YAML.
+        command: the command line, program first.
+        overrides: as Hydra received them.
+        fresh: do not go on with an earlier search of this name.
+    """
+
+    name: str
+    settings: RunSettings
+    config: str = ""
+    command: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    fresh: bool = False
+
+
+@dataclass(slots=True)
+class _Totals:
+    """The search's own counters, that go on where an earlier process left them."""
+
+    step: int = 0
+    seconds_before: float = 0.0
+    started: float = field(default_factory=time.time)
+
+
+class Tracker:
+    """Writes a search to MLflow, in the background.
+
+    Every method but :meth:`start_search`, :meth:`flush` and :meth:`close` returns at once. As a context
+    manager it ends the search's run and closes.
+
+    Args:
+        settings: where to write.
+        clock: seconds since 1970; stamps points and runs.
+        directory: folder whose git state is recorded.
+
+    Raises:
+        StorageError: the store cannot be used (see ``check_tracking``).
+    """
+
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        *,
+        clock: Callable[[], float] = time.time,
+        directory: Path | None = None,
+    ) -> None:
+        self.location = locate(settings)
+        check_folder(self.location.root, "tracking.root")
+        self._store = open_store(self.location, settings.experiment)
+        self._settings = settings
+        self._clock = clock
+        self._directory = directory or Path.cwd()
+        self._parent = ""  # key of the search's run
+        self._parent_id = ""
+        self._ids: dict[str, str] = {}
+        self._writer: Writer | None = None
+        self._totals = _Totals()
+        self._ended = False
+        self.board = Board("minimize", 0)
+
+    # ---- the search ------------------------------------------------------------------------------------
+
+    def start_search(self, search: SearchFacts) -> str:
+        """Make the search's run, or go on with the one of its name; waits for the store.
+
+        Returns:
+            MLflow's id of the run.
+        """
+        self.board = Board(search.settings.search.direction, search.settings.search.trials)
+        self._parent = search.name
+        runs = [] if search.fresh else self._store.searches(search.name)
+        found = self._go_on(runs[0]) if runs else {}
+        tags = self._search_tags(search)
+        if not runs:
+            self._parent_id = self._store.create_run(search.name, tags, self._now())
+        self._totals.started = self._clock()
+        self._ids[search.name] = self._parent_id
+        sender = StoreSender(self._store, self._ids, found)
+        self._writer = Writer(sender, self._settings.flush_seconds, str(self.location))
+        self._put(SetTags(self._parent, tuple(tags.items())))
+        self._record_facts(search)
+        if not runs:
+            self._store.log_parameters(self._parent_id, _run_parameters(search.settings))
+        return self._parent_id
+
+    def _go_on(self, run: Run) -> dict[int, Run]:
+        """Take up an earlier process's run of this search, with its jobs."""
+        self._parent_id = run.info.run_id
+        self._store.reopen(self._parent_id)
+        last = self._store.client.get_metric_history(self._parent_id, names.SEARCH_SECONDS)
+        self._totals.step = max((point.step for point in last), default=0)
+        self._totals.seconds_before = run.data.metrics.get(names.SEARCH_SECONDS, 0.0)
+        found = self._store.children(self._parent_id)
+        for child in found.values():
+            self.board.add(record_of(child))
+        return found
+
+    def _search_tags(self, search: SearchFacts) -> dict[str, str]:
+        state = facts.git_state(self._directory)
+        self._record_later = {"git.diff": state.diff} if state.diff else {}
+        tags = {
+            names.TAG_SEARCH: search.name,
+            names.TAG_STATE: names.RUNNING,
+            names.TAG_DIRECTION: search.settings.search.direction,
+            names.TAG_METRIC: search.settings.search.metric,
+            "plait.version": __version__,
+            "plait.command": redact(shlex.join(search.command)),
+            "mlflow.user": _user(),
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.name": Path(search.command[0]).name if search.command else "plait",
+        }
+        if state.commit:
+            tags |= {"mlflow.source.git.commit": state.commit, "mlflow.source.git.branch": state.branch}
+            tags["plait.git.dirty"] = str(state.dirty).lower()
+        return tags
+
+    def _record_facts(self, search: SearchFacts) -> None:
+        self.record("config.yaml", search.config)
+        self.record("overrides.txt", "".join(f"{item}\n" for item in search.overrides))
+        self.record("packages.txt", facts.packages())
+        self.record("hardware.json", facts.hardware())
+        for name, text in self._record_later.items():
+            self.record(name, text)
+
+    def record(self, path: str, content: str | Mapping[str, Any]) -> None:
+        """Keep a fact with the search's run as an artifact: text as it is, a mapping as JSON.
+
+        For the plan ("plan.json"), the lengths ("lengths.json"), the data digests ("data.json").
+        """
+        text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
+        self._put(LogText(self._parent, path, redact(text)))
+
+    def end_search(self, state: str = names.FINISHED, reason: str = "") -> None:
+        """End the search's run: "finished", "interrupted" or "failed". Jobs that still train are marked
+        interrupted; a later process takes them up."""
+        if self._ended or not self._parent_id:
+            return
+        self._ended = True
+        for record in list(self.board.jobs.values()):
+            if record.live:
+                self._end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
+        self._refresh()
+        self._end_run(self._parent, state, reason)
+
+    # ---- jobs ------------------------------------------------------------------------------------------
+
+    def start_job(self, job: JobSpec, trial: int, parameters: Mapping[str, Any] | None = None) -> None:
+        """Announce a job: makes its run, or goes on with the one its trial has.
+
+        Args:
+            job: as submitted; its name is the run's name.
+            trial: Optuna's number.
+            parameters: config keys that define the job; those of the job itself by default.
+        """
+        shown = dict(job.parameters() if parameters is None else parameters)
+        known = self.board.jobs.get(job.name)
+        self.board.add(known or JobRecord(job.name, trial, shown))
+        self.board.jobs[job.name].parameters = shown
+        tags = {
+            names.TAG_SEARCH: self._parent,
+            names.TAG_TRIAL: str(trial),
+            names.TAG_JOB: job.name,
+            names.TAG_STATE: self.board.jobs[job.name].state,
+            names.TAG_PARENT: self._parent_id,
+            "mlflow.user": _user(),
+        }
+        pairs = tuple((key, parameter_text(value)) for key, value in shown.items())
+        self._put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now()))
+
+    def judge(self, job: str, state: str, objective: float | None = None, reason: str = "") -> None:
+        """The search's last word on a job: "finished", "pruned" or "failed", and its objective."""
+        record = self.board.judge(job, state, objective, reason)
+        if record.objective is not None:
+            self._points(job, record.step, {names.OBJECTIVE: record.objective})
+        self._end_run(job, state, record.reason)
+        self._refresh()
+
+    def handle(self, event: Event) -> None:
+        """Log an event of the engine."""
+        self.board.handle(event)
+        match event:
+            case JobAdmitted():
+                tags = ((names.TAG_STATE, names.RUNNING), (names.TAG_GROUP, event.group))
+                self._put(SetTags(event.job.name, tags))
+            case JobProgress():
+                self._points(event.job, event.step, _progress_values(event))
+            case JobEvaluated():
+                values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
+                self._points(event.job, event.step, values)
+            case JobGenerated():
+                self._points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
+            case JobEnded():
+                self._job_ended(event)
+            case GroupStep():
+                self._group_step(event)
+
+    def _job_ended(self, event: JobEnded) -> None:
+        values = {
+            names.COMPLETION_SECONDS: event.completion_seconds,
+            names.DEVICE_SECONDS: event.device_seconds,
+            names.TRAIN_TOKENS: float(event.tokens),
+        }
+        self._points(event.job, event.step, values)
+        tags = [(names.TAG_STEP, str(event.step))]
+        if event.adapter is not None:
+            self._put(LogFolder(event.job, event.adapter, names.ADAPTER_FOLDER))
+            tags.append((names.TAG_ADAPTER, str(event.adapter)))
+        self._put(SetTags(event.job, tuple(tags)))
+        self._end_run(event.job, event.state, event.reason)
+        self._refresh()
+
+    def _group_step(self, event: GroupStep) -> None:
+        self._totals.step += 1
+        best = self.board.best()
+        values: dict[str, float] = {
+            names.TRAIN_TOKENS: self.board.tokens,
+            names.THROUGHPUT: event.tokens / event.seconds if event.seconds > 0 else math.nan,
+            names.DEVICE_SECONDS: self.board.device_seconds,
+            names.SEARCH_SECONDS: self.seconds,
+            names.SEARCH_RUNNING: self.board.count(names.RUNNING),
+            names.SEARCH_ENDED: sum(job.ended for job in self.board.jobs.values()),
+            names.SEARCH_FAILED: self.board.count(names.FAILED),
+            names.GROUP_JOBS: len(event.jobs),
+            names.GROUP_MICROBATCHES: event.microbatches,
+        }
+        if event.microbatches and event.capacity:
+            values[names.GROUP_FILL] = event.tokens / (event.microbatches * event.capacity)
+        if event.peak_bytes is not None:
+            values[names.PEAK_BYTES] = event.peak_bytes
+        if best is not None and best.objective is not None:
+            values |= {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: best.trial}
+        self._points(self._parent, self._totals.step, {key: float(value) for key, value in values.items()})
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the search, those of earlier processes included."""
+        return self._totals.seconds_before + self._clock() - self._totals.started
+
+    # ---- what is written -------------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        """Write leaderboard, best so far and description of the search anew."""
+        for record in self.board.jobs.values():
+            record.run_id = self._ids.get(record.name, record.run_id)
+        self._put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(self.board.ordered())))
+        tags = [table_tag(names.LEADERBOARD_FILE)]
+        best = self.board.best()
+        if best is not None and best.objective is not None:
+            tags.append((names.TAG_NOTE, f"Best so far: {best.name}, objective {best.objective:.6g}"))
+            values = {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: float(best.trial)}
+            self._points(self._parent, self._totals.step, values)
+        self._put(SetTags(self._parent, tuple(tags)))
+
+    def _points(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        finite = tuple((key, float(value)) for key, value in values.items() if math.isfinite(value))
+        if finite:
+            self._put(LogPoints(run, step, self._now(), finite))
+        if len(finite) < len(values):
+            wrong = ", ".join(f"{key}={value}" for key, value in values.items() if not math.isfinite(value))
+            self._put(SetTags(run, ((names.TAG_DIVERGED, f"step {step}: {wrong}"),)))
+
+    def _end_run(self, run: str, state: str, reason: str) -> None:
+        self._put(SetTags(run, ((names.TAG_STATE, state), (names.TAG_REASON, reason))))
+        self._put(EndRun(run, names.RUN_STATUS[state], self._now()))
+
+    def _put(self, operation: OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun) -> None:
+        if self._writer is None:
+            raise RuntimeError("start_search() comes first")
+        self._writer.put(operation)
+
+    def _now(self) -> int:
+        return int(self._clock() * 1000)
+
+    def flush(self) -> None:
+        """Wait until the store has everything; raises StorageError as ``Writer.flush``."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Send what is left and stop writing; raises StorageError as ``Writer.close``."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.end_search()
+        elif isinstance(error, KeyboardInterrupt):
+            self.end_search(names.INTERRUPTED, "Interrupted.")
+        else:
+            self.end_search(names.FAILED, f"{type(error).__name__}: {error}")
+        self.close()
+
+
+def parameter_text(value: object) -> str:
+    """A parameter's value as MLflow keeps it: words as they are, lists and mappings as JSON."""
+    if isinstance(value, (list, tuple, dict)):
+        return json.dumps(value)
+    return str(value)
+
+
+def _progress_values(event: JobProgress) -> dict[str, float]:
+    return {
+        names.TRAIN_LOSS: event.loss,
+        names.TRAIN_LR: event.lr,
+        names.TRAIN_GRAD_NORM: event.grad_norm,
+        names.TRAIN_TOKENS: float(event.tokens),
+        names.THROUGHPUT: event.tokens_per_s,
+        names.DEVICE_SECONDS: event.device_seconds,
+    }
+
+
+def _run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:
+    """The run's settings, flat; addresses without passwords."""
+    flat = {
+        f"{group}.{key}": value
+        for group, values in asdict(settings).items()
+        for key, value in values.items()
+        if value is not None and value != {}
+    }
+    return tuple((key, redact(parameter_text(value))) for key, value in flat.items())
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"
