@@ -1,0 +1,241 @@
+"""Causal attention of packed samples, each over itself alone, by plain batched matrix products.
+
+The rows of a microbatch are gathered into buckets of nearly equal length (``packing``), where scores,
+softmax and their gradients are batched matrix products. Heads that share a key and value (grouped queries)
+lie together as rows of one product, so that keys and values are never repeated. Short samples keep their
+probabilities for the backward pass; long ones recompute them in blocks of rows, whose keys end at the
+diagonal and begin at the sliding window, so that memory stays in proportion to the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plait.models.packing import AttentionLayout, Bucket
+
+KEEP_UP_TO = 256  # longest samples that keep their probabilities
+ROWS = 512  # query rows of one block
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What one layer's attention computes: scale · q·k, softcap · tanh(· / softcap), keys within window."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Query heads, and the key and value heads that groups of them share."""
+
+    query: int
+    shared: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key head."""
+        return self.query // self.shared
+
+    @property
+    def total(self) -> int:
+        """Heads of queries, keys and values together."""
+        return self.query + 2 * self.shared
+
+
+Rotation = tuple[Tensor, Tensor]  # cos, sin: (positions, rotated size)
+
+
+def packed_attention(
+    qkv: Tensor, heads: Heads, layout: AttentionLayout, rule: AttentionRule, rotation: Rotation | None = None
+) -> Tensor:
+    """Causal attention within each sample.
+
+    Args:
+        qkv: (tokens, (query + 2 · shared) · head size): all queries, all keys, all values of a token.
+        heads: how many of each.
+        layout: of the microbatch.
+        rule: scale, window and softcap.
+        rotation: cos and sin by position, to rotate queries and keys here (RoPE over the halves of a head);
+            None where they are rotated already or never.
+
+    Returns:
+        (tokens, query heads · head size).
+    """
+    return cast("Callable[..., Tensor]", _PackedAttention.apply)(qkv, heads, layout, rule, rotation)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        heads: Heads,
+        layout: AttentionLayout,
+        rule: AttentionRule,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        index = layout.index(heads.query, heads.shared)
+        size = qkv.shape[-1] // heads.total
+        rows = qkv.reshape(-1, size).index_select(0, index.gather)
+        if rotation is not None:
+            _rotate(rows, layout, heads, rotation)
+        out = rows.new_empty(len(index.gather_out), size)
+        kept: list[Tensor] = []
+        for bucket in layout.buckets:
+            q, k, v = _parts(rows, layout, bucket, heads)
+            kept += _forward(q, k, v, _part(out, bucket, heads), rule)
+        ctx.save_for_backward(rows, *kept, *(rotation or ()))
+        ctx.heads, ctx.layout, ctx.rule, ctx.rotated = heads, layout, rule, rotation is not None
+        return out.index_select(0, index.scatter_out).view(-1, heads.query * size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        rows, *kept = ctx.saved_tensors
+        rotation = (kept.pop(-2), kept.pop(-1)) if ctx.rotated else None
+        heads, layout = ctx.heads, ctx.layout
+        index = layout.index(heads.query, heads.shared)
+        size = rows.shape[-1]
+        grads = grad.reshape(-1, size).index_select(0, index.gather_out)
+        grads.index_fill_(0, index.padding, 0.0)
+        back = torch.empty_like(rows)
+        for bucket in layout.buckets:
+            into = _parts(back, layout, bucket, heads)
+            probabilities = kept.pop(0) if _keeps(bucket.length, ctx.rule) else None
+            given = _parts(rows, layout, bucket, heads)
+            _backward(given, _part(grads, bucket, heads), into, ctx.rule, probabilities)
+        if rotation is not None:
+            _rotate(back, layout, heads, (rotation[0], -rotation[1]))
+        return back.index_select(0, index.scatter).view(-1, heads.total * size), None, None, None, None
+
+
+def _part(rows: Tensor, bucket: Bucket, heads: Heads, *, count: int = 0, first: int = 0) -> Tensor:
+    """One bucket's (samples · shared, heads a group · length, size) view of a block of rows."""
+    count = count or heads.query
+    start = first + bucket.start * count
+    rows = rows[start : start + bucket.rows * count]
+    return rows.view(bucket.samples * heads.shared, -1, rows.shape[-1])
+
+
+def _parts(rows: Tensor, layout: AttentionLayout, bucket: Bucket, heads: Heads) -> tuple[Tensor, ...]:
+    padded = len(layout.source)
+    return (
+        _part(rows, bucket, heads),
+        _part(rows, bucket, heads, count=heads.shared, first=padded * heads.query),
+        _part(rows, bucket, heads, count=heads.shared, first=padded * (heads.query + heads.shared)),
+    )
+
+
+def _rotate(rows: Tensor, layout: AttentionLayout, heads: Heads, rotation: Rotation) -> None:
+    """Rotate queries and keys in place, first half of a head against the second (RoPE).
+
+    With sin negated this is the inverse rotation, which is also the gradient's.
+    """
+    cos, sin = rotation
+    half = cos.shape[-1] // 2
+    for bucket in layout.buckets:
+        c, s = cos[: bucket.length], sin[: bucket.length]
+        for part in _parts(rows, layout, bucket, heads)[:2]:
+            x = part.view(-1, bucket.length, part.shape[-1])
+            first, second = x[..., :half], x[..., half : 2 * half]
+            turned = first * s[:, half:]
+            first.mul_(c[:, :half]).addcmul_(second, s[:, :half], value=-1.0)
+            second.mul_(c[:, half:]).add_(turned)
+
+
+def _keeps(length: int, rule: AttentionRule) -> bool:
+    return length <= KEEP_UP_TO and rule.softcap is None
+
+
+def _blocks(length: int, rule: AttentionRule) -> list[tuple[int, int, int]]:
+    """Blocks of query rows [start, stop) and the first key low that they may see."""
+    starts = range(0, length, ROWS)
+    window = rule.window or length
+    return [(start, min(start + ROWS, length), max(0, start - window + 1)) for start in starts]
+
+
+def _mask(start: int, stop: int, low: int, rule: AttentionRule, like: Tensor) -> Tensor:
+    """(rows, keys) to add to the scores: 0 where a key is seen, -inf elsewhere."""
+    row = torch.arange(start, stop, device=like.device).unsqueeze(1)
+    key = torch.arange(low, stop, device=like.device)
+    hidden = key > row
+    if rule.window is not None:
+        hidden |= key <= row - rule.window
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor | None]:
+    """Softmax of the scores (batch, group · rows, keys), and tanh of the capped scores where there is a cap."""
+    mask = mask.repeat(q.shape[1] // len(mask), 1)
+    keys = k.transpose(1, 2)
+    if rule.softcap is None:
+        return torch.softmax(torch.baddbmm(mask, q, keys, alpha=rule.scale), dim=-1), None
+    capped = torch.bmm(q, keys).float().mul_(rule.scale / rule.softcap).tanh_()
+    return torch.softmax((capped * rule.softcap).add_(mask), dim=-1).to(q.dtype), capped
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule) -> Sequence[Tensor]:
+    """Fill ``out`` (batch, group · length, size) for one bucket; the probabilities, if they are kept."""
+    length = k.shape[1]
+    if length <= ROWS:
+        probabilities, _ = _probabilities(q, k, _mask(0, length, 0, rule, q), rule)
+        torch.bmm(probabilities, v, out=out)
+        return [probabilities] if _keeps(length, rule) else []
+    for start, stop, low in _blocks(length, rule):
+        rows, into = _rows(q, length, start, stop), _rows(out, length, start, stop)
+        flat = rows.reshape(len(q), -1, q.shape[-1])
+        probabilities, _ = _probabilities(flat, k[:, low:stop], _mask(start, stop, low, rule, q), rule)
+        into.copy_(torch.bmm(probabilities, v[:, low:stop]).view(into.shape))
+    return []
+
+
+def _rows(x: Tensor, length: int, start: int, stop: int) -> Tensor:
+    """Query rows [start, stop) of every head: (batch, group, rows, size), a view."""
+    return x.view(len(x), -1, length, x.shape[-1])[:, :, start:stop]
+
+
+def _backward(
+    given: Sequence[Tensor], grad: Tensor, into: Sequence[Tensor], rule: AttentionRule, kept: Tensor | None
+) -> None:
+    """Fill the gradients of one bucket's queries, keys and values."""
+    (q, k, v), (dq, dk, dv) = given, into
+    length = k.shape[1]
+    if length <= ROWS:
+        capped = None
+        if kept is None:
+            kept, capped = _probabilities(q, k, _mask(0, length, 0, rule, q), rule)
+        ds = _score_gradient(grad, kept, capped, v, rule)
+        torch.bmm(kept.transpose(1, 2), grad, out=dv)
+        torch.bmm(ds, k, out=dq)
+        torch.bmm(ds.transpose(1, 2), q, out=dk)
+        return
+    sums_k, sums_v = torch.zeros_like(dk, dtype=torch.float32), torch.zeros_like(dv, dtype=torch.float32)
+    for start, stop, low in _blocks(length, rule):
+        flat = _rows(q, length, start, stop).reshape(len(q), -1, q.shape[-1])
+        rows = _rows(grad, length, start, stop).reshape(len(q), -1, q.shape[-1])
+        mask = _mask(start, stop, low, rule, q)
+        probabilities, capped = _probabilities(flat, k[:, low:stop], mask, rule)
+        ds = _score_gradient(rows, probabilities, capped, v[:, low:stop], rule)
+        target = _rows(dq, length, start, stop)
+        target.copy_(torch.bmm(ds, k[:, low:stop]).view(target.shape))
+        sums_k[:, low:stop] += torch.bmm(ds.transpose(1, 2), flat)
+        sums_v[:, low:stop] += torch.bmm(probabilities.transpose(1, 2), rows)
+    dk.copy_(sums_k)
+    dv.copy_(sums_v)
+
+
+def _score_gradient(
+    grad: Tensor, probabilities: Tensor, capped: Tensor | None, v: Tensor, rule: AttentionRule
+) -> Tensor:
+    """Gradient of q·k, the scale included: P ∘ (dP − Σ P ∘ dP), through the softcap where there is one."""
+    dp = torch.bmm(grad, v.transpose(1, 2))
+    ds = torch.ops.aten._softmax_backward_data(dp, probabilities, -1, dp.dtype)
+    if capped is not None:
+        ds = ds.mul_((1.0 - capped.square()).to(ds.dtype))
+    return cast(Tensor, ds.mul_(rule.scale))

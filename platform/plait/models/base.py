@@ -1,0 +1,227 @@
+"""The frozen base model as blocks: embed, then one layer at a time, then the head on chosen rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from plait_kernels import Site
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from plait.models.blocks import ATTENTION, Parts, find_parts, unusable
+from plait.models.context import MicrobatchContext
+from plait.models.lora import Binding, LinearGroup, SiblingObserver, find_linears, merge_siblings
+from plait.models.targets import LinearInfo
+
+# Largest ‖blocks − whole‖ / ‖whole‖ of the logits at load. Rounding alone gives about 1e-6 in float32 and
+# 1e-2 in the 16-bit types; a missing scale, a wrong position or a wrong mask gives more than 0.1.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a base model is called, for runs, exports and checkpoints.
+
+    Attributes:
+        name: hub id, folder or built-in name: PEFT's ``base_model_name_or_path``.
+        digest: of configuration, source and dtype: equal digests are equal models.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeadParameters:
+    """What the loss needs to make logits of normalised hidden rows: scale · softcap(hidden Wᵀ + b)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+    scale: float | None = None
+
+
+class BaseModel:
+    """A frozen causal language model, run block by block over packed samples.
+
+    Args:
+        model: from transformers, its weights dense; taken over and changed.
+        tokeniser: of the model.
+        identity: its name and digest.
+        max_length: longest sample in tokens.
+
+    Raises:
+        ModelError: the model cannot be run as blocks, or its blocks give other logits than the whole.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokeniser: PreTrainedTokenizerBase,
+        identity: Identity,
+        max_length: int,
+    ) -> None:
+        self.tokeniser = tokeniser
+        self.identity = identity
+        self.max_length = max_length
+        self._model = model.eval().requires_grad_(False)
+        self._parts: Parts = find_parts(model)
+        self._binding = Binding()
+        self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
+        self._adopt()
+
+    # ---- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def config_digest(self) -> str:
+        """Names configuration, source and dtype: equal digests are equal models."""
+        return self.identity.digest
+
+    @property
+    def layer_count(self) -> int:
+        """Decoder layers."""
+        return len(self._parts.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a hidden row."""
+        return int(self._model.config.hidden_size)
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a row."""
+        return int(self._parts.head.weight.shape[0])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all frozen weights; tied ones count once."""
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in [*self._model.parameters(), *self._model.buffers()]
+        }
+        return sum(storages.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the frozen weights and of the arithmetic."""
+        return self._parts.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._parts.head.weight.device
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self._model.config
+
+    # ---- adapters -------------------------------------------------------------------------------------
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every linear layer as a site, siblings next to each other; ``module`` is its place in ``linears``."""
+        return tuple(site for groups in self._groups for group in groups for site in group.sites)
+
+    def install(self, *, backend: str) -> None:
+        """Choose the backend that computes the adapters' part of the linear layers."""
+        self._binding.backend = backend
+
+    # ---- running --------------------------------------------------------------------------------------
+
+    def embed(self, context: MicrobatchContext) -> Tensor:
+        """Hidden states (tokens, hidden) of the microbatch's tokens."""
+        hidden = self._parts.embedding(context.token_ids)
+        if self._parts.positions is not None:
+            hidden = hidden + self._parts.positions(context.position_ids)
+        return cast(Tensor, hidden)
+
+    def layer(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
+        """One decoder layer: (tokens, hidden) to (tokens, hidden)."""
+        if context.checkpointing and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(self._run, index, hidden, context, use_reentrant=False))
+        return self._run(index, hidden, context)
+
+    def final_norm(self, rows: Tensor) -> Tensor:
+        """The last normalisation, of the rows that the head needs (labelled rows)."""
+        return cast(Tensor, self._parts.norm(rows))
+
+    def head(self, rows: Tensor) -> Tensor:
+        """Logits (rows, vocabulary) of hidden rows, the last normalisation included."""
+        logits = self._parts.head(self.final_norm(rows))
+        cap = self._parts.softcap
+        return cast(Tensor, logits if cap is None else cap * torch.tanh(logits / cap))
+
+    def head_parameters(self) -> HeadParameters:
+        """The head, for a loss that never holds all logits; give it rows after :meth:`final_norm`."""
+        head = self._parts.head
+        return HeadParameters(head.weight, head.bias, self._parts.softcap)
+
+    def logits(self, context: MicrobatchContext) -> Tensor:
+        """Logits of every row, block by block: for tests and evaluation of a few tokens."""
+        hidden = self.embed(context)
+        for index in range(self.layer_count):
+            hidden = self.layer(index, hidden, context)
+        return self.head(hidden)
+
+    def _run(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
+        for group in self._groups[index]:
+            group.forget()
+        self._binding.routing = context.routing
+        out = self._parts.layers[index](
+            hidden.unsqueeze(0),
+            attention_mask=None,
+            position_ids=context.position_ids.unsqueeze(0),
+            packed=context,
+            **self._rotation(index, context),
+        )
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
+
+    def _rotation(self, index: int, context: MicrobatchContext) -> dict[str, Any]:
+        """cos and sin for one layer, made once for a microbatch and kind of layer."""
+        if self._parts.rotary is None:
+            return {}
+        kinds = getattr(self._model.config, "layer_types", None)
+        kind = kinds[index] if kinds and self._rotary_by_kind else ""
+        if kind not in context.shared:
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            arguments = (like, context.position_ids.unsqueeze(0), *([kind] if kind else []))
+            context.shared[kind] = self._parts.rotary(*arguments)
+        return {"position_embeddings": context.shared[kind]}
+
+    # ---- taking the model over ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Merge siblings, plug packed attention in, and check the blocks against the whole model."""
+        model, parts = self._model, self._parts
+        rotary = parts.rotary
+        self._rotary_by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
+        names = [linear.name for linear in self.linears]
+        model.set_attn_implementation("eager")  # the definition: sdpa leaves Gemma 2's softcap out
+        observer = SiblingObserver(model, names)
+        try:
+            expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+        finally:
+            observer.stop()
+        infos = {linear.name: linear for linear in self.linears}
+        keys = {name: key for key, name in enumerate(names)}
+        model.set_attn_implementation(ATTENTION)
+        self._groups: list[list[LinearGroup]] = [[] for _ in parts.layers]
+        for names in observer.siblings(names):
+            index = int(names[0].removeprefix(parts.prefix).partition(".")[0])
+            group = [infos[name] for name in names]
+            self._groups[index] += merge_siblings(model, [group], keys, self._binding)
+        context = MicrobatchContext.of(torch.cat([tokens.flip(0), tokens]), (0, len(tokens), 2 * len(tokens)))
+        self._compare(self.logits(context)[len(tokens) :], expected)
+
+    def _compare(self, found: Tensor, expected: Tensor) -> None:
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if not error <= TOLERANCE[self.dtype]:
+            raise unusable(self._model, f"its blocks give other logits than the whole model (by {error:.1e})")

@@ -1,0 +1,136 @@
+"""The parts of a transformers causal language model, found by looking, and its attention replaced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from plait.errors import ModelError
+from plait.models.attention import AttentionRule, Heads, packed_attention
+from plait.models.context import MicrobatchContext
+
+ATTENTION = "plait"  # the name under which transformers finds packed attention
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a model is made of.
+
+    Attributes:
+        prefix: name of the list of layers, with a dot at the end.
+        embedding: token ids to hidden states, scaled as the model wants it.
+        positions: learnt position embeddings, or None.
+        layers: the decoder layers.
+        rotary: makes cos and sin from positions, or None.
+        norm: the last normalisation.
+        head: the output layer.
+        softcap: of the logits, or None.
+    """
+
+    prefix: str
+    embedding: nn.Module
+    positions: nn.Module | None
+    layers: nn.ModuleList
+    rotary: nn.Module | None
+    norm: nn.Module
+    head: nn.Linear
+    softcap: float | None
+
+
+def find_parts(model: PreTrainedModel) -> Parts:
+    """The parts of a causal language model.
+
+    Raises:
+        ModelError: a part is missing, or there are several that it could be.
+    """
+    children = dict(model.base_model.named_children())
+    embedding = cast(nn.Module, model.get_input_embeddings())
+    head = cast(nn.Module, model.get_output_embeddings())
+    lists = {name: child for name, child in children.items() if isinstance(child, nn.ModuleList)}
+    norms = [
+        child
+        for name, child in children.items()
+        if "norm" in type(child).__name__.lower() and "embed" not in name
+    ]
+    tables = [
+        child for child in children.values() if isinstance(child, nn.Embedding) and child is not embedding
+    ]
+    if len(lists) != 1 or len(norms) != 1 or len(tables) > 1 or not isinstance(head, nn.Linear):
+        raise unusable(model, f"its parts are {', '.join(children)}")
+    name, layers = next(iter(lists.items()))
+    return Parts(
+        prefix=f"{model.base_model_prefix}.{name}.",
+        embedding=embedding,
+        positions=tables[0] if tables else None,
+        layers=layers,
+        rotary=children.get("rotary_emb"),
+        norm=norms[0],
+        head=head,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+    )
+
+
+def unusable(model: nn.Module, why: str) -> ModelError:
+    """The error for a model that cannot be run as blocks."""
+    return ModelError(
+        f"{type(model).__name__}: {why}",
+        "The model must be an embedding, one list of layers, a last normalisation and a linear head.",
+        "Take a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2.",
+    )
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed: MicrobatchContext | None = None,
+    **_other: Any,
+) -> tuple[Tensor, None]:
+    """Packed attention as transformers' attention modules call it; they rotate before.
+
+    Args:
+        module: the attention module (its ``layer_idx`` names its place in the cache).
+        query: (1, heads, tokens, head size).
+        key: (1, key heads, tokens, head size).
+        value: as key.
+        attention_mask: unused: the context's sample boundaries are the mask.
+        scaling: of the scores; 1/sqrt(head size) where it is None.
+        sliding_window: how many keys back a query sees, its own included.
+        softcap: of the scores.
+        packed: the microbatch, passed down through the layers' keyword arguments.
+
+    Returns:
+        (1, tokens, heads, head size), and None for the probabilities.
+
+    Raises:
+        ModelError: the layers do not pass the context on.
+    """
+    if packed is None:
+        raise unusable(module, "its layers do not pass keyword arguments on to attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    rule = AttentionRule(scale, sliding_window, softcap)
+    heads = Heads(query.shape[1], key.shape[1])
+    qkv = torch.cat((query, key, value), dim=1).squeeze(0).transpose(0, 1).flatten(1)
+    out = attend(qkv, heads, rule, packed, cast(int, module.layer_idx))
+    return out.view(1, len(out), heads.query, -1), None
+
+
+def attend(
+    qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext, layer: int
+) -> Tensor:
+    """Attention over rotated queries and keys: within the microbatch, or against the cache."""
+    if context.cache is not None:
+        return context.cache.attend(layer, qkv, heads, rule, context)
+    return packed_attention(qkv, heads, context.layout, rule)
+
+
+AttentionInterface.register(ATTENTION, attention_forward)

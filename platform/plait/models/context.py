@@ -1,0 +1,74 @@
+"""What goes through the model beside the hidden states: one microbatch's tokens, samples and routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import InputError
+from plait.models.packing import AttentionLayout
+
+if TYPE_CHECKING:
+    from plait_kernels import Routing
+
+    from plait.models.cache import KeyValueCache
+
+
+@dataclass(slots=True, eq=False)
+class MicrobatchContext:
+    """One microbatch of packed samples. Build it with :meth:`of`.
+
+    Attributes:
+        token_ids: (tokens,) int64, the samples end to end.
+        position_ids: (tokens,) int64, counted from 0 in every sample.
+        sample_offsets: sample i is rows ``sample_offsets[i]`` to ``sample_offsets[i + 1]``; on the host.
+        routing: which rows belong to which adapter; None runs the base model alone.
+        checkpointing: keep only each layer's input and recompute the rest in backward.
+        cache: keys and values of earlier tokens (generation only).
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    sample_offsets: tuple[int, ...]
+    routing: Routing | None = None
+    checkpointing: bool = False
+    cache: KeyValueCache | None = None
+    _layout: AttentionLayout | None = None
+    shared: dict[str, Any] = field(default_factory=dict)  # what all layers have in common: cos and sin
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Tensor,
+        sample_offsets: Sequence[int],
+        *,
+        routing: Routing | None = None,
+        checkpointing: bool = False,
+    ) -> MicrobatchContext:
+        """A context whose positions start from 0 in each sample.
+
+        Raises:
+            InputError: offsets that do not rise from 0 to the number of tokens.
+        """
+        offsets = tuple(int(offset) for offset in sample_offsets)
+        rising = all(low < high for low, high in pairwise(offsets))
+        if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != token_ids.numel() or not rising:
+            raise InputError(
+                f"sample offsets {offsets} for {token_ids.numel()} tokens",
+                "Offsets rise from 0 to the number of tokens, with no empty sample.",
+            )
+        positions = torch.cat([torch.arange(high - low) for low, high in pairwise(offsets)])
+        return cls(token_ids, positions.to(token_ids.device), offsets, routing, checkpointing)
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """How attention lays the samples out; made on first use and shared by all layers."""
+        if self._layout is None:
+            lengths = [high - low for low, high in pairwise(self.sample_offsets)]
+            self._layout = AttentionLayout.of(lengths, self.token_ids.device)
+        return self._layout

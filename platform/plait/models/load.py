@@ -1,0 +1,186 @@
+"""From settings to a base model: the frozen weights, or only the shape where no weight is needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from plait.errors import ConfigError, ModelError, choices
+from plait.models.base import BaseModel, Identity
+from plait.models.blocks import find_parts
+from plait.models.lora import find_linears
+from plait.models.sources import Source, find_source
+from plait.models.targets import LinearInfo
+from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
+from plait.settings import ModelSettings
+
+# Keys of a configuration that say where it was made, not what it computes.
+_INCIDENTAL = ("transformers_version", "_name_or_path", "_model_name_or_path", "dtype", "torch_dtype", "use_cache")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What can be known of a model without its weights.
+
+    Attributes:
+        linears: every linear layer that an adapter may target, in the model's order.
+        layer_count: decoder layers.
+        hidden_size: features of a hidden row.
+        vocabulary: logits of a row.
+        max_length: longest sample in tokens.
+        parameters: weights of the frozen base; tied ones count once.
+        digest: as :attr:`BaseModel.config_digest`.
+    """
+
+    linears: tuple[LinearInfo, ...]
+    layer_count: int
+    hidden_size: int
+    vocabulary: int
+    max_length: int
+    parameters: int
+    digest: str
+
+
+def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
+    """Load the frozen base model, dense in the dtype asked for, and check that its blocks are the model.
+
+    Args:
+        settings: which model.
+        cache: folder for what is fetched and converted; made where it is missing.
+        device: where the weights go.
+
+    Raises:
+        ModelError: the model is missing, cannot be fetched or cannot be run as blocks.
+        StorageError: the cache cannot be written.
+    """
+    found = _find(settings, cache)
+    model = transformers_model(settings, cache=cache).to(device)
+    return BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
+
+
+def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
+    """The model's shape, from its configuration alone: what targets and ranks are checked against.
+
+    Raises:
+        ModelError, StorageError: as :func:`load_model`.
+    """
+    found = _find(settings, cache)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(found.config)
+    parts = find_parts(model)
+    return ModelShape(
+        linears=find_linears(model, parts.prefix),
+        layer_count=len(parts.layers),
+        hidden_size=int(found.config.hidden_size),
+        vocabulary=int(parts.head.weight.shape[0]),
+        max_length=found.max_length,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        digest=found.identity.digest,
+    )
+
+
+def load_tokeniser(settings: ModelSettings, *, cache: Path) -> PreTrainedTokenizerBase:
+    """The model's tokeniser, without the model."""
+    if settings.kind == "tiny":
+        return byte_tokeniser()
+    source = find_source(settings, cache)
+    tokeniser: PreTrainedTokenizerBase = _ask(AutoTokenizer.from_pretrained, source)
+    return tokeniser
+
+
+def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedModel:
+    """The plain transformers model with dense weights: what benchmarks and tests compare with."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    if settings.kind == "tiny":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            model = AutoModelForCausalLM.from_config(_find(settings, cache).config)
+            _shake(model)
+    else:
+        source = find_source(settings, cache)
+        model = _ask(AutoModelForCausalLM.from_pretrained, source, dtype=dtype)
+    _check_dense(model)
+    dense: PreTrainedModel = model.to(dtype).eval()
+    return dense
+
+
+@torch.no_grad()
+def _shake(model: PreTrainedModel) -> None:
+    """Move norms and biases off their neutral start, so that a forgotten one shows."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    config: PreTrainedConfig
+    identity: Identity
+    max_length: int
+
+
+def _find(settings: ModelSettings, cache: Path) -> _Found:
+    if settings.kind == "tiny":
+        if settings.family not in FAMILIES:
+            raise ConfigError(
+                f"model.family={settings.family!r}", f"model.family must be one of {choices(FAMILIES)}."
+            )
+        config = tiny_config(settings.family, len(byte_tokeniser()))
+        name, version = f"tiny-{settings.family}", str(settings.seed)
+    else:
+        source = find_source(settings, cache)
+        config = _ask(AutoConfig.from_pretrained, source)
+        name, version = source.name, source.version
+        commit = getattr(config, "_commit_hash", None)
+        version = f"{version} {commit}" if commit else version
+    described = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
+    facts = [described, version, settings.dtype]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return _Found(config, Identity(name, digest), _max_length(settings, config))
+
+
+def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
+    limit = int(getattr(config, "max_position_embeddings", 2**31))
+    if settings.max_length is None:
+        return limit
+    if settings.max_length > limit:
+        raise ConfigError(
+            f"model.max_length={settings.max_length}", f"The model takes at most {limit} tokens."
+        )
+    return settings.max_length
+
+
+def _ask(loader: Any, source: Source, **options: Any) -> Any:
+    """Call one of transformers' loaders and say in Plait's words what failed."""
+    try:
+        return loader(source.location, revision=source.revision or "main", **options)
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model {source.name!r}: {first}",
+            "The model must be a local folder, or a hub id that is in the local cache or can be reached.",
+            "Check model.id and the network, or give a folder that holds config.json and the weights.",
+        ) from error
+
+
+def _check_dense(model: PreTrainedModel) -> None:
+    packed = [name for name, weight in model.named_parameters() if not weight.is_floating_point()]
+    if packed or getattr(model.config, "quantization_config", None):
+        raise ModelError(
+            f"{type(model).__name__}: {packed[0] if packed else 'a quantised configuration'}",
+            "The base model's weights must be dense.",
+            "Take the model that is not quantised, or a GGUF file through model=gguf.",
+        )

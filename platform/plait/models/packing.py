@@ -1,0 +1,159 @@
+"""How packed samples are laid out for attention: buckets of nearly equal length, batched.
+
+Every sample attends to itself alone, and what is computed stays in proportion to the sum of the squared
+lengths: a bucket pads its samples to its longest, and takes only as many as keep the padded area within
+``MAX_WASTE`` of the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MAX_WASTE = 1.25  # padded over real area of a bucket, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Samples padded to one length: rows [start, start + samples · length) of the padded order."""
+
+    length: int
+    samples: int
+    start: int
+
+    @property
+    def rows(self) -> int:
+        """Padded rows."""
+        return self.length * self.samples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadIndex:
+    """Where each head's row of each token lies, in attention's order and in the packed order.
+
+    Attention's order: first all queries, then all keys, then all values; within each: bucket, sample,
+    head, position.
+
+    Attributes:
+        gather: rows of the packed (tokens · (heads + 2 · shared)) matrix in attention's order.
+        scatter: rows of attention's order in the packed order, (tokens · (heads + 2 · shared)).
+        gather_out: rows of a packed (tokens · heads) matrix in the queries' order.
+        scatter_out: rows of the queries' order in the packed order, (tokens · heads).
+        padding: rows of the queries' order that are padding.
+    """
+
+    gather: Tensor
+    scatter: Tensor
+    gather_out: Tensor
+    scatter_out: Tensor
+    padding: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class AttentionLayout:
+    """The padded order of a microbatch's rows.
+
+    Attributes:
+        buckets: consecutive in the padded order.
+        tokens: rows of the microbatch.
+        source: (padded rows,) int64, the packed row of each padded row; padding repeats its sample's last.
+        place: (tokens,) int64, the padded row of each packed row.
+    """
+
+    buckets: tuple[Bucket, ...]
+    tokens: int
+    source: Tensor
+    place: Tensor
+    _indices: dict[tuple[int, int], HeadIndex] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> AttentionLayout:
+        """Lay out samples of these lengths, which lie end to end."""
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        buckets: list[Bucket] = []
+        source, place = [], torch.empty(ends[-1], dtype=torch.int64)
+        for members in bucket_samples(lengths):
+            longest = lengths[members[0]]
+            start = buckets[-1].start + buckets[-1].rows if buckets else 0
+            for turn, sample in enumerate(members):
+                first = ends[sample] - lengths[sample]
+                source.append(first + torch.arange(longest).clamp_(max=lengths[sample] - 1))
+                place[first : ends[sample]] = start + turn * longest + torch.arange(lengths[sample])
+            buckets.append(Bucket(longest, len(members), start))
+        return cls(tuple(buckets), ends[-1], torch.cat(source).to(device), place.to(device))
+
+    def index(self, heads: int, shared: int) -> HeadIndex:
+        """The index of layers with ``heads`` query heads and ``shared`` key and value heads."""
+        key = (heads, shared)
+        if key not in self._indices:
+            self._indices[key] = self._index(heads, shared)
+        return self._indices[key]
+
+    def _index(self, heads: int, shared: int) -> HeadIndex:
+        total, padded = heads + 2 * shared, len(self.source)
+        parts = ((heads, 0), (shared, heads), (shared, heads + shared))
+        gather = torch.cat([self._gather(count, total, first) for count, first in parts])
+        scatter = torch.cat([self._scatter(count) + padded * first for count, first in parts], dim=1)
+        real = torch.zeros(padded, dtype=torch.bool, device=self.source.device)
+        real[self.place] = True
+        filler = [
+            (~real[bucket.start : bucket.start + bucket.rows])
+            .view(bucket.samples, 1, bucket.length)
+            .expand(-1, heads, -1)
+            .flatten()
+            for bucket in self.buckets
+        ]
+        return HeadIndex(
+            gather,
+            scatter.flatten(),
+            self._gather(heads, heads, 0),
+            self._scatter(heads).flatten(),
+            torch.cat(filler).nonzero().squeeze(1),
+        )
+
+    def _gather(self, count: int, total: int, first: int) -> Tensor:
+        head = first + torch.arange(count, device=self.source.device).view(1, count, 1)
+        return torch.cat(
+            [
+                (
+                    self.source[bucket.start : bucket.start + bucket.rows].view(bucket.samples, 1, -1) * total
+                    + head
+                ).flatten()
+                for bucket in self.buckets
+            ]
+        )
+
+    def _scatter(self, count: int) -> Tensor:
+        head = torch.arange(count, device=self.place.device)
+        rows = torch.empty(self.tokens, count, dtype=torch.int64, device=self.place.device)
+        for bucket in self.buckets:
+            mine = (self.place >= bucket.start) & (self.place < bucket.start + bucket.rows)
+            inside = self.place[mine] - bucket.start
+            sample, position = inside // bucket.length, inside % bucket.length
+            base = (bucket.start + sample * bucket.length) * count + position
+            rows[mine] = base.unsqueeze(1) + head * bucket.length
+        return rows
+
+
+def bucket_samples(lengths: Sequence[int]) -> list[list[int]]:
+    """Samples by falling length, cut wherever padding to the longest would waste too much.
+
+    Returns:
+        Indices of each bucket's samples, longest first; ties keep the samples' order.
+    """
+    buckets: list[list[int]] = []
+    real = 0
+    for sample in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        area = lengths[sample] ** 2
+        if buckets:
+            longest = lengths[buckets[-1][0]]
+            if longest**2 * (len(buckets[-1]) + 1) <= MAX_WASTE * (real + area):
+                buckets[-1].append(sample)
+                real += area
+                continue
+        buckets.append([sample])
+        real = area
+    return buckets

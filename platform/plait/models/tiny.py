@@ -1,0 +1,68 @@
+"""Small random models of eight families with a byte tokeniser of our own: for tests and dry runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+
+MAX_LENGTH = 512
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# What a family needs beside the common sizes. Windows and softcaps are small enough to act on a few tokens.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 8},
+    "gemma2": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8},
+    "phi3": {"sliding_window": 8},
+    "gpt_neox": {"num_key_value_heads": None},
+    "gpt2": {"num_key_value_heads": None},
+}
+MODEL_TYPES = {"gemma3": "gemma3_text"}
+
+
+def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
+    """A configuration of four layers and 64 features; ModelSettings checks the family's name."""
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_LENGTH,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.1,  # large enough that logits differ from token to token
+    } | FAMILIES[family]
+    options = {key: value for key, value in sizes.items() if value is not None}
+    return AutoConfig.for_model(MODEL_TYPES.get(family, family), **options)
+
+
+def byte_tokeniser() -> PreTrainedTokenizerFast:
+    """One token a byte, three special tokens before them, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
+    )
+    fast.chat_template = TEMPLATE
+    return fast
