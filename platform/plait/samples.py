@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,20 +25,30 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``."""
+    """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``.
+
+    ``rows[i]`` is the row of the source that sample i was made of; a verifier judges answers by it.
+    """
 
     tokens: Int32  # (total,)
     labels: Bool  # (total,)
     offsets: Int64  # (samples + 1,)
+    rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))  # (samples,)
 
     @classmethod
-    def of(cls, samples: list[Sample]) -> Split:
-        """A split from single samples; ``labels[0]`` of each is forced to False."""
+    def of(cls, samples: list[Sample], rows: Sequence[int] | None = None) -> Split:
+        """A split from single samples; ``labels[0]`` of each is forced to False.
+
+        Args:
+            samples: in order.
+            rows: the source's row of each; None where sample i is row i.
+        """
         offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, np.int32)] + [sample.tokens for sample in samples])
         labels = np.concatenate([np.zeros(0, np.bool_)] + [sample.labels for sample in samples])
         labels[offsets[:-1]] = False
-        return cls(tokens.astype(np.int32), labels, offsets)
+        origins = np.arange(len(samples)) if rows is None else np.asarray(rows)
+        return cls(tokens.astype(np.int32), labels, offsets, origins.astype(np.int64))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -1,0 +1,148 @@
+"""Generated tasks with verifiers: the one place where reasoning-gym is met."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from plait.data.examples import Example, Pair
+from plait.data.options import TaskOptions, closest
+from plait.errors import ConfigError, DataError, choices
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A task's rows as generated, and the verifier that made them."""
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+    verifier: Any  # reasoning_gym.dataset.ProceduralDataset, which has no types
+
+    @property
+    def digest(self) -> str:
+        """Digest of questions and answers."""
+        content = json.dumps([(row["question"], row["answer"]) for row in self.rows])
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def examples(self) -> list[tuple[str, Example]]:
+        """Question and answer of each row, a line break between them, with the row's place."""
+        return [
+            (f"{self.name}, row {number}", Pair(row["question"], row["answer"], "\n"))
+            for number, row in enumerate(self.rows)
+        ]
+
+    def score(self, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
+        """The verifier's judgement of answers to ``rows``: 1 is right, lower is partly right or wrong."""
+        return tuple(
+            float(self.verifier.score_answer(text.strip(), self.rows[row]))
+            for row, text in zip(rows, texts, strict=True)
+        )
+
+
+def generate_task(options: TaskOptions) -> Task:
+    """The rows of a task; the same objects for the same options within a process.
+
+    Some tasks (word_ladder, list_functions, ...) depend on Python's hash seed, so that another process
+    makes other rows of them: the digest is therefore taken from the rows, not from the options.
+
+    Raises:
+        ConfigError: unknown task, level or setting.
+        DataError: the task's rows have no written answer.
+    """
+    return _generate(json.dumps(_settings(options), sort_keys=True))
+
+
+def check_task(options: TaskOptions) -> None:
+    """Raise what :func:`generate_task` would, looking at the first row only."""
+    _generate(json.dumps(_settings(replace(options, size=1)), sort_keys=True))
+
+
+def _settings(options: TaskOptions) -> dict[str, Any]:
+    names = ("task", "size", "seed", "difficulty", "task_options")
+    return {name: getattr(options, name) for name in names}
+
+
+@functools.lru_cache(maxsize=16)
+def _generate(settings: str) -> Task:
+    asked = json.loads(settings)
+    name = asked["task"]
+    with contextlib.redirect_stdout(io.StringIO()):  # some generators print
+        dataset = _dataset(
+            name, asked["difficulty"], asked["task_options"] | {"size": asked["size"], "seed": asked["seed"]}
+        )
+        try:
+            rows = tuple(dataset[index] for index in range(asked["size"]))
+        except Exception as error:
+            raise DataError(
+                f"data.task={name!r}, data.task_options={asked['task_options']}",
+                f"The task could not generate its rows: {type(error).__name__}: {error}.",
+                "Change data.task_options, data.difficulty or data.size.",
+            ) from error
+    if not all(isinstance(row["answer"], str) for row in rows):
+        raise DataError(
+            f"data.task={name!r}",
+            "Its rows have no written answer to learn from (its verifier judges any answer).",
+            "Choose another task.",
+        )
+    return Task(name, rows, dataset)
+
+
+def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
+    from reasoning_gym import factory  # a second of imports, for those who use it
+
+    if name not in factory.DATASETS:
+        raise ConfigError(
+            f"data.task={name!r}",
+            f"reasoning-gym has no such task.{closest(name, factory.DATASETS)}",
+            f"Its tasks are {choices(factory.DATASETS)}.",
+        )
+    _, config_class = factory.DATASETS[name]
+    known = [item.name for item in fields(config_class) if item.name not in ("seed", "size")]
+    for option in given.keys() - {"seed", "size"}:
+        if option not in known:
+            raise ConfigError(
+                f"data.task_options.{option}={given[option]!r}",
+                f"The task {name} has no setting {option!r}.{closest(option, known)}",
+                f"Its settings are {choices(known)}.",
+            )
+    try:
+        return factory.create_dataset(name, **(_level(name, difficulty) | given))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data.task={name!r}, data.task_options={_own(given)}",
+            f"The task refuses: {error}.",
+            f"Its settings are {choices(known)}.",
+        ) from error
+
+
+def _own(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in ("seed", "size")}
+
+
+def _level(name: str, difficulty: int | None) -> dict[str, Any]:
+    """The settings that a level of the task's curriculum stands for."""
+    from reasoning_gym import factory
+
+    if difficulty is None:
+        return {}
+    if not factory.has_curriculum(name):
+        raise ConfigError(
+            f"data.difficulty={difficulty}",
+            f"The task {name} has no curriculum.",
+            "Give data.difficulty=null and set data.task_options.",
+        )
+    curriculum = factory.create_curriculum(name)
+    levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())
+    if difficulty >= levels:
+        raise ConfigError(f"data.difficulty={difficulty}", f"The levels of {name} are 0 to {levels - 1}.")
+    curriculum.set_global_level(difficulty)
+    config = curriculum.generate_configuration()
+    return {
+        item.name: getattr(config, item.name) for item in fields(config) if item.name not in ("seed", "size")
+    }

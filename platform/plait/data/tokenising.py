@@ -1,0 +1,125 @@
+"""Rendered text as samples: token ids and labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.data.options import Overlong
+from plait.data.rendering import Rendered
+from plait.errors import DataError
+from plait.samples import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROWS_AT_ONCE = 1024  # bounds the memory of the offsets
+
+
+def tokeniser_digest(tokeniser: PreTrainedTokenizerBase) -> str:
+    """Digest of all that decides which tokens a text becomes."""
+    content = [tokeniser.backend_tokenizer.to_str(), tokeniser.eos_token_id, tokeniser.bos_token_id]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
+    """Raise a DataError where the tokeniser cannot say which characters a token stands for, or has no end."""
+    if not tokeniser.is_fast:
+        raise DataError(
+            f"tokeniser {type(tokeniser).__name__}",
+            "Labels need a tokeniser of the `tokenizers` library, which knows each token's characters.",
+            "Choose a model that has a tokenizer.json.",
+        )
+    if tokeniser.eos_token_id is None:
+        raise DataError(
+            f"tokeniser {type(tokeniser).__name__}",
+            "Every sample ends with the end-of-sequence token, and this tokeniser has none.",
+            "Choose a model whose tokeniser names its eos_token.",
+        )
+
+
+def tokenise(texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase) -> list[Sample]:
+    """One sample for each text, ended by the end-of-sequence token, which is labelled where the text is
+    labelled to its end.
+
+    Prompt and completion are tokenised together; a token counts in the loss when a character of it does.
+    """
+    samples: list[Sample] = []
+    for start in range(0, len(texts), ROWS_AT_ONCE):
+        for special, chunk in groupby(texts[start : start + ROWS_AT_ONCE], key=lambda text: text.special):
+            samples += _tokenise(list(chunk), tokeniser, add_special_tokens=not special)
+    return samples
+
+
+def _tokenise(
+    texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, *, add_special_tokens: bool
+) -> list[Sample]:
+    encoded = tokeniser(
+        [text.text for text in texts],
+        add_special_tokens=add_special_tokens,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    eos = int(tokeniser.eos_token_id)
+    return [
+        _sample(text, np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2), eos)
+        for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+    ]
+
+
+def _sample(text: Rendered, ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], eos: int) -> Sample:
+    labels = _labels(text.spans, offsets)
+    if not len(ids) or ids[-1] != eos:
+        at_end = text.spans[-1][1] == len(text.text)
+        ids, labels = np.append(ids, np.int32(eos)), np.append(labels, at_end)
+    labels[0] = False
+    return Sample(ids, labels)
+
+
+def _labels(spans: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which tokens (count, 2: first character, behind the last) have a character in one of the spans.
+
+    Byte-level tokenisers leave blanks out of a token's range, so a token is taken to begin where the one
+    before it ended. Special tokens that the tokeniser adds have the range (0, 0) and are in no span.
+    """
+    stops = offsets[:, 1]
+    starts = np.minimum(offsets[:, 0], np.concatenate([[0], stops[:-1]]))
+    labels = np.zeros(len(offsets), np.bool_)
+    for start, stop in spans:
+        labels |= (stops > start) & (starts < stop)
+    return labels
+
+
+def fit(samples: Sequence[Sample], places: Sequence[str], rule: Overlong, longest: int) -> list[int | None]:
+    """For each sample the number of tokens to keep, or None to drop it.
+
+    Raises:
+        DataError: a sample is longer than ``longest`` and the rule is "error", or no labelled token is left.
+    """
+    kept: list[int | None] = []
+    for sample, where in zip(samples, places, strict=True):
+        length = len(sample.tokens)
+        if length > longest and rule == "error":
+            raise DataError(
+                f"{where}: {length} tokens",
+                f"A sample may have {longest} tokens: the smaller of model.max_length and engine.capacity.",
+                "Raise engine.capacity, or give data.overlong=drop or data.overlong=truncate.",
+            )
+        if length > longest and rule == "drop":
+            kept.append(None)
+            continue
+        if not sample.labels[:longest].any():
+            raise DataError(
+                f"{where}: no labelled tokens in the first {min(length, longest)} of {length}",
+                "A sample has at least one token that counts in the loss.",
+                "Remove the row, or give data.overlong=drop or data.loss=all.",
+            )
+        kept.append(min(length, longest))
+    return kept

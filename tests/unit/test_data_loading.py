@@ -1,0 +1,430 @@
+"""Rows become samples: labels, ends, splits, limits, the cache, and errors before any model loads."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
+from plait.data.rendering import Rendered
+from plait.data.tokenising import tokenise
+from plait.errors import ConfigError, DataError, StorageError
+from plait.jobs import DataSpec
+from plait.samples import Sample, Split
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def byte_tokeniser(merges=(), template=CHATML):
+    """A byte-level tokeniser with as many merges as a test asks for."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {
+        token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])
+    }
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def tokeniser():
+    return byte_tokeniser()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def labelled_text(sample, tokeniser):
+    return tokeniser.decode(sample.tokens[sample.labels])
+
+
+def load_rows(rows, tmp_path, tokeniser, **options):
+    spec = DataSpec.of("jsonl", path=write(tmp_path / "rows.jsonl", rows), validation=0, **options)
+    check_data(spec)
+    return load_data(spec, tokeniser, max_length=200, cache=tmp_path / "cache").train
+
+
+USER = {"role": "user", "content": "2+2? "}
+ANSWER = {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "text", "labelled"),
+    [
+        pytest.param({"text": "ab"}, {}, "ab<|im_end|>", "b<|im_end|>", id="text"),
+        pytest.param({"prompt": "a b", "completion": " c"}, {}, "a b c<|im_end|>", " c<|im_end|>", id="pair"),
+        pytest.param(
+            {"prompt": "é", "completion": "ü"},
+            {"separator": " = "},
+            "é = ü<|im_end|>",
+            "ü<|im_end|>",
+            id="bytes",
+        ),
+        pytest.param(
+            {"prompt": "ab", "completion": "c"}, {"loss": "all"}, "abc<|im_end|>", "bc<|im_end|>", id="all"
+        ),
+        pytest.param(
+            {"q": "a", "r": "b"},
+            {"prompt_field": "q", "completion_field": "r"},
+            "a\nb<|im_end|>",
+            "b<|im_end|>",
+            id="named",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER, USER, ANSWER]},
+            {"separator": "|"},
+            "User: 2+2? |Assistant: 4<|im_end|>|User: 2+2? |Assistant: 4<|im_end|>",
+            "4<|im_end|>4<|im_end|>",
+            id="turns",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER, USER]},
+            {"separator": "|"},
+            "User: 2+2? |Assistant: 4<|im_end|>",
+            "4<|im_end|>",
+            id="unanswered-end",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER, USER, ANSWER]},
+            {"template": "chat"},
+            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>",
+            "4<|im_end|>4<|im_end|>",
+            id="chat-turns",
+        ),
+        pytest.param(
+            {"prompt": "p", "completion": "c"},
+            {"template": "chat"},
+            "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nc<|im_end|>",
+            "c<|im_end|>",
+            id="chat-pair",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER, USER]},
+            {"template": "chat", "loss": "all"},
+            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+            "<|im_start|>user\n2+2? <|im_end|>",
+            "user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n2+2? <|im_end|>",
+            id="chat-all",
+        ),
+    ],
+)
+def test_text_and_labels_of_each_kind_of_row(row, options, text, labelled, tmp_path, tokeniser):
+    split = load_rows([row], tmp_path, tokeniser, **options)
+    assert tokeniser.decode(split[0].tokens) == text
+    assert labelled_text(split[0], tokeniser) == labelled
+
+
+def test_plain_and_templated_rows_keep_their_order(tmp_path, tokeniser):
+    rows = [{"text": "aa"}, {"messages": [USER, ANSWER]}, {"text": "bb"}]
+    split = load_rows(rows, tmp_path, tokeniser, template="chat")
+    assert [tokeniser.decode(split[i].tokens)[:3] for i in range(3)] == ["aa<", "<|i", "bb<"]
+
+
+@given(
+    st.lists(st.tuples(st.text(max_size=12), st.booleans()), min_size=1, max_size=5),
+    st.lists(st.tuples(st.sampled_from("abc Ġ"), st.sampled_from("abc")), max_size=4),
+)
+def test_a_token_is_labelled_exactly_when_it_holds_a_labelled_character(pieces, pairs):
+    merges = [(left.replace(" ", "Ġ"), right) for left, right in dict.fromkeys(pairs)]
+    tokeniser = byte_tokeniser(merges)
+    text, spans, bytes_labelled = "", [], []
+    for piece, counts in pieces:
+        if counts and piece:
+            spans.append((len(text), len(text) + len(piece)))
+        text += piece
+        bytes_labelled += [counts] * len(piece.encode())
+    (sample,) = tokenise([Rendered(text, tuple(spans or [(0, 0)]), special=False)], tokeniser)
+    at = 0
+    for index, token in enumerate(sample.tokens[:-1]):
+        size = len(tokeniser.convert_ids_to_tokens(int(token)))  # one character a byte in this alphabet
+        assert sample.labels[index] == (index > 0 and any(bytes_labelled[at : at + size]))
+        at += size
+    assert at == len(bytes_labelled)
+
+
+@pytest.mark.parametrize(("validation", "kept"), [(0, 0), (3, 3), (0.25, 5), (0.01, 1), (None, 2)])
+def test_the_split_takes_a_count_or_a_share_and_loses_no_row(validation, kept, tmp_path, tokeniser):
+    path = write(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(20)])
+    specs = [DataSpec.of("jsonl", path=path, validation=validation, seed=seed) for seed in (1, 2)]
+    loaded = [load_data(spec, tokeniser, max_length=20, cache=tmp_path) for spec in specs]
+    for data in loaded:
+        assert len(data.validation) == kept
+        assert sorted([*data.train.rows, *data.validation.rows]) == list(range(20))
+        for split in (data.train, data.validation):
+            for i in range(len(split)):
+                assert tokeniser.decode(split[i].tokens) == f"row {split.rows[i]}<|im_end|>"
+    if kept > 1:
+        assert loaded[0].validation.rows.tolist() != loaded[1].validation.rows.tolist()
+        assert loaded[0].digest != loaded[1].digest
+
+
+def test_a_validation_file_leaves_every_row_of_the_other_for_training(tmp_path, tokeniser):
+    path = write(tmp_path / "a.jsonl", [{"text": f"a{i}"} for i in range(6)])
+    own = write(tmp_path / "b.jsonl", [{"text": f"b{i}"} for i in range(4)])
+    sizes = {}
+    for validation in (None, 2):
+        spec = DataSpec.of("jsonl", path=path, validation_path=own, validation=validation, size=5)
+        data = load_data(spec, tokeniser, max_length=20, cache=tmp_path)
+        sizes[validation] = (len(data.train), len(data.validation))
+        assert all(tokeniser.decode(data.validation[i].tokens).startswith("b") for i in range(2))
+    assert sizes == {None: (5, 4), 2: (5, 2)}
+    with pytest.raises(DataError, match=r"validation=9\n.*4 rows"):
+        check_data(DataSpec.of("jsonl", path=path, validation_path=own, validation=9))
+
+
+def test_too_long_samples_are_refused_dropped_or_cut(tmp_path, tokeniser):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "aaa", "completion": "b" * 30}, {"text": "ccc"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    def load(rule):
+        spec = DataSpec.of("jsonl", path=path, validation=0, overlong=rule)
+        return load_data(spec, tokeniser, max_length=10, cache=tmp_path).train
+
+    with pytest.raises(
+        DataError, match=r"rows.jsonl, line 2: 34 tokens\n.*10 tokens.*capacity.*\n.*overlong=drop"
+    ):
+        load("error")
+    dropped = load("drop")
+    assert dropped.lengths.tolist() == [3, 4]
+    assert dropped.rows.tolist() == [0, 2]
+    cut = load("truncate")
+    assert cut.lengths.tolist() == [3, 10, 4]
+    assert tokeniser.decode(cut[1].tokens) == "aaa" + "b" * 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        pytest.param([{"text": ""}], {}, ["line 1: no labelled tokens"], id="nothing-to-learn"),
+        pytest.param(
+            [{"prompt": "a" * 40, "completion": "b"}],
+            {"overlong": "truncate"},
+            ["no labelled tokens in the first 10 of 42"],
+            id="cut-before-the-answer",
+        ),
+        pytest.param(
+            [{"text": "a" * 40}], {"overlong": "drop"}, ["none of 1 rows is left"], id="all-dropped"
+        ),
+    ],
+)
+def test_samples_that_cannot_be_trained_on_are_refused(rows, options, words, tmp_path, tokeniser):
+    spec = DataSpec.of("jsonl", path=write(tmp_path / "rows.jsonl", rows), validation=0, **options)
+    with pytest.raises(DataError) as caught:
+        load_data(spec, tokeniser, max_length=10, cache=tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(None, ["no such file", "Looked for /"], id="missing"),
+        pytest.param(b"", ["is empty"], id="empty"),
+        pytest.param(b"\n  \n", ["is empty"], id="blank"),
+        pytest.param(b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "column"], id="not-json"),
+        pytest.param(b'[{"text": "a"}]', ["line 1: list instead of an object"], id="array"),
+        pytest.param(b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"], id="fields"),
+        pytest.param(b'{"text": "\xff"}', ["byte 10 is not UTF-8"], id="encoding"),
+        pytest.param(b'{"text": "a"}', ["1 rows, 1 of them for validation"], id="too-few"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_before_a_tokeniser_is_needed(content, words, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        check_data(DataSpec.of("jsonl", path=str(path)))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_line_may_hold_any_unicode_line_break(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}'.encode())
+    check_data(DataSpec.of("jsonl", path=str(path), validation=1))
+
+
+def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named(tmp_path):
+    spec = DataSpec.of(
+        "jsonl",
+        path=write(tmp_path / "r.jsonl", [{"messages": [USER, ANSWER, USER, ANSWER]}]),
+        template="chat",
+        validation=0,
+    )
+    for template, words in [
+        (None, "no chat template"),
+        ("{{ raise_exception('only users') }}", "line 1: only users"),
+        ("{{ messages | length }}" + CHATML, "message 2 of 4"),
+    ]:
+        with pytest.raises(DataError, match=words):
+            load_data(spec, byte_tokeniser(template=template), max_length=100, cache=tmp_path)
+
+
+def test_the_cache_is_used_rebuilt_when_damaged_and_never_stale(tmp_path, tokeniser):
+    path = tmp_path / "rows.jsonl"
+    write(path, [{"text": f"row {i}"} for i in range(4)])
+    spec = DataSpec.of("jsonl", path=str(path), validation=1)
+    cache = tmp_path / "cache"
+
+    def load(**options):
+        asked = DataSpec.of("jsonl", **(spec.mapping() | options))
+        return load_data(asked, options.pop("tokeniser", tokeniser), max_length=20, cache=cache)
+
+    first = load()
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    stamp = file.stat().st_mtime_ns
+    assert load().digest == first.digest
+    assert file.stat().st_mtime_ns == stamp
+    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"PK", b"QK")):
+        file.write_bytes(damaged)
+        again = load()
+        assert again.digest == first.digest
+        assert np.array_equal(again.train.tokens, first.train.tokens)
+        assert zipfile.is_zipfile(file)
+    assert load(loss="all").digest == first.digest  # the same samples: text rows are labelled whole
+    assert load(seed=1).digest != first.digest or load(seed=2).digest != first.digest
+    write(path, [{"text": f"rom {i}"} for i in range(4)])
+    assert load().digest != first.digest
+    assert not list(cache.glob("*.part"))
+
+
+def test_a_cache_with_another_content_than_it_says_is_rebuilt(tmp_path, tokeniser):
+    spec = DataSpec.of("jsonl", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 3), validation=1)
+    first = load_data(spec, tokeniser, max_length=20, cache=tmp_path / "cache")
+    (file,) = (tmp_path / "cache").iterdir()
+    with np.load(file) as archive:
+        arrays = dict(archive)
+    arrays["train.tokens"] = arrays["train.tokens"] + 1
+    np.savez(file, **arrays)
+    again = load_data(spec, tokeniser, max_length=20, cache=tmp_path / "cache")
+    assert np.array_equal(again.train.tokens, first.train.tokens)
+
+
+def test_another_tokeniser_or_template_makes_other_samples(tmp_path):
+    spec = DataSpec.of(
+        "jsonl",
+        path=write(tmp_path / "r.jsonl", [{"prompt": "ab", "completion": "ab"}] * 2),
+        validation=1,
+        template="chat",
+    )
+    tokenisers = [
+        byte_tokeniser(),
+        byte_tokeniser([("a", "b")]),
+        byte_tokeniser(template=CHATML.replace("user", "u")),
+    ]
+    tokenisers[2].chat_template = "S" + CHATML
+    digests = {load_data(spec, each, max_length=99, cache=tmp_path / "c").digest for each in tokenisers}
+    assert len(digests) == 3
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, tokeniser):
+    (tmp_path / "file").write_text("")
+    spec = DataSpec.of("jsonl", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 2), validation=1)
+    with pytest.raises(StorageError, match="cache folder"):
+        load_data(spec, tokeniser, max_length=20, cache=tmp_path / "file" / "cache")
+
+
+def test_a_generated_task_is_repeatable_scored_and_divided(tmp_path, tokeniser):
+    spec = DataSpec.of(
+        "reasoning_gym",
+        task="chain_sum",
+        size=12,
+        validation=4,
+        difficulty=1,
+        task_options={"max_terms": 3},
+        generate=True,
+        max_new_tokens=7,
+    )
+    check_data(spec)
+    data = load_data(spec, tokeniser, max_length=200, cache=tmp_path)
+    again = load_data(spec, tokeniser, max_length=200, cache=tmp_path / "other")
+    assert data.digest == again.digest
+    assert (len(data.train), len(data.validation)) == (8, 4)
+    answers = [labelled_text(data.validation[i], tokeniser).removesuffix("<|im_end|>") for i in range(4)]
+    rows = data.validation.rows.tolist()
+    assert score(spec, rows, [f" {answer}\n" for answer in answers]) == (1.0, 1.0, 1.0, 1.0)
+    assert max(score(spec, rows, ["nothing"] * 4)) < 1.0
+    assert generation_limit(spec) == 7
+    assert generation_limit(DataSpec("reasoning_gym")) is None
+
+
+def test_difficulty_is_the_level_of_the_tasks_curriculum(tmp_path, tokeniser):
+    lengths = []
+    for difficulty in (0, 3):
+        spec = DataSpec.of("reasoning_gym", task="chain_sum", size=40, validation=0, difficulty=difficulty)
+        lengths.append(load_data(spec, tokeniser, max_length=500, cache=tmp_path).train.lengths.mean())
+    assert lengths[1] > lengths[0] + 3
+
+
+def test_a_task_without_written_answers_and_too_few_rows_are_refused():
+    with pytest.raises(DataError, match="no written answer"):
+        check_data(DataSpec.of("reasoning_gym", task="rubiks_cube"))
+    with pytest.raises(DataError, match="5 rows, 32 of them"):
+        check_data(DataSpec.of("reasoning_gym", size=5))
+
+
+def test_a_file_has_no_verifier():
+    with pytest.raises(ConfigError, match="no verifier"):
+        score(DataSpec.of("jsonl", path="x"), [0], ["a"])
+
+
+def test_generated_answers_are_options_that_do_not_change_the_samples(tmp_path, tokeniser):
+    specs = [DataSpec.of("reasoning_gym", size=40, generate=generate) for generate in (False, True)]
+    assert specs[0] != specs[1]
+    for spec in specs:
+        load_data(spec, tokeniser, max_length=2000, cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert parse_options(specs[1]).generate
+
+
+def test_the_summary_of_lengths():
+    lengths = [3, 5, 5, 7]
+    split = Split.of([Sample(np.arange(n, dtype=np.int32), np.arange(n) >= n - 2) for n in lengths])
+    figures = summary(split)
+    assert (figures.samples, figures.tokens, figures.shortest, figures.longest) == (4, 20, 3, 7)
+    assert figures.mean == 5
+    assert figures.deviation == pytest.approx(2**0.5)
+    assert dict(figures.percentiles)[50] == 5
+    assert figures.labelled_share == 8 / 20
+    assert [count for _, _, count in figures.histogram if count] == [1, 2, 1]
+    assert sum(count for low, high, count in figures.histogram) == 4
+    assert (figures.histogram[0][0], figures.histogram[-1][1]) == (3, 8)
+    assert summary(Split.of([])).histogram == ()
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=60))
+def test_every_sample_is_in_one_bin_of_the_histogram(lengths):
+    split = Split.of([Sample(np.zeros(n, np.int32), np.ones(n, np.bool_)) for n in lengths])
+    bins = summary(split).histogram
+    assert len(bins) <= 20
+    for low, high, count in bins:
+        assert count == sum(low <= n < high for n in lengths)
+    assert sum(count for _, _, count in bins) == len(lengths)
+
+
+def test_gsm8k_by_naming_its_fields(tmp_path, tokeniser):
+    if not GSM8K.is_file():
+        pytest.skip(f"no {GSM8K.name} beside the repository")
+    spec = DataSpec.of(
+        "jsonl", path=str(GSM8K), prompt_field="question", completion_field="answer", size=64, validation=0.25
+    )
+    check_data(spec)
+    data = load_data(spec, tokeniser, max_length=3000, cache=tmp_path)
+    assert (len(data.train), len(data.validation)) == (48, 16)
+    assert all("#### " in labelled_text(data.train[i], tokeniser) for i in range(48))

@@ -1,0 +1,87 @@
+"""A source's options: what is wrong is refused with the right answers; the YAML says what the code says."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from plait.data import SOURCES, check_data, parse_options
+from plait.errors import ConfigError
+from plait.jobs import DataSpec
+
+CONF = Path(__file__).parents[2] / "conf" / "data"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_config_group_has_every_option_with_the_codes_default(source):
+    written = yaml.safe_load((CONF / f"{source}.yaml").read_text())
+    assert written.pop("source") == source
+    if source == "jsonl":
+        assert written.pop("path") == "???"
+        written["path"] = "some.jsonl"
+    assert asdict(parse_options(DataSpec.of(source, **written))) == written
+    minimal = {"path": "some.jsonl"} if source == "jsonl" else {}
+    assert parse_options(DataSpec.of(source, **written)) == parse_options(DataSpec.of(source, **minimal))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        pytest.param(DataSpec("parquet"), ["'parquet'", "jsonl, reasoning_gym"], id="source"),
+        pytest.param(DataSpec.of("jsonl", path="x", tsak=1), ["data.tsak=1", "separator, size"], id="option"),
+        pytest.param(DataSpec.of("reasoning_gym", tsk="x"), ["Did you mean task"], id="close-option"),
+        pytest.param(DataSpec("jsonl"), ["data.path=''"], id="no-path"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number or null"], id="type"
+        ),
+        pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number or null"], id="bool"),
+        pytest.param(DataSpec.of("reasoning_gym", size=0), ["data.size=0", "at least 1"], id="size"),
+        pytest.param(DataSpec.of("reasoning_gym", loss="half"), ["'half'", "all, completion"], id="loss"),
+        pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, error, truncate"], id="overlong"),
+        pytest.param(DataSpec.of("reasoning_gym", template="x"), ["chat, plain"], id="template"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", validation=1.5), ["data.validation=1.5", "share"], id="validation"
+        ),
+        pytest.param(DataSpec.of("reasoning_gym", validation=-1), ["data.validation=-1"], id="negative"),
+        pytest.param(DataSpec.of("reasoning_gym", seed=-1), ["data.seed=-1", "between 0"], id="seed"),
+        pytest.param(DataSpec.of("reasoning_gym", difficulty=-1), ["data.difficulty=-1"], id="difficulty"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", size=None), ["data.size=None", "to generate"], id="no-size"
+        ),
+        pytest.param(
+            DataSpec.of("jsonl", path="x", prompt_field="q"), ["completion_field=None"], id="one-field"
+        ),
+        pytest.param(DataSpec.of("reasoning_gym", task_options={"seed": 1}), ["data.seed"], id="task-seed"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", task="gsm_symbolik"),
+            ["Did you mean gsm_symbolic", "chain_sum"],
+            id="task",
+        ),
+        pytest.param(
+            DataSpec.of("reasoning_gym", task="chain_sum", task_options={"min_term": 1}),
+            ["data.task_options.min_term=1", "Did you mean min_term", "max_digits"],
+            id="task-option",
+        ),
+        pytest.param(
+            DataSpec.of("reasoning_gym", task="chain_sum", task_options={"min_terms": 0}),
+            ["min_terms must be positive", "max_terms"],
+            id="task-refuses",
+        ),
+        pytest.param(
+            DataSpec.of("reasoning_gym", task="chain_sum", difficulty=99),
+            ["data.difficulty=99", "0 to"],
+            id="level",
+        ),
+        pytest.param(
+            DataSpec.of("reasoning_gym", task="composite", difficulty=0),
+            ["no curriculum"],
+            id="no-curriculum",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(spec, words):
+    with pytest.raises(ConfigError) as caught:
+        check_data(spec)
+    for word in words:
+        assert word in str(caught.value)
