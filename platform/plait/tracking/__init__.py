@@ -9,8 +9,28 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.check import check_tracking
-from plait.tracking.location import Location, locate
+from plait.tracking.check import check_folder, check_tracking
+from plait.tracking.location import Location, locate, redact
+from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.tracker import SearchFacts, Tracker
+from plait.tracking.ui import UiCommand, run_ui, ui_command
 
-__all__ = ["Board", "JobRecord", "Location", "SearchFacts", "Tracker", "check_tracking", "locate"]
+__all__ = [
+    "Board",
+    "JobRecord",
+    "Location",
+    "SearchFacts",
+    "SearchResult",
+    "Tracker",
+    "UiCommand",
+    "check_folder",
+    "check_tracking",
+    "export",
+    "load_search",
+    "locate",
+    "print_leaderboard",
+    "redact",
+    "run_ui",
+    "search_names",
+    "ui_command",
+]

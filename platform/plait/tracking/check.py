@@ -8,6 +8,8 @@ import ssl
 import tempfile
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy
@@ -75,15 +77,9 @@ def open_store(location: Location, experiment: str) -> Store:
         check_folder(location.sqlite_file.parent, "tracking.uri")
     else:
         _check_database(location)
-    try:
+    with storage_errors(location):
         store = Store(location, experiment)
         stage = store.client.get_experiment(store.experiment_id).lifecycle_stage
-    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
-        raise StorageError(
-            f"tracking.uri={location}: {_first_line(error)}",
-            "The address must hold an MLflow store that this MLflow can use.",
-            "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
-        ) from error
     if stage != "active":
         raise StorageError(
             f"tracking.experiment={experiment!r} was deleted in {location}",
@@ -92,6 +88,19 @@ def open_store(location: Location, experiment: str) -> Store:
             "another name.",
         )
     return store
+
+
+@contextmanager
+def storage_errors(location: Location) -> Iterator[None]:
+    """Whatever the store says inside, as a StorageError that names the address."""
+    try:
+        yield
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+        raise StorageError(
+            f"tracking.uri={location}: {_first_line(error)}",
+            "The address must hold an MLflow store that this MLflow can use.",
+            "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
+        ) from error
 
 
 def _check_server(location: Location) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,14 +33,17 @@ def columns(records: Sequence[JobRecord]) -> tuple[list[str], list[list[Cell]]]:
     for record in records:
         values = [_cell(record.parameters.get(key)) for key in keys]
         head: list[Cell] = [record.trial, record.state, record.objective]
-        measured: list[Cell] = [record.eval_loss, record.loss, record.step, record.tokens]
+        measured: list[Cell] = [_cell(record.eval_loss), _cell(record.loss), record.step, record.tokens]
         tail: list[Cell] = [round(record.device_seconds, 3), record.run_id, record.adapter, record.reason]
         rows.append([*head, *values, *measured, *tail])
     return names, rows
 
 
 def _cell(value: Any) -> Cell:
-    """Numbers and short words as they are; what else there is as compact text."""
+    """Numbers and words as they are; what else there is as compact text. A number that is not finite has no
+    place in JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if value is None or isinstance(value, (str, int, float)):
         return value
     return json.dumps(value, separators=(",", ":"))

@@ -19,6 +19,7 @@ OBJECTIVE: Final = "objective"
 
 # ---- metrics of the search's run, with the number of group iterations; the shared names are totals ----
 SEARCH_SECONDS: Final = "search/seconds"
+SEARCH_THROUGHPUT: Final = "search/tokens_per_s"
 SEARCH_BEST: Final = "search/best"
 SEARCH_BEST_TRIAL: Final = "search/best_trial"
 SEARCH_RUNNING: Final = "search/running"

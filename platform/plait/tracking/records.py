@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 from mlflow.entities import Run
 
 from plait.tracking import names
 from plait.tracking.board import JobRecord
+from plait.tracking.values import parameter_value
 
 
 def record_of(run: Run) -> JobRecord:
@@ -35,14 +33,3 @@ def record_of(run: Run) -> JobRecord:
         reason=tags.get(names.TAG_REASON, ""),
         run_id=run.info.run_id,
     )
-
-
-def parameter_value(text: str) -> Any:
-    """The value that ``parameter_text`` wrote: numbers, lists and None come back as such."""
-    words = {"None": None, "True": True, "False": False}
-    if text in words:
-        return words[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -74,6 +74,10 @@ class Store:
             if not token:
                 return
 
+    def run(self, run_id: str) -> Run | None:
+        """The run of an id, if there is one in this experiment."""
+        return next((run for run in self._runs(f"attributes.run_id = '{run_id}'")), None)
+
     def last_steps(self, run: Run) -> dict[str, int]:
         """The last step of every metric that the run has."""
         return {

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import math
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,17 +23,28 @@ from plait.engine.messages import (
     JobGenerated,
     JobProgress,
 )
+from plait.errors import StorageError
 from plait.jobs import JobSpec
 from plait.settings import RunSettings, TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.check import check_folder, open_store
+from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.leaderboard import to_split_json
 from plait.tracking.location import locate, redact
 from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags
 from plait.tracking.records import record_of
 from plait.tracking.sender import StoreSender
 from plait.tracking.store import table_tag
+from plait.tracking.values import (
+    finite,
+    group_values,
+    not_finite,
+    parameter_text,
+    progress_values,
+    run_parameters,
+    search_values,
+    user,
+)
 from plait.tracking.writer import Writer
 
 
@@ -97,6 +106,7 @@ class Tracker:
         self._settings = settings
         self._clock = clock
         self._directory = directory or Path.cwd()
+        self._search = ""
         self._parent = ""  # key of the search's run
         self._parent_id = ""
         self._ids: dict[str, str] = {}
@@ -112,22 +122,26 @@ class Tracker:
 
         Returns:
             MLflow's id of the run.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
         """
         self.board = Board(search.settings.search.direction, search.settings.search.trials)
-        self._parent = search.name
-        runs = [] if search.fresh else self._store.searches(search.name)
-        found = self._go_on(runs[0]) if runs else {}
-        tags = self._search_tags(search)
-        if not runs:
-            self._parent_id = self._store.create_run(search.name, tags, self._now())
+        self._search = search.name
+        self._parent = f"search {search.name}"
+        with storage_errors(self.location):
+            runs = [] if search.fresh else self._store.searches(search.name)
+            found = self._go_on(runs[0]) if runs else {}
+            tags = self._search_tags(search)
+            if not runs:
+                self._parent_id = self._store.create_run(search.name, tags, self._now())
+                self._store.log_parameters(self._parent_id, run_parameters(search.settings))
+        self._ids[self._parent] = self._parent_id
         self._totals.started = self._clock()
-        self._ids[search.name] = self._parent_id
         sender = StoreSender(self._store, self._ids, found)
         self._writer = Writer(sender, self._settings.flush_seconds, str(self.location))
         self._put(SetTags(self._parent, tuple(tags.items())))
         self._record_facts(search)
-        if not runs:
-            self._store.log_parameters(self._parent_id, _run_parameters(search.settings))
         return self._parent_id
 
     def _go_on(self, run: Run) -> dict[int, Run]:
@@ -152,7 +166,7 @@ class Tracker:
             names.TAG_METRIC: search.settings.search.metric,
             "plait.version": __version__,
             "plait.command": redact(shlex.join(search.command)),
-            "mlflow.user": _user(),
+            "mlflow.user": user(),
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": Path(search.command[0]).name if search.command else "plait",
         }
@@ -187,6 +201,7 @@ class Tracker:
             if record.live:
                 self._end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
         self._refresh()
+        self._log_totals({})
         self._end_run(self._parent, state, reason)
 
     # ---- jobs ------------------------------------------------------------------------------------------
@@ -204,12 +219,12 @@ class Tracker:
         self.board.add(known or JobRecord(job.name, trial, shown))
         self.board.jobs[job.name].parameters = shown
         tags = {
-            names.TAG_SEARCH: self._parent,
+            names.TAG_SEARCH: self._search,
             names.TAG_TRIAL: str(trial),
             names.TAG_JOB: job.name,
             names.TAG_STATE: self.board.jobs[job.name].state,
             names.TAG_PARENT: self._parent_id,
-            "mlflow.user": _user(),
+            "mlflow.user": user(),
         }
         pairs = tuple((key, parameter_text(value)) for key, value in shown.items())
         self._put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now()))
@@ -224,29 +239,29 @@ class Tracker:
 
     def handle(self, event: Event) -> None:
         """Log an event of the engine."""
+        known = self.board.jobs.get(event.job) if isinstance(event, JobEnded) else None
+        logged = (known.tokens, known.device_seconds) if known else None
         self.board.handle(event)
         match event:
             case JobAdmitted():
                 tags = ((names.TAG_STATE, names.RUNNING), (names.TAG_GROUP, event.group))
                 self._put(SetTags(event.job.name, tags))
             case JobProgress():
-                self._points(event.job, event.step, _progress_values(event))
+                self._points(event.job, event.step, progress_values(event))
             case JobEvaluated():
                 values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
                 self._points(event.job, event.step, values)
             case JobGenerated():
                 self._points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
             case JobEnded():
-                self._job_ended(event)
+                self._job_ended(event, logged)
             case GroupStep():
-                self._group_step(event)
+                self._log_totals(group_values(event))
 
-    def _job_ended(self, event: JobEnded) -> None:
-        values = {
-            names.COMPLETION_SECONDS: event.completion_seconds,
-            names.DEVICE_SECONDS: event.device_seconds,
-            names.TRAIN_TOKENS: float(event.tokens),
-        }
+    def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
+        values = {names.COMPLETION_SECONDS: event.completion_seconds}
+        if logged != (event.tokens, event.device_seconds):  # what came after the last complete step
+            values |= {names.TRAIN_TOKENS: float(event.tokens), names.DEVICE_SECONDS: event.device_seconds}
         self._points(event.job, event.step, values)
         tags = [(names.TAG_STEP, str(event.step))]
         if event.adapter is not None:
@@ -256,27 +271,11 @@ class Tracker:
         self._end_run(event.job, event.state, event.reason)
         self._refresh()
 
-    def _group_step(self, event: GroupStep) -> None:
+    def _log_totals(self, more: Mapping[str, float]) -> None:
+        """One point of the search's own curves."""
         self._totals.step += 1
-        best = self.board.best()
-        values: dict[str, float] = {
-            names.TRAIN_TOKENS: self.board.tokens,
-            names.THROUGHPUT: event.tokens / event.seconds if event.seconds > 0 else math.nan,
-            names.DEVICE_SECONDS: self.board.device_seconds,
-            names.SEARCH_SECONDS: self.seconds,
-            names.SEARCH_RUNNING: self.board.count(names.RUNNING),
-            names.SEARCH_ENDED: sum(job.ended for job in self.board.jobs.values()),
-            names.SEARCH_FAILED: self.board.count(names.FAILED),
-            names.GROUP_JOBS: len(event.jobs),
-            names.GROUP_MICROBATCHES: event.microbatches,
-        }
-        if event.microbatches and event.capacity:
-            values[names.GROUP_FILL] = event.tokens / (event.microbatches * event.capacity)
-        if event.peak_bytes is not None:
-            values[names.PEAK_BYTES] = event.peak_bytes
-        if best is not None and best.objective is not None:
-            values |= {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: best.trial}
-        self._points(self._parent, self._totals.step, {key: float(value) for key, value in values.items()})
+        values = dict(more) | search_values(self.board, self.seconds)
+        self._points(self._parent, self._totals.step, values)
 
     @property
     def seconds(self) -> float:
@@ -294,16 +293,12 @@ class Tracker:
         best = self.board.best()
         if best is not None and best.objective is not None:
             tags.append((names.TAG_NOTE, f"Best so far: {best.name}, objective {best.objective:.6g}"))
-            values = {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: float(best.trial)}
-            self._points(self._parent, self._totals.step, values)
         self._put(SetTags(self._parent, tuple(tags)))
 
     def _points(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        finite = tuple((key, float(value)) for key, value in values.items() if math.isfinite(value))
-        if finite:
-            self._put(LogPoints(run, step, self._now(), finite))
-        if len(finite) < len(values):
-            wrong = ", ".join(f"{key}={value}" for key, value in values.items() if not math.isfinite(value))
+        if kept := finite(values):
+            self._put(LogPoints(run, step, self._now(), kept))
+        if wrong := not_finite(values):
             self._put(SetTags(run, ((names.TAG_DIVERGED, f"step {step}: {wrong}"),)))
 
     def _end_run(self, run: str, state: str, reason: str) -> None:
@@ -340,40 +335,9 @@ class Tracker:
             self.end_search(names.INTERRUPTED, "Interrupted.")
         else:
             self.end_search(names.FAILED, f"{type(error).__name__}: {error}")
-        self.close()
-
-
-def parameter_text(value: object) -> str:
-    """A parameter's value as MLflow keeps it: words as they are, lists and mappings as JSON."""
-    if isinstance(value, (list, tuple, dict)):
-        return json.dumps(value)
-    return str(value)
-
-
-def _progress_values(event: JobProgress) -> dict[str, float]:
-    return {
-        names.TRAIN_LOSS: event.loss,
-        names.TRAIN_LR: event.lr,
-        names.TRAIN_GRAD_NORM: event.grad_norm,
-        names.TRAIN_TOKENS: float(event.tokens),
-        names.THROUGHPUT: event.tokens_per_s,
-        names.DEVICE_SECONDS: event.device_seconds,
-    }
-
-
-def _run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:
-    """The run's settings, flat; addresses without passwords."""
-    flat = {
-        f"{group}.{key}": value
-        for group, values in asdict(settings).items()
-        for key, value in values.items()
-        if value is not None and value != {}
-    }
-    return tuple((key, redact(parameter_text(value))) for key, value in flat.items())
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
+        try:
+            self.close()
+        except StorageError as trouble:
+            if error is None:
+                raise
+            error.add_note(str(trouble))

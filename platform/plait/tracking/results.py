@@ -1,0 +1,200 @@
+"""Finished and running searches, read back for the command line: leaderboard and export."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow.entities import Run
+from rich.console import Console
+
+from plait.errors import ConfigError, SearchError, StorageError, choices
+from plait.settings import TrackingSettings
+from plait.tracking import names
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.check import open_store, storage_errors
+from plait.tracking.leaderboard import FORMATS, to_csv, to_json, to_table
+from plait.tracking.location import Location, locate
+from plait.tracking.records import record_of
+from plait.tracking.store import Store
+
+SHOWN = 20  # searches listed in a remedy
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """A search as the store has it.
+
+    Attributes:
+        records: its jobs, best objective first.
+        state: "running", "finished", "interrupted" or "failed".
+    """
+
+    name: str
+    state: str
+    direction: str
+    metric: str
+    run_id: str
+    location: Location
+    records: tuple[JobRecord, ...]
+
+    @property
+    def best(self) -> JobRecord | None:
+        """The finished job with the best objective."""
+        return next((item for item in self.records if item.state == names.FINISHED), None)
+
+
+def search_names(settings: TrackingSettings) -> list[str]:
+    """Names of all searches, newest first.
+
+    Raises:
+        StorageError: the store cannot be used.
+    """
+    store = _store(settings)
+    if store is None:
+        return []
+    with storage_errors(store.location):
+        return list(dict.fromkeys(run.data.tags[names.TAG_SEARCH] for run in store.searches()))
+
+
+def load_search(settings: TrackingSettings, name: str | None = None) -> SearchResult:
+    """A search with its jobs: by name or run id, or the newest.
+
+    Raises:
+        SearchError: there is none of that name, or none at all.
+        StorageError: the store cannot be used.
+    """
+    return _result(*_find(settings, name))
+
+
+def _result(store: Store, run: Run) -> SearchResult:
+    with storage_errors(store.location):
+        children = store.children(run.info.run_id)
+    tags = run.data.tags
+    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children))
+    for child in children.values():
+        board.add(record_of(child))
+    return SearchResult(
+        name=tags[names.TAG_SEARCH],
+        state=tags.get(names.TAG_STATE, ""),
+        direction=board.direction,
+        metric=tags.get(names.TAG_METRIC, ""),
+        run_id=run.info.run_id,
+        location=store.location,
+        records=tuple(board.ordered()),
+    )
+
+
+def print_leaderboard(result: SearchResult, form: str, console: Console) -> None:
+    """Print a search's jobs as "table", "csv" or "json".
+
+    Raises:
+        ConfigError: another form.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
+    if form == "table":
+        order = "lowest" if result.direction == "minimize" else "highest"
+        console.print(
+            to_table(result.records, f"{result.name} ({result.state}), {order} {result.metric} first")
+        )
+        return
+    text = to_csv(result.records) if form == "csv" else to_json(result.records)
+    console.file.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def export(
+    settings: TrackingSettings, name: str | None, destination: Path, *, trial: int | None = None
+) -> tuple[JobRecord, Path]:
+    """Copy an adapter's PEFT folder out of the store: a search's best, or the one of ``trial``.
+
+    Args:
+        settings: where to look.
+        name: of the search, or the run id of a search or of a job; None takes the newest search.
+        destination: a folder that does not exist or is empty.
+        trial: number of the trial.
+
+    Returns:
+        The job, and the folder.
+
+    Raises:
+        SearchError: no such search or trial, or no adapter there.
+        StorageError: the store or the folder cannot be used.
+    """
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise StorageError(
+            f"{destination} is there already", "An export does not overwrite anything.", "Name a new folder."
+        )
+    store, run = _find(settings, name)
+    record = record_of(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
+    with storage_errors(store.location):
+        if not store.has_artifact(record.run_id, names.ADAPTER_FOLDER):
+            raise SearchError(
+                f"{record.name} ({record.state}) has no adapter in {store.location}",
+                "Only jobs that came to an end have one.",
+                "`plait leaderboard` shows which have.",
+            )
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
+            copied = store.download(record.run_id, names.ADAPTER_FOLDER, Path(folder))
+            if destination.exists():
+                destination.rmdir()
+            shutil.move(copied, destination)
+    return record, destination
+
+
+def _chosen(result: SearchResult, trial: int | None) -> JobRecord:
+    """The job of a trial, or the best one."""
+    if trial is None:
+        if result.best is None:
+            rule = "Without a trial's number, the best finished one is exported."
+            raise SearchError(f"search {result.name!r} has no finished job", rule, _trials(result.records))
+        return result.best
+    found = next((item for item in result.records if item.trial == trial), None)
+    if found is None:
+        rule = "A trial of the search must be named."
+        raise SearchError(f"trial {trial} of search {result.name!r}", rule, _trials(result.records))
+    return found
+
+
+def _trials(records: Sequence[JobRecord]) -> str:
+    if not records:
+        return "It has no trials."
+    return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in records) + "."
+
+
+def _store(settings: TrackingSettings) -> Store | None:
+    """The store to read from; None where no SQLite file is there yet: reading makes none."""
+    location = locate(settings)
+    if location.sqlite_file is not None and not location.sqlite_file.exists():
+        return None
+    return open_store(location, settings.experiment)
+
+
+def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
+    store = _store(settings)
+    if store is not None:
+        with storage_errors(store.location):
+            runs = store.searches(name)
+            by_id = _run_by_id(store, name) if name and not runs else None
+        if by_id is not None:
+            return store, by_id
+        if runs:
+            return store, runs[0]
+    listed = search_names(settings)
+    where = f"{locate(settings)}, experiment {settings.experiment!r}"
+    raise SearchError(
+        f"search {name!r} is not in {where}" if name else f"no search in {where}",
+        "A search that has begun must be named.",
+        f"There are: {', '.join(listed[:SHOWN])}." if listed else "Begin one with `plait sweep`.",
+    )
+
+
+def _run_by_id(store: Store, text: str) -> Run | None:
+    """The run of this id, if the text is one."""
+    if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+        return None
+    return store.run(text)
