@@ -6,12 +6,33 @@ Greedy, quick and deterministic: the start and the fallback of the exact packer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from plait.errors import CapacityError
 from plait.plans import GlobalBatch, Microbatch, Segment
 
 Item = tuple[int, int]  # (batch, position inside the batch)
 Bin = list[Item]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatches:
+    """Global batches that were packed together on one replica, with the samples of each microbatch.
+
+    Attributes:
+        batches: one for each job of the group.
+        bins: (batch, position inside it) of the samples of each microbatch.
+    """
+
+    batches: tuple[GlobalBatch, ...]
+    bins: tuple[tuple[Item, ...], ...]
+
+    def microbatches(self, *, replica: int = 0, first_index: int = 0) -> tuple[Microbatch, ...]:
+        """The bins as microbatches with consecutive indices."""
+        return tuple(
+            microbatch(self.batches, items, replica, first_index + place)
+            for place, items in enumerate(self.bins)
+        )
 
 
 def padded(tokens: int, tile: int) -> int:
@@ -45,7 +66,8 @@ def pack(
     """
     check_fits(batches, capacity=capacity, tile=tile)
     bins = first_fit_decreasing([batch.lengths for batch in batches], capacity=capacity, tile=tile)
-    return tuple(microbatch(batches, items, replica, first_index + place) for place, items in enumerate(bins))
+    packed = PackedBatches(tuple(batches), tuple(map(tuple, bins)))
+    return packed.microbatches(replica=replica, first_index=first_index)
 
 
 def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) -> None:

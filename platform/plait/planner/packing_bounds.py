@@ -36,7 +36,7 @@ def most_tokens(sums: int, units: int, tile: int) -> Reach:
 
 def combine(left: Reach, right: Reach) -> Reach:
     """Most tokens of two batches in k tiles together: the maximum over j of left[j] + right[k − j]."""
-    best = left[0] + right
+    best: Reach = left[0] + right
     for j in range(1, len(left)):
         if left[j] > left[j - 1]:
             np.maximum(best[j:], left[j] + right[: len(right) - j], out=best[j:])

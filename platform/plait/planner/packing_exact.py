@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from plait.planner.packing import Bin, check_fits, first_fit_decreasing, microbatch
+from plait.planner.packing import Bin, PackedBatches, check_fits, first_fit_decreasing
 from plait.planner.packing_bounds import bins_bound, fill_bound
 from plait.planner.packing_fill import MOST_UNITS, bin_fill, fill_bins, least_fill
 from plait.planner.packing_milp import emptiest, fits
@@ -199,6 +199,21 @@ class _Search:
         return Limits(nodes=nodes, seconds=self.limits.seconds)
 
 
+def packed_batches(
+    batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1, limits: PackingLimits | None = None
+) -> PackedBatches:
+    """Global batches of one group on one replica, packed; the least full microbatch is last.
+
+    Raises:
+        CapacityError: a sample alone is longer than the capacity.
+    """
+    check_fits(batches, capacity=capacity, tile=tile)
+    if not any(batch.lengths for batch in batches):
+        return PackedBatches(tuple(batches), ())
+    packing = solve_packing([batch.lengths for batch in batches], capacity=capacity, tile=tile, limits=limits)
+    return PackedBatches(tuple(batches), packing.bins)
+
+
 def pack_exactly(
     batches: Sequence[GlobalBatch],
     *,
@@ -213,13 +228,8 @@ def pack_exactly(
     Raises:
         CapacityError: a sample alone is longer than the capacity.
     """
-    check_fits(batches, capacity=capacity, tile=tile)
-    if not any(batch.lengths for batch in batches):
-        return ()
-    packing = solve_packing([batch.lengths for batch in batches], capacity=capacity, tile=tile, limits=limits)
-    return tuple(
-        microbatch(batches, items, replica, first_index + place) for place, items in enumerate(packing.bins)
-    )
+    packed = packed_batches(batches, capacity=capacity, tile=tile, limits=limits)
+    return packed.microbatches(replica=replica, first_index=first_index)
 
 
 def pack_all(
@@ -229,14 +239,14 @@ def pack_all(
     tile: int = 1,
     limits: PackingLimits | None = None,
     pool: Executor | None = None,
-) -> list[tuple[Microbatch, ...]]:
-    """:func:`pack_exactly` for many groups' global batches, which do not depend on each other.
+) -> list[PackedBatches]:
+    """:func:`packed_batches` for many groups' global batches, which do not depend on each other.
 
     Args:
         batches: for each packing, the global batches that are packed together.
         pool: where to solve them side by side; None solves them here, one after another.
     """
-    work = partial(pack_exactly, capacity=capacity, tile=tile, limits=limits)
+    work = partial(packed_batches, capacity=capacity, tile=tile, limits=limits)
     if pool is None:
         return [work(item) for item in batches]
     return list(pool.map(work, batches, chunksize=max(1, len(batches) // 64)))

@@ -39,24 +39,30 @@ def fill_bins(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int, tur
         first, others = left[0], left[1:]
         if turn:
             shuffler.shuffle(others)
-        chosen = [first, *_best_companions(first, others, lengths, capacity // tile, tile)]
+        starts = [lengths[a][first[1]] if a == first[0] else 0 for a in range(len(lengths))]
+        chosen = [first, *fullest_subset(others, lengths, starts, units=capacity // tile, tile=tile)]
         taken = set(chosen)
         left = [item for item in left if item not in taken]
         bins.append(chosen)
     return bins
 
 
-def _best_companions(
-    first: Item, others: Sequence[Item], lengths: Sequence[Sequence[int]], units: int, tile: int
+def fullest_subset(
+    items: Sequence[Item], lengths: Sequence[Sequence[int]], starts: Sequence[int], *, units: int, tile: int
 ) -> list[Item]:
-    """The samples that, beside ``first``, put the most tokens into a bin of ``units`` tiles."""
+    """The samples among ``items`` that put the most tokens into a bin of ``units`` tiles.
+
+    Args:
+        items: (batch, position) of the samples to choose from.
+        lengths: tokens of each sample, by batch.
+        starts: tokens of each batch that are in the bin already; they count against ``units``.
+    """
     batches = range(len(lengths)) if tile > 1 else range(1)
-    members = [[item for item in others if tile == 1 or item[0] == batch] for batch in batches]
-    home = first[0] if tile > 1 else 0
-    steps: list[list[int]] = []  # of each batch: bit sets of sums before each of its samples, and after all
-    for batch in batches:
-        start = lengths[first[0]][first[1]] if batch == home else 0
-        steps.append(_steps([lengths[a][p] for a, p in members[batch]], start, units * tile))
+    members = [[item for item in items if tile == 1 or item[0] == batch] for batch in batches]
+    begin = starts if tile > 1 else [sum(starts)]
+    steps = [
+        _steps([lengths[a][p] for a, p in members[batch]], begin[batch], units * tile) for batch in batches
+    ]
     targets = _targets([history[-1] for history in steps], units, tile)
     return [
         item for batch in batches for item in _trace(members[batch], steps[batch], targets[batch], lengths)

@@ -1,0 +1,137 @@
+"""The order of microbatches and optimiser steps (DESIGN §5.6): turns, bubble lemma, no-ops, steps.
+
+A turn is one global batch of one group. Groups take turns, so that a job's next global batch comes late
+enough. Bubble lemma, with S stages in 1F1B order: where a job's last sample of a global batch is in
+microbatch k, its step can be done once the backward of k has left the first stage, which is before the
+forward of k + S there and not earlier; so the job's next global batch starts at k + S or later, and
+empty microbatches (no-ops) are inserted where it would come sooner.
+
+In a schedule an :class:`OptimiserStep` stands where it happens: on every stage, right before the forward
+of the microbatch that follows it in the list; at the end of the list, when everything has drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from plait.planner.merge import Draft, Key, merge
+from plait.planner.packing import PackedBatches
+from plait.plans import GlobalBatch, Microbatch, OptimiserStep
+
+ScheduleItem = Microbatch | OptimiserStep
+Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group
+
+
+def turns(
+    batches: Mapping[str, Sequence[GlobalBatch]], groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[GlobalBatch, ...]]:
+    """Global batches in the order in which groups take turns, those of a group's jobs together.
+
+    Args:
+        batches: each job's global batches in order; jobs may have different numbers of them.
+    """
+    for place in range(max((len(own) for own in batches.values()), default=0)):
+        for group in groups:
+            turn = tuple(batches[job][place] for job in group if place < len(batches[job]))
+            if turn:
+                yield turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """An optimiser step and the round before which it happens."""
+
+    round: int
+    step: OptimiserStep
+
+
+class ScheduleBuilder:
+    """Lays turns out into one schedule; replicas advance side by side, round by round.
+
+    Args:
+        stages: pipeline stages of each replica.
+        capacity: most padded tokens of a microbatch.
+        tile: padding multiple P.
+        merging: whether work moves forward into the microbatch before it.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, int], *, capacity: int, tile: int = 1, merging: bool = True
+    ) -> None:
+        self._stages = dict(stages)
+        self._capacity, self._tile, self._merging = capacity, tile, merging
+        self._streams: dict[int, list[Draft]] = {replica: [] for replica in self._stages}
+        self._ready: dict[str, int] = {}  # the round from which a job's next global batch may come
+        self._due: list[_Due] = []
+
+    def add(self, turn: Turn) -> None:
+        """Append one turn.
+
+        Every job's turns must come in the order of its steps.
+        """
+        # merging may reach one microbatch back
+        begin = {replica: max(0, len(stream) - 1) for replica, stream in self._streams.items()}
+        for replica, packed in turn.items():
+            self._place(replica, packed)
+        keys = dict.fromkeys((batch.job, batch.step) for packed in turn.values() for batch in packed.batches)
+        for key in keys:
+            job, step = key
+            ends = (self._last(replica, key, begin[replica]) + self._stages[replica] for replica in turn)
+            self._ready[job] = max(self._ready.get(job, 0), *ends)
+            self._due.append(_Due(self._ready[job], OptimiserStep(job, step)))
+
+    def schedule(self) -> tuple[ScheduleItem, ...]:
+        """The whole schedule so far, steps included."""
+        due = sorted(self._due, key=lambda item: item.round)  # stable: by turn within a round
+        items: list[ScheduleItem] = []
+        for place in range(max(map(len, self._streams.values()))):
+            while due and due[0].round <= place:
+                items.append(due.pop(0).step)
+            for replica, stream in self._streams.items():
+                if place < len(stream):
+                    items.append(stream[place].microbatch(replica, place))
+        return (*items, *(item.step for item in due))
+
+    def _place(self, replica: int, packed: PackedBatches) -> None:
+        stream = self._streams[replica]
+        drafts = [Draft.of(packed.batches, items, self._tile) for items in packed.bins]
+        if self._merging and stream and stream[-1].pieces:
+            ready = {job for job in _jobs(packed) if self._ready.get(job, 0) < len(stream)}
+            merge(stream[-1], drafts, ready, capacity=self._capacity)
+        if not drafts:
+            return
+        last = min(reversed(drafts), key=lambda draft: draft.fill)
+        drafts = [draft for draft in drafts if draft is not last]
+        for draft in [*sorted(drafts, key=self._earliest), last]:
+            while len(stream) < self._earliest(draft):
+                stream.append(Draft(self._tile))
+            stream.append(draft)
+
+    def _earliest(self, draft: Draft) -> int:
+        return max((self._ready.get(job, 0) for job in draft.jobs), default=0)
+
+    def _last(self, replica: int, key: Key, begin: int) -> int:
+        """Index of the last microbatch, from ``begin`` on, with samples of this global batch."""
+        stream = self._streams[replica]
+        places = range(len(stream) - 1, begin - 1, -1)
+        return next((place for place in places if key in stream[place].tokens), -self._stages[replica])
+
+
+def _jobs(packed: PackedBatches) -> set[str]:
+    return {batch.job for batch in packed.batches}
+
+
+def build_schedule(
+    turn_list: Sequence[Turn],
+    stages: Mapping[int, int],
+    *,
+    capacity: int,
+    tile: int = 1,
+    merging: bool = True,
+) -> tuple[ScheduleItem, ...]:
+    """The schedule of all turns; see :class:`ScheduleBuilder`."""
+    builder = ScheduleBuilder(stages, capacity=capacity, tile=tile, merging=merging)
+    for turn in turn_list:
+        builder.add(turn)
+    return builder.schedule()
