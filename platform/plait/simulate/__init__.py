@@ -1,0 +1,1 @@
+"""Discrete-event simulation of schedules over pipeline stages and replicas."""

@@ -1,0 +1,225 @@
+"""The simulator: forwards, backwards and optimiser steps as discrete events over stages and replicas.
+
+A stage runs one thing at a time. The forward of a microbatch needs that of the stage before it, the
+backward that of the stage after it; on the first stage a forward also needs the step before of every job
+in it, and a step needs the backwards of its whole global batch, on all replicas. Numbers are only added
+and compared, so whole numbers or fractions as seconds give exact results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from plait.cost.shapes import EMPTY, MicrobatchShape
+from plait.cost.time import StageTime
+from plait.errors import PlaitError
+from plait.simulate.orders import Action, Kind, Order
+
+Key = tuple[str, int]  # a job and one of its steps
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One microbatch, as the simulator sees it; without parts it is a no-op.
+
+    Attributes:
+        parts: jobs and steps whose samples it holds.
+        shape: what its seconds depend on, padding rows included where they are computed.
+        tokens: real tokens.
+        padded: tokens that it takes up of the capacity.
+    """
+
+    parts: tuple[Key, ...] = ()
+    shape: MicrobatchShape = EMPTY
+    tokens: int = 0
+    padded: int = 0
+
+
+class Span(NamedTuple):
+    """One forward or backward that ran."""
+
+    replica: int
+    stage: int
+    kind: Kind
+    work: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica in a simulation.
+
+    Attributes:
+        works: its microbatches in the order of the schedule.
+        seconds: by stage and microbatch.
+        order: how each stage chooses what to run.
+        transfer: seconds until a neighbour has the result of each microbatch; hidden behind other work.
+    """
+
+    works: Sequence[Work]
+    seconds: Sequence[Sequence[StageTime]]
+    order: Order
+    transfer: Sequence[float] = ()
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What happened: every span in order of its end, and when each step was done."""
+
+    spans: tuple[Span, ...]
+    steps: Mapping[Key, float]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start to the last end."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self, replica: int, stage: int, start: float, end: float) -> float:
+        """Seconds within [start, end] in which a stage worked."""
+        return sum(
+            max(0, min(span.end, end) - max(span.start, start))
+            for span in self.spans
+            if (span.replica, span.stage) == (replica, stage)
+        )
+
+
+class SimulationError(PlaitError, RuntimeError):
+    """A schedule cannot run to its end."""
+
+
+def simulate(pipelines: Mapping[int, Pipeline]) -> Run:
+    """Run every replica's microbatches to the end.
+
+    Raises:
+        SimulationError: the orders of the stages wait for each other for ever.
+    """
+    return _Simulation(pipelines).run()
+
+
+@dataclass(slots=True)
+class _Stage:
+    replica: int
+    index: int
+    busy: bool = False
+    in_flight: int = 0
+    ready: dict[Kind, set[int]] = field(default_factory=lambda: {"forward": set(), "backward": set()})
+
+
+class _Simulation:
+    def __init__(self, pipelines: Mapping[int, Pipeline]) -> None:
+        self.pipelines = pipelines
+        self.stages = {
+            (replica, s): _Stage(replica, s)
+            for replica, pipeline in pipelines.items()
+            for s in range(pipeline.stages)
+        }
+        self.choosers = {
+            (replica, s): pipeline.order.chooser(s, pipeline.stages)
+            for replica, pipeline in pipelines.items()
+            for s in range(pipeline.stages)
+        }
+        self.left: Counter[Key] = Counter(
+            key for pipeline in pipelines.values() for work in pipeline.works for key in work.parts
+        )
+        self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that need a step first
+        self.blocked: Counter[tuple[int, int]] = Counter()  # steps that a work still needs
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.now: float = 0
+        self.count = 0
+        self.spans: list[Span] = []
+        self.steps: dict[Key, float] = {}
+        self._block()
+
+    def run(self) -> Run:
+        for where in self.stages:
+            self._start(where)
+        while self.events:
+            self.now = self.events[0][0]
+            while self.events and self.events[0][0] == self.now:
+                heapq.heappop(self.events)[2]()
+            for where in self.stages:
+                self._start(where)
+        wanted = sum(2 * len(pipeline.works) * pipeline.stages for pipeline in self.pipelines.values())
+        if len(self.spans) != wanted:
+            raise SimulationError(
+                f"{wanted - len(self.spans)} of {wanted} forwards and backwards never ran",
+                "The stages' orders must not wait for each other for ever.",
+            )
+        return Run(tuple(self.spans), dict(self.steps))
+
+    def _block(self) -> None:
+        """Let each work wait for the step before of each of its jobs."""
+        order: dict[str, list[int]] = {}
+        for job, step in sorted(self.left):
+            order.setdefault(job, []).append(step)
+        before = {(job, b): (job, a) for job, own in order.items() for a, b in pairwise(own)}
+        for replica, pipeline in self.pipelines.items():
+            for place, work in enumerate(pipeline.works):
+                needs = {before[key] for key in work.parts if key in before}
+                for key in needs:
+                    self.waiting.setdefault(key, []).append((replica, place))
+                self.blocked[replica, place] = len(needs)
+                if not needs:
+                    self.stages[replica, 0].ready["forward"].add(place)
+
+    def _start(self, where: tuple[int, int]) -> None:
+        stage = self.stages[where]
+        if stage.busy:
+            return
+        action = self.choosers[where].choose(stage.ready, stage.in_flight)
+        if action is None:
+            return
+        stage.busy = True
+        stage.ready[action.kind].discard(action.work)
+        stage.in_flight += 1 if action.kind == "forward" else -1
+        seconds = self.pipelines[stage.replica].seconds[stage.index][action.work]
+        duration = seconds.forward if action.kind == "forward" else seconds.backward
+        start = self.now
+        self._at(start + duration, lambda: self._end(stage, action, start))
+
+    def _end(self, stage: _Stage, action: Action, start: float) -> None:
+        stage.busy = False
+        replica, s, work = stage.replica, stage.index, action.work
+        self.spans.append(Span(replica, s, action.kind, work, start, self.now))
+        forward = action.kind == "forward"
+        target = s + 1 if forward else s - 1
+        if target < 0:
+            self._finish(replica, work)
+        elif target == self.pipelines[replica].stages:
+            stage.ready["backward"].add(work)
+        else:
+            self._send(self.stages[replica, target], action)
+
+    def _send(self, target: _Stage, action: Action) -> None:
+        transfer = self.pipelines[target.replica].transfer
+        if not transfer:
+            target.ready[action.kind].add(action.work)
+            return
+        self._at(self.now + transfer[action.work], lambda: target.ready[action.kind].add(action.work))
+
+    def _finish(self, replica: int, work: int) -> None:
+        """The first stage's backward is done: steps whose global batch is complete happen now."""
+        for key in self.pipelines[replica].works[work].parts:
+            self.left[key] -= 1
+            if self.left[key]:
+                continue
+            self.steps[key] = self.now
+            for where in self.waiting.pop(key, ()):
+                self.blocked[where] -= 1
+                if not self.blocked[where]:
+                    self.stages[where[0], 0].ready["forward"].add(where[1])
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, event))
