@@ -71,7 +71,7 @@ def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor])
     return c0, c1, c2, c3
 
 
-def _keep(key: tuple[int, int], words: Tensor, features: int, threshold: int) -> Tensor:
+def keep_mask(key: tuple[int, int], words: Tensor, features: int, threshold: int) -> Tensor:
     """(rows, features) bool from (rows, 3) counter words, by eager int64 arithmetic."""
     calls = -(-features // 8)
     column = torch.arange(calls, dtype=torch.int64, device=words.device)
@@ -96,10 +96,10 @@ def dropout_mask(seed: int, module: int, counters: RowCounters, features: int, p
         (rows, features) bool.
     """
     key = (seed % 2**32, module % 2**32)
-    return _keep(key, counters.words(), features, dropout_threshold(p))
+    return keep_mask(key, counters.words(), features, dropout_threshold(p))
 
 
 def apply_dropout(x: Tensor, seed: int, module: int, counters: Tensor, threshold: int) -> Tensor:
     """D ∘ x: dropped values become zero, kept values are multiplied by `keep_scale(threshold)`."""
-    keep = _keep((seed % 2**32, module % 2**32), counters, x.shape[1], threshold)
+    keep = keep_mask((seed % 2**32, module % 2**32), counters, x.shape[1], threshold)
     return torch.where(keep, x * keep_scale(threshold), 0.0)

@@ -1,7 +1,126 @@
-"""The grouped backend: torch's matrix products, segment by segment, on packed rows."""
+"""The grouped backend: torch's matrix products on each segment's packed rows, as few and as large as can be.
+
+The sites of one adapter that read the same x are multiplied at once where their A lie end to end and no
+dropout sets them apart. Products accumulate straight into their columns of the output, without copies.
+"""
 
 from __future__ import annotations
 
-from plait_kernels.reference import backward, forward
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
-__all__ = ["backward", "forward"]
+from plait_kernels.bank import GRADIENTS
+from plait_kernels.fast_dropout import drop
+from plait_kernels.layer import LayerCall, Placed
+from plait_kernels.routing import Span
+
+_COPY = -1
+
+
+def _stacked(span: Span, placed: tuple[Placed, ...], row: int) -> Tensor:
+    """A of the sites, (sites·rank, in): a view where they lie end to end, else joined."""
+    sites = [site for site, _ in placed]
+    view = span.block.stacked_a(sites, row)
+    if view is None:
+        view = torch.cat([span.block.pair(site, row)[0] for site in sites])
+    return view
+
+
+def _dropped(
+    x: Tensor,
+    call: LayerCall,
+    span: Span,
+    placed: tuple[Placed, ...],
+    *,
+    total: Tensor | None = None,
+    part: Tensor | None = None,
+) -> Tensor:
+    modules = [site.module for site, _ in placed]
+    rows = call.routing.counters[span.start : span.stop]
+    return drop(
+        x, span.block.seed, modules, rows, span.threshold, total=total, part=part, factor=span.block.scale
+    )
+
+
+def _down(x: Tensor, call: LayerCall, span: Span, placed: tuple[Placed, ...]) -> Tensor:
+    """S of all the sites side by side: (rows, sites·rank)."""
+    if span.threshold == 0:
+        return x @ _stacked(span, placed, _COPY).T
+    rank = span.block.rank
+    s = x.new_empty(x.shape[0], len(placed) * rank)
+    for index, dropped in enumerate(_dropped(x, call, span, placed)):
+        a = span.block.pair(placed[index][0], _COPY)[0]
+        torch.mm(dropped, a.T, out=s[:, index * rank : (index + 1) * rank])
+    return s
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
+    """Output (tokens, out) and S of every segment."""
+    out = linear(x, weight, bias)
+    saved = []
+    for span, placed in call.owners:
+        s = _down(x[span.start : span.stop], call, span, placed)
+        rank = span.block.rank
+        for index, (site, columns) in enumerate(placed):
+            b = span.block.pair(site, _COPY)[1]
+            part = s[:, index * rank : (index + 1) * rank]
+            out[span.start : span.stop, columns].addmm_(part, b.T, alpha=span.block.scale)
+        saved.append(s)
+    return out, saved
+
+
+def backward(
+    grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
+) -> Tensor | None:
+    """Add the gradients of A and B to the bank; return that of x where it is needed."""
+    dx = grad @ weight if need_dx else None
+    for (span, placed), s in zip(call.owners, saved, strict=True):
+        ds = _up_gradients(grad[span.start : span.stop], s, span, placed)
+        rows = slice(span.start, span.stop)
+        own_dx = None if dx is None else dx[rows]
+        if span.threshold == 0:
+            _down_gradients(ds, x[rows], span, placed, own_dx)
+        else:
+            _dropped_down_gradients(ds, x[rows], call, span, placed, own_dx)
+    return dx
+
+
+def _up_gradients(grad: Tensor, s: Tensor, span: Span, placed: tuple[Placed, ...]) -> Tensor:
+    """dB += s dhᵀ S; returns dh B, (rows, sites·rank): dS without its factor s, which is not rounded so."""
+    ds = torch.empty_like(s)
+    scale, rank = span.block.scale, span.block.rank
+    for index, (site, columns) in enumerate(placed):
+        part = slice(index * rank, (index + 1) * rank)
+        dh = grad[:, columns]
+        torch.mm(dh, span.block.pair(site, _COPY)[1], out=ds[:, part])
+        span.block.pair(site, GRADIENTS)[1].add_(dh.T @ s[:, part], alpha=scale)
+    return ds
+
+
+def _down_gradients(ds: Tensor, x: Tensor, span: Span, placed: tuple[Placed, ...], dx: Tensor | None) -> None:
+    """dA += dSᵀ x and dx += dS A for all sites at once."""
+    product = ds.T @ x
+    stacked = span.block.stacked_a([site for site, _ in placed], GRADIENTS)
+    if stacked is not None:
+        stacked.add_(product, alpha=span.block.scale)
+    else:
+        for (site, _), part in zip(placed, torch.split(product, span.block.rank), strict=True):
+            span.block.pair(site, GRADIENTS)[0].add_(part, alpha=span.block.scale)
+    if dx is not None:
+        dx.addmm_(ds, _stacked(span, placed, _COPY), alpha=span.block.scale)
+
+
+def _dropped_down_gradients(
+    ds: Tensor, x: Tensor, call: LayerCall, span: Span, placed: tuple[Placed, ...], dx: Tensor | None
+) -> None:
+    """dA += dSᵀ (D ∘ x) and dx += D ∘ (dS A): each site has its own D, made once for both."""
+    part = None
+    own = torch.split(ds, span.block.rank, dim=1)
+    if dx is not None:
+        part = x.new_empty(len(placed), *x.shape)
+        for index, (site, _) in enumerate(placed):
+            torch.mm(own[index], span.block.pair(site, _COPY)[0], out=part[index])
+    dropped = _dropped(x, call, span, placed, total=dx, part=part)
+    for index, (site, _) in enumerate(placed):
+        span.block.pair(site, GRADIENTS)[0].add_(own[index].T @ dropped[index], alpha=span.block.scale)

@@ -1,0 +1,99 @@
+"""The C functions of dropout.c, compiled once by the machine's own compiler and kept in a cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("dropout.c")
+_FLAGS = ("-O3", "-shared", "-fPIC")
+# The first set that the compiler takes is used; a processor-specific build is about seven times as fast.
+_OPTIONAL_FLAGS = (
+    ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    (),
+)
+
+
+def cache_folder() -> Path:
+    """Where compiled code and tuned configurations are kept: PLAIT_KERNELS_CACHE, else the user's cache."""
+    named = os.environ.get("PLAIT_KERNELS_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait_kernels"
+
+
+def _processor() -> str:
+    """What the compiler's idea of `native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))
+
+
+def _build(compiler: str, target: Path) -> str:
+    """Compile into `target`; the last compiler's message where nothing works, else ''."""
+    message = ""
+    for optional in _OPTIONAL_FLAGS:
+        command = [compiler, *_FLAGS, *optional, str(_SOURCE), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return ""
+        message = done.stderr.strip()
+    return message or "the compiler failed without a message"
+
+
+def _compile(folder: Path) -> Path:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    if compiler is None:
+        raise OSError("no C compiler found (gcc, clang or cc, or the variable CC)")
+    identity = "\n".join((_SOURCE.read_text(), compiler, repr(_OPTIONAL_FLAGS), _processor()))
+    library = folder / f"dropout-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / library.name
+        message = _build(compiler, built)
+        if message:
+            raise OSError(message)
+        built.replace(library)  # atomic: another process sees all of it or nothing
+    return library
+
+
+@functools.cache
+def dropout_library() -> ctypes.CDLL | None:
+    """The compiled functions, or None, with one warning, where they cannot be built."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        library = ctypes.CDLL(str(_compile(cache_folder())))
+    except OSError as problem:
+        warnings.warn(
+            f"dropout runs in plain torch, many times slower: {problem}. Install gcc.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    pointer, long, word, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float
+    library.keep.argtypes = [pointer, pointer, long, long, word, word, word, ctypes.c_int]
+    library.keep.restype = None
+    for function in (library.drop_f32, library.drop_bf16):
+        function.argtypes = [
+            *(pointer, pointer, long, pointer, long, pointer, pointer),
+            *(long, long, long, pointer, word, word, real, real, ctypes.c_int),
+        ]
+        function.restype = None
+    return library

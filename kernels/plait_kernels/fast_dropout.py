@@ -1,0 +1,97 @@
+"""Dropout of one segment for several sites at once: compiled on a CPU, eager torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_uint32
+
+import torch
+from torch import Tensor
+
+from plait_kernels.compiled import dropout_library
+from plait_kernels.dropout import keep_mask, keep_scale
+
+_EAGER_ROWS = 64  # eager Philox holds some twenty int64 tensors; few rows keep them in the cache
+
+
+def _eager_mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+    chunks = [
+        keep_mask((seed, module), rows, features, threshold) for rows in torch.split(counters, _EAGER_ROWS)
+    ]
+    return torch.cat(chunks)
+
+
+def _mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+    library = dropout_library() if counters.device.type == "cpu" else None
+    if library is None:
+        return _eager_mask(seed, module, counters, features, threshold)
+    out = torch.empty(counters.shape[0], features, dtype=torch.bool)
+    library.keep(
+        *(out.data_ptr(), counters.data_ptr(), counters.shape[0], features),
+        *(seed, module % 2**32, threshold, torch.get_num_threads()),
+    )
+    return out
+
+
+def drop(
+    x: Tensor,
+    seed: int,
+    modules: Sequence[int],
+    counters: Tensor,
+    threshold: int,
+    *,
+    total: Tensor | None = None,
+    part: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """D ∘ x for every module, and in place total += factor·Σ over modules of D ∘ part.
+
+    Args:
+        x: (rows, features).
+        seed: first word of the key, below 2**32.
+        modules: second word of the key, one for each site.
+        counters: (rows, 3) int64 counter words, contiguous.
+        threshold: round(p·65536).
+        total: (rows, features), or None.
+        part: (modules, rows, features), contiguous, where `total` is given.
+        factor: of `part`.
+
+    Returns:
+        (modules, rows, features).
+    """
+    rows, features = x.shape
+    compiled = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    library = dropout_library() if compiled else None
+    if library is None or x.stride(1) != 1 or (total is not None and total.stride(1) != 1):
+        return _drop_by_masks(x, seed, modules, counters, threshold, total=total, part=part, factor=factor)
+    out = x.new_empty(len(modules), rows, features)
+    function = library.drop_f32 if x.dtype == torch.float32 else library.drop_bf16
+    function(
+        *(out.data_ptr(), x.data_ptr(), x.stride(0)),
+        *(None, 0) if total is None else (total.data_ptr(), total.stride(0)),
+        None if part is None else part.data_ptr(),
+        *(counters.data_ptr(), rows, features, len(modules)),
+        (c_uint32 * len(modules))(*(module % 2**32 for module in modules)),
+        *(seed, threshold, keep_scale(threshold), factor * keep_scale(threshold), torch.get_num_threads()),
+    )
+    return out
+
+
+def _drop_by_masks(
+    x: Tensor,
+    seed: int,
+    modules: Sequence[int],
+    counters: Tensor,
+    threshold: int,
+    *,
+    total: Tensor | None,
+    part: Tensor | None,
+    factor: float,
+) -> Tensor:
+    out = x.new_empty(len(modules), *x.shape)
+    for index, module in enumerate(modules):
+        keep = _mask(seed, module, counters, x.shape[1], threshold)
+        out[index] = torch.where(keep, x * keep_scale(threshold), 0.0)
+        if total is not None and part is not None:
+            total += torch.where(keep, part[index] * (factor * keep_scale(threshold)), 0.0)
+    return out
