@@ -75,9 +75,11 @@ def to_csv(records: Sequence[JobRecord]) -> str:
 
 
 def to_table(records: Sequence[JobRecord], title: str) -> Table:
-    """A table for the terminal; columns without any value are left out."""
+    """A table for the terminal, without columns that are empty and without ids and paths, which the other
+    forms have: they would leave no room for the rest."""
     names, rows = columns(records)
-    used = [at for at, _ in enumerate(names) if any(row[at] not in (None, "") for row in rows)]
+    filled = [at for at, _ in enumerate(names) if any(row[at] not in (None, "") for row in rows)]
+    used = [at for at in filled if names[at] not in ("run_id", "adapter")]
     table = Table(title=title, title_justify="left", header_style="bold")
     for at in used:
         numeric = all(isinstance(row[at], (int, float)) or row[at] is None for row in rows)

@@ -39,7 +39,9 @@ class Store:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
-        return str(self.client.create_experiment(self.experiment, artifact_location=self.location.artifacts))
+        # The kind tells MLflow's pages to show training runs and not conversations.
+        tags = {"mlflow.experimentKind": "custom_model_development"}
+        return str(self.client.create_experiment(self.experiment, self.location.artifacts, tags))
 
     # ---- reading ---------------------------------------------------------------------------------------
 

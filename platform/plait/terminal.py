@@ -1,0 +1,180 @@
+"""The terminal's view of a running search: a live table, or plain lines where output is not a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobGenerated
+from plait.errors import PlaitError
+from plait.terminal_rows import (
+    best_line,
+    duration,
+    jobs_table,
+    number,
+    settings_line,
+    share_done,
+    status_line,
+)
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import varying
+from plait.tracking.names import FAILED
+
+REFRESH_SECONDS = 0.25
+LINES_AROUND = 6  # of the live view, beside the jobs
+LEAST_SHARE = 0.02  # of the search, before the time left is told
+
+
+class Terminal:
+    """Shows a search while it runs. A context manager; the live view ends with it.
+
+    Args:
+        board: the tracker's: events go to the tracker first, then here.
+        console: where to write; decides between live view and plain lines.
+        clock: seconds, never going back.
+        line_seconds: plain lines: time between two lines on progress.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        line_seconds: float = 15.0,
+    ) -> None:
+        self._board = board
+        self._console = console
+        self._clock = clock
+        self._line_seconds = line_seconds
+        self._started = self._shown = clock()
+        self._share_before = share_done(board)
+        self._best: JobRecord | None = board.best()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            # Drawn by events and not by a thread: the board must not change while it is drawn.
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._view(), refresh=True)
+            self._live.stop()
+            self._live = None
+
+    def handle(self, event: Event) -> None:
+        """Show what an event changed."""
+        if self._live is None:
+            self._write_line(event)
+        elif self._clock() - self._shown >= REFRESH_SECONDS:
+            self._draw()
+
+    def judged(self, job: str) -> None:
+        """The search has judged a job: shows it where it is the best so far."""
+        best = self._board.best()
+        if best is not None and best is not self._best and best.name == job and self._live is None:
+            self._print(best_line(self._board))
+        self._best = best
+        if self._live is not None:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """One line about the search, above the live view or among the plain lines."""
+        self._print(text)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Wall-clock seconds that remain, if the share done in this process tells."""
+        done = share_done(self._board) - self._share_before
+        if done < LEAST_SHARE:
+            return None
+        return (self._clock() - self._started) * (1.0 - done - self._share_before) / done
+
+    # ---- live ------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._shown = self._clock()
+            self._live.update(self._view(), refresh=True)
+
+    def _view(self) -> Group:
+        rows = max(self._console.height - LINES_AROUND, 1)
+        lines = [Text(status_line(self._board, self.seconds_left), "bold", no_wrap=True, overflow="ellipsis")]
+        if best := best_line(self._board):
+            lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
+        return Group(jobs_table(self._board, rows), *lines)
+
+    # ---- plain -----------------------------------------------------------------------------------------
+
+    def _write_line(self, event: Event) -> None:
+        match event:
+            case JobAdmitted():
+                keys = varying(list(self._board.jobs.values())) or ["adapter.rank", "train.lr"]
+                shown = settings_line(self._board.jobs[event.job.name], keys)
+                begins = "started" if event.step == 0 else f"goes on from step {event.step}"
+                self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
+            case JobEvaluated():
+                self._print(f"{event.job} step {event.step}: eval loss {number(event.loss)}")
+            case JobGenerated():
+                self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
+            case JobEnded():
+                self._print(_ended_line(event))
+            case GroupStep() if self._clock() - self._shown >= self._line_seconds:
+                self._shown = self._clock()
+                self._print(status_line(self._board, self.seconds_left))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ended_line(event: JobEnded) -> str:
+    figures = [f"{event.step} steps", f"{event.tokens:,} tokens", duration(event.completion_seconds)]
+    if event.eval_loss is not None:
+        figures.insert(0, f"eval loss {number(event.eval_loss)}")
+    reason = f" ({event.reason})" if event.reason else ""
+    return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
+
+
+def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
+    """What a search came to: best trial, its parameters, where its adapter is, what failed.
+
+    Args:
+        console: where to write.
+        board: all jobs.
+        facts: further lines, label to value: tracking address, the command that opens the pages.
+    """
+    best = board.best()
+    lines: list[tuple[str, str]] = []
+    if best is not None:
+        keys = varying(list(board.jobs.values())) or list(best.parameters)
+        lines += [("best", f"{best.name}, objective {number(best.objective)}")]
+        lines += [("parameters", settings_line(best, keys))]
+        if best.adapter:
+            lines += [("adapter", best.adapter)]
+    else:
+        lines += [("best", "none: no job finished with an objective")]
+    failed = [job for job in board.ordered() if job.state == FAILED]
+    lines += [("failed", f"{job.name}: {job.reason}") for job in failed]
+    lines += [(label, str(value)) for label, value in facts.items()]
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        console.print(f"{label:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(console: Console, error: PlaitError) -> None:
+    """Value, rule and remedy of an error, one to a line."""
+    console.print(Text("error: ", "bold red").append(error.value, "default"), soft_wrap=True)
+    for line in (error.rule, error.remedy):
+        if line:
+            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

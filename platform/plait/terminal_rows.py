@@ -1,0 +1,123 @@
+"""What the terminal shows of a search, as text and tables: pure functions of the board."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from plait.tracking.board import WAITING, Board, JobRecord
+from plait.tracking.leaderboard import varying
+from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
+
+STYLES = {RUNNING: "cyan", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
+MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
+ORDER = {RUNNING: 0, WAITING: 2}  # what has ended stands between
+
+
+def number(value: float | None) -> str:
+    """A loss or an objective; nothing where there is none."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def setting(value: Any) -> str:
+    """A parameter's value, short."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, (list, tuple)):
+        return ",".join(setting(item) for item in value)
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
+    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``."""
+    return " ".join(f"{key}={setting(record.parameters[key])}" for key in keys if key in record.parameters)
+
+
+def share_done(board: Board) -> float:
+    """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
+    total = max(board.trials, len(board.jobs), 1)
+    done = sum(
+        1.0 if job.ended else job.step / job.steps if job.steps else 0.0 for job in board.jobs.values()
+    )
+    return min(done / total, 1.0)
+
+
+def status_line(board: Board, left: float | None) -> str:
+    """One line about the whole search.
+
+    Args:
+        board: all jobs.
+        left: seconds that remain, if they can be told.
+    """
+    total = max(board.trials, len(board.jobs))
+    ended, running = sum(job.ended for job in board.jobs.values()), board.count(RUNNING)
+    parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {running} running"]
+    if failed := board.count(FAILED):
+        parts.append(f"{failed} failed")
+    if board.group is not None and board.group.seconds > 0:
+        parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
+    if left is not None:
+        parts.append(f"about {duration(left)} left")
+    return " · ".join(parts)
+
+
+def best_line(board: Board) -> str:
+    """The best so far, with what it is made of; empty before there is one."""
+    best = board.best()
+    if best is None:
+        return ""
+    keys = varying(list(board.jobs.values()))
+    return (
+        f"best so far: {best.name}, objective {number(best.objective)}, {settings_line(best, keys)}".rstrip(
+            ", "
+        )
+    )
+
+
+def shown_first(records: Sequence[JobRecord]) -> list[JobRecord]:
+    """Live jobs, then ended ones, newest trial first, then those that wait, oldest first."""
+
+    def key(record: JobRecord) -> tuple[int, int]:
+        place = ORDER.get(record.state, 1)
+        return place, -record.trial if place == 1 else record.trial
+
+    return sorted(records, key=key)
+
+
+def jobs_table(board: Board, rows: int) -> Table:
+    """The jobs, at most ``rows`` of them: live ones first. What does not fit is counted in a last line."""
+    records = shown_first(list(board.jobs.values()))
+    shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
+    keys = varying(records)[:MOST_PARAMETERS]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("job", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "eval loss", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for key in keys:
+        table.add_column(key.split(".", 1)[-1], justify="right", overflow="ellipsis", no_wrap=True)
+    for record in shown:
+        step = f"{record.step}/{record.steps}" if record.steps else ""
+        rate = f"{record.tokens_per_s:,.0f}" if record.live and record.tokens_per_s is not None else ""
+        state = Text(record.state, STYLES.get(record.state, ""))
+        values = [setting(record.parameters[key]) if key in record.parameters else "" for key in keys]
+        table.add_row(record.name, state, step, number(record.loss), number(record.eval_loss), rate, *values)
+    hidden = records[len(shown) :]
+    if hidden:
+        states = list(dict.fromkeys(record.state for record in hidden))
+        counts = ", ".join(f"{sum(item.state == state for item in hidden)} {state}" for state in states)
+        table.add_row(f"… {len(hidden)} more", Text(counts, "dim"))
+    return table
