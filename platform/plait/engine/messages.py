@@ -71,12 +71,27 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a job has come. The data order, the rates and the dropout masks follow from ``step`` alone.
+
+    Attributes:
+        step: optimiser steps done.
+        tokens: real tokens trained on.
+        device_ns: device time attributed to the job, in nanoseconds.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    device_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SaveState:
-    """Write adapter, moments, step and data cursor: all that going on needs."""
+    """Write adapter, moments and cursor: all that going on needs."""
 
     job: str
     directory: Path
-    step: int
+    cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,14 @@ class Export:
 Command = Attach | Detach | RunMicrobatches | StepJobs | Evaluate | Generate | SaveState | Export
 
 # ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A job is in, and goes on from ``cursor``: from the start where it is fresh."""
+
+    job: str
+    cursor: Cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +163,7 @@ class Generated:
     job: str
     samples: tuple[int, ...]
     texts: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +176,7 @@ class Saved:
     exported: bool
 
 
-WorkerEvent = MicrobatchDone | StepDone | JobFailed | Generated | Saved
+WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved
 
 # ---- events of the coordinator: what happened to a job as a whole -------------------------------------
 
@@ -209,7 +233,11 @@ class JobGenerated:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped"."""
+    """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped".
+
+    ``adapter`` is the PEFT folder of a finished job, ``checkpoint`` the saved state of an interrupted one;
+    ``completion_seconds`` count from its submission.
+    """
 
     job: str
     state: str
@@ -220,6 +248,7 @@ class JobEnded:
     device_seconds: float
     completion_seconds: float
     adapter: Path | None
+    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

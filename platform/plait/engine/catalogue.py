@@ -1,0 +1,41 @@
+"""Data sets in use, each loaded once: found by what a job asks for, or by their digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from plait.jobs import DataSpec
+from plait.samples import TokenisedData
+
+
+class DataCatalogue:
+    """Loads each data set once and keeps it; shared by the coordinator and an in-process worker.
+
+    Args:
+        load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
+        generation_limit: most new tokens of a generated answer, or None where none is asked for.
+        judge: scores answers to rows of the source (``plait.data.score``).
+    """
+
+    def __init__(
+        self,
+        load: Callable[[DataSpec], TokenisedData],
+        *,
+        generation_limit: Callable[[DataSpec], int | None] = lambda _: None,
+        judge: Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]] | None = None,
+    ) -> None:
+        self._load = load
+        self.generation_limit = generation_limit
+        self.judge = judge
+        self._by_spec: dict[DataSpec, TokenisedData] = {}
+        self._by_digest: dict[str, TokenisedData] = {}
+
+    def of(self, spec: DataSpec) -> TokenisedData:
+        """The data of a spec."""
+        if spec not in self._by_spec:
+            loaded = self._load(spec)
+            self._by_spec[spec] = self._by_digest.setdefault(loaded.digest, loaded)
+        return self._by_spec[spec]
+
+    def __getitem__(self, digest: str) -> TokenisedData:
+        return self._by_digest[digest]

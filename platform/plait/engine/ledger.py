@@ -1,0 +1,116 @@
+"""Sends commands to a worker and books what comes back: losses, failures and every nanosecond."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from plait.engine.accounting import nanoseconds, share
+from plait.engine.admission import WorkerFacts
+from plait.engine.live import LiveJob
+from plait.engine.messages import (
+    Attached,
+    Command,
+    Generated,
+    JobFailed,
+    MicrobatchDone,
+    Saved,
+    StepDone,
+    WorkerEvent,
+)
+
+
+class Worker(Protocol):
+    """Owns the tensors: carries out commands and says what happened."""
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Its model and its device."""
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        """Carry out one command to its end."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """One job's loss, summed over microbatches."""
+
+    loss_sum: float = 0.0
+    labelled: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Loss of the mean labelled token; 0 where there is none."""
+        return self.loss_sum / self.labelled if self.labelled else 0.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one command brought, by job."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, StepDone] = field(default_factory=dict)
+    attached: dict[str, Attached] = field(default_factory=dict)
+    generated: dict[str, Generated] = field(default_factory=dict)
+    microbatches: int = 0
+    peak_bytes: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens that went through the model."""
+        return sum(tally.tokens for tally in self.tallies.values())
+
+
+class Ledger:
+    """The way to the worker. A microbatch's seconds are shared out to its jobs by their tokens.
+
+    Args:
+        worker: carries out the commands.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.device_ns = 0  # of all commands so far: the jobs' shares add up to exactly this
+
+    def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
+        """Carry out a command and book it on ``jobs``, which must hold every job that it concerns."""
+        outcome = Outcome()
+        for event in self._worker.handle(command):
+            match event:
+                case MicrobatchDone():
+                    self._microbatch(event, jobs, outcome)
+                case StepDone():
+                    outcome.steps[event.job] = event
+                    self._charge(jobs[event.job], event.seconds)
+                case Generated():
+                    outcome.generated[event.job] = event
+                    self._charge(jobs[event.job], event.seconds)
+                case JobFailed():
+                    outcome.failures.setdefault(event.job, event.reason)
+                case Attached():
+                    outcome.attached[event.job] = event
+                case Saved():
+                    pass
+        return outcome
+
+    def _charge(self, job: LiveJob, seconds: float) -> None:
+        spent = nanoseconds(seconds)
+        self.device_ns += spent
+        job.charge(spent)
+
+    def _microbatch(self, event: MicrobatchDone, jobs: Mapping[str, LiveJob], outcome: Outcome) -> None:
+        outcome.microbatches += 1
+        if event.peak_bytes is not None:
+            outcome.peak_bytes = max(outcome.peak_bytes or 0, event.peak_bytes)
+        spent = nanoseconds(event.seconds)
+        self.device_ns += spent
+        shares = share(spent, [loss.tokens for loss in event.losses])
+        for loss, part in zip(event.losses, shares, strict=True):
+            jobs[loss.job].charge(part)
+            tally = outcome.tallies.setdefault(loss.job, Tally())
+            tally.loss_sum += loss.loss_sum
+            tally.labelled += loss.labelled
+            tally.tokens += loss.tokens

@@ -1,0 +1,103 @@
+"""What the coordinator knows of one job: plain, mutable, without a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plait.engine.accounting import NANOSECONDS
+from plait.engine.admission import Demand
+from plait.engine.messages import Cursor, JobEnded
+from plait.engine.order import DataOrder, training_batch, validation_batch
+from plait.engine.rates import learning_rate
+from plait.jobs import JobSpec
+from plait.plans import GlobalBatch
+from plait.samples import TokenisedData
+
+
+@dataclass(slots=True, eq=False)
+class LiveJob:
+    """A job from its submission to its end.
+
+    Attributes:
+        arrival: its place in the order of submissions.
+        submitted: time of submission, on the coordinator's clock.
+        cursor: how far it has come.
+        eval_loss: of the last evaluation.
+        cancelled: why it is to be stopped, or None.
+    """
+
+    spec: JobSpec
+    data: TokenisedData
+    order: DataOrder
+    demand: Demand
+    arrival: int
+    submitted: float
+    resume_from: Path | None = None
+    cursor: Cursor = field(default_factory=Cursor)
+    eval_loss: float | None = None
+    cancelled: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the job."""
+        return self.spec.name
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.cursor.step
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is spent."""
+        return self.step >= self.order.steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the validation loss is wanted after the step just done."""
+        every = self.spec.train.eval_every
+        return len(self.data.validation) > 0 and (self.done or (every > 0 and self.step % every == 0))
+
+    def next_batch(self) -> GlobalBatch:
+        """The global batch of the step to come."""
+        return training_batch(self.spec, self.order, self.data.train, self.step + 1)
+
+    def validation_batch(self) -> GlobalBatch:
+        """The validation split, after the steps done."""
+        return validation_batch(self.spec, self.data.validation, self.step)
+
+    def next_rate(self) -> float:
+        """Learning rate of the step to come."""
+        return learning_rate(self.spec.train, self.step + 1, self.order.steps)
+
+    def charge(self, device_ns: int) -> None:
+        """Add device time."""
+        self.cursor = Cursor(self.step, self.cursor.tokens, self.cursor.device_ns + device_ns)
+
+    def advance(self, tokens: int) -> None:
+        """Count one optimiser step over ``tokens`` real tokens."""
+        self.cursor = Cursor(self.step + 1, self.cursor.tokens + tokens, self.cursor.device_ns)
+
+    def ended(
+        self,
+        state: str,
+        reason: str,
+        now: float,
+        *,
+        adapter: Path | None = None,
+        checkpoint: Path | None = None,
+    ) -> JobEnded:
+        """The event of its end."""
+        return JobEnded(
+            job=self.name,
+            state=state,
+            step=self.step,
+            reason=reason,
+            eval_loss=self.eval_loss,
+            tokens=self.cursor.tokens,
+            device_seconds=self.cursor.device_ns / NANOSECONDS,
+            completion_seconds=now - self.submitted,
+            adapter=adapter,
+            checkpoint=checkpoint,
+        )

@@ -1,0 +1,70 @@
+"""How much memory a group needs, before it is used: exact for what stays, an estimate for what passes.
+
+Adapters, their gradients, their moments and the base weights are exact arithmetic. The activations of a
+microbatch are estimated from the model's shape; a fitted profile takes their place where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from plait.models.targets import LinearInfo
+
+MASTER_BYTES = 4  # float32: weight, gradient and two moments
+STATE_COPIES = 4
+SAVED_COPIES = 2.0  # what backward keeps and what passes through it, for each input and output of a linear
+LOSS_ROWS = 1024  # labelled rows whose logits may live at once
+LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationShape:
+    """What the memory of a base model and of its activations depends on.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: size of the residual stream.
+        heads: attention heads.
+        vocabulary: rows of the output head.
+        linear_features: in + out of every linear of all layers, summed.
+        weight_bytes: of the frozen weights.
+        element_bytes: of one number of the arithmetic.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    linear_features: int
+    weight_bytes: int
+    element_bytes: int
+
+
+def adapter_bytes(rank: int, sites: Iterable[LinearInfo], element_bytes: int) -> int:
+    """Bytes that one adapter holds while it trains: exact.
+
+    Float32 weights, gradients and two moments of A (rank, in) and B (out, rank), and, where the
+    arithmetic is not float32, a copy of both in its type.
+    """
+    elements = sum(rank * (site.in_features + site.out_features) for site in sites)
+    copy = 0 if element_bytes == MASTER_BYTES else element_bytes
+    return elements * (MASTER_BYTES * STATE_COPIES + copy)
+
+
+def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:
+    """Bytes that a full microbatch needs at its peak: an estimate.
+
+    Args:
+        model: its shape.
+        capacity: tokens of the microbatch.
+        longest: tokens of the longest sample: bounds Σℓ² ≤ capacity · longest.
+        checkpointing: only the layers' inputs are kept, and one layer's insides.
+    """
+    tokens = capacity * model.element_bytes
+    insides = SAVED_COPIES * (model.linear_features + 2 * model.layers * model.hidden) * tokens
+    insides += SAVED_COPIES * model.layers * model.heads * longest * tokens
+    if checkpointing:
+        insides = insides / model.layers + model.layers * model.hidden * tokens
+    loss = min(capacity, LOSS_ROWS) * model.vocabulary * 4 * LOSS_COPIES
+    return int(insides) + loss

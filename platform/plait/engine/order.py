@@ -1,0 +1,121 @@
+"""The order in which a job meets its data: a pure function of seed, batch size and budget.
+
+The training samples form an endless stream: one seeded permutation of the split after another. A global
+batch is the next slice of that stream, so it may hold the end of one epoch and the start of the next.
+Packing has no say in it, and any step can be reached without walking through those before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from plait.errors import DataError
+from plait.jobs import JobSpec, TrainSpec
+from plait.plans import GlobalBatch, SplitName
+from plait.samples import Int64, Split
+
+_PERMUTATION = 0x50_6C_61_69_74  # sets this stream of random numbers apart from others of the same seed
+
+
+@lru_cache(maxsize=256)
+def permutation(seed: int, epoch: int, count: int) -> Int64:
+    """The order of ``count`` samples in one epoch (count,).
+
+    Made from a bit generator's raw output, which NumPy promises never to change; its
+    ``Generator.permutation`` carries no such promise.
+    """
+    source = np.random.PCG64(np.random.SeedSequence([_PERMUTATION, seed, epoch]))
+    keys = np.asarray(source.random_raw(count), dtype=np.uint64)
+    order = np.argsort(keys, kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class DataOrder:
+    """Which samples make up each global batch of a job.
+
+    Attributes:
+        seed: of the permutations.
+        samples: size of the training split.
+        batch: samples of one optimiser step.
+        stream: samples of the whole budget; the last global batch takes what is left.
+    """
+
+    seed: int
+    samples: int
+    batch: int
+    stream: int
+
+    @classmethod
+    def of(cls, train: TrainSpec, samples: int) -> DataOrder:
+        """The order of a job over a split of ``samples`` samples.
+
+        Raises:
+            DataError: the split is empty.
+        """
+        if samples < 1:
+            raise DataError("training split of 0 samples", "A job needs at least one training sample.")
+        if train.steps is not None:
+            stream = train.steps * train.global_batch
+        else:
+            assert train.epochs is not None  # TrainSpec holds exactly one of the two
+            stream = max(1, round(train.epochs * samples))
+        return cls(train.seed, samples, train.global_batch, stream)
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps of the whole budget."""
+        return -(-self.stream // self.batch)
+
+    def at(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Samples of ``step`` (counted from 1) and, for each, how often it had come before.
+
+        Raises:
+            IndexError: no such step in the budget.
+        """
+        if not 1 <= step <= self.steps:
+            raise IndexError(f"step {step} of a budget of {self.steps}")
+        first = (step - 1) * self.batch
+        places = range(first, min(first + self.batch, self.stream))
+        draws = tuple(place // self.samples for place in places)
+        samples = tuple(
+            int(permutation(self.seed, draw, self.samples)[place % self.samples])
+            for place, draw in zip(places, draws, strict=True)
+        )
+        return samples, draws
+
+
+def training_batch(job: JobSpec, order: DataOrder, split: Split, step: int) -> GlobalBatch:
+    """The global batch of one optimiser step, with the loss weight of DESIGN §5.1.
+
+    A batch without any labelled token has weight 0: its loss is 0 and its gradient nothing.
+    """
+    samples, draws = order.at(step)
+    return _batch(job.name, split, step, samples, draws, "train")
+
+
+def validation_batch(job: JobSpec, split: Split, step: int) -> GlobalBatch:
+    """The whole validation split as one batch, to be evaluated after ``step`` optimiser steps."""
+    samples = tuple(range(len(split)))
+    return _batch(job.name, split, step, samples, (0,) * len(samples), "validation")
+
+
+def _batch(
+    job: str, split: Split, step: int, samples: tuple[int, ...], draws: tuple[int, ...], name: SplitName
+) -> GlobalBatch:
+    index = np.asarray(samples, dtype=np.int64)
+    starts, stops = split.offsets[index], split.offsets[index + 1]
+    labelled = sum(int(np.count_nonzero(split.labels[a:b])) for a, b in zip(starts, stops, strict=True))
+    return GlobalBatch(
+        job=job,
+        step=step,
+        samples=samples,
+        draws=draws,
+        lengths=tuple(int(length) for length in stops - starts),
+        loss_weight=1.0 / labelled if labelled else 0.0,
+        split=name,
+    )

@@ -1,0 +1,359 @@
+"""The coordinator's decisions, with a worker that only follows a script: no torch, no model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.engine.accounting import nanoseconds
+from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.memory_estimate import ActivationShape, adapter_bytes
+from plait.engine.messages import (
+    Attach,
+    Attached,
+    Command,
+    Cursor,
+    Detach,
+    Evaluate,
+    Event,
+    Export,
+    Generate,
+    Generated,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobFailed,
+    JobGenerated,
+    JobLoss,
+    JobProgress,
+    MicrobatchDone,
+    RunMicrobatches,
+    Saved,
+    SaveState,
+    StepDone,
+    StepJobs,
+    WorkerEvent,
+)
+from plait.errors import CapacityError, ConfigError, ModelError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models.targets import LinearInfo
+from plait.plans import Microbatch
+from plait.samples import Sample, Split, TokenisedData
+from plait.settings import EngineSettings, PlannerSettings, RunSettings
+
+LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 8, 8) for i in range(2) for name in ("q_proj", "v_proj"))
+SHAPE = ActivationShape(
+    layers=2, hidden=8, heads=2, vocabulary=16, linear_features=64, weight_bytes=10_000, element_bytes=4
+)
+ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj", "v_proj"))
+
+
+def split(lengths: Sequence[int]) -> Split:
+    return Split.of([Sample(np.ones(n, np.int32), np.ones(n, np.bool_)) for n in lengths])
+
+
+def data(spec: DataSpec) -> TokenisedData:
+    options = spec.mapping()
+    return TokenisedData(spec.options, split(options["train"]), split(options.get("validation", [])))
+
+
+@dataclass
+class ScriptedWorker:
+    """Answers every command as a worker would; ``faults`` says what goes wrong and when."""
+
+    memory_bytes: int = 2**30
+    faults: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    attached: set[str] = field(default_factory=set)
+    seconds: list[float] = field(default_factory=list)
+    resumed: Cursor = field(default_factory=Cursor)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(SHAPE, LINEARS, max_length=64, memory_bytes=self.memory_bytes)
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        self.commands.append(command)
+        match command:
+            case Attach():
+                self.attached.add(command.job.name)
+                return [Attached(command.job.name, self.resumed if command.resume_from else Cursor())]
+            case Detach():
+                self.attached.remove(command.job)
+                return []
+            case RunMicrobatches():
+                return self._run(command.microbatches, "run", evaluation=False)
+            case Evaluate():
+                return self._run(command.microbatches, "evaluate", evaluation=True)
+            case StepJobs():
+                return [self._step(step.job, step.step) for step in command.steps]
+            case Generate():
+                return [
+                    Generated(command.job, command.samples, tuple("ab"[i % 2] for i in command.samples), 0.5)
+                ]
+            case SaveState() | Export():
+                return [Saved(command.job, command.directory, 0, isinstance(command, Export))]
+
+    def _spend(self) -> float:
+        self.seconds.append(0.1 + 0.0137 * len(self.seconds))
+        return self.seconds[-1]
+
+    def _step(self, job: str, step: int) -> WorkerEvent:
+        if reason := self.faults.get(("step", job, step)):
+            return JobFailed(job, step, reason)
+        return StepDone(job, step, 1.0, self._spend())
+
+    def _run(self, batches: Sequence[Microbatch], kind: str, *, evaluation: bool) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
+        for batch in batches:
+            assert batch.tokens <= 16
+            assert {segment.job for segment in batch.segments} <= self.attached
+            events += [
+                JobFailed(each.job, each.step, self.faults[kind, each.job, each.step])
+                for each in batch.segments
+                if (kind, each.job, each.step) in self.faults
+            ]
+            losses = tuple(
+                JobLoss(
+                    each.job,
+                    each.step,
+                    2.0 * (each.tokens - len(each.samples)),
+                    each.tokens - len(each.samples),
+                    each.tokens,
+                )
+                for each in batch.segments
+            )
+            events.append(MicrobatchDone(batch.index, losses, self._spend(), 100 + batch.index, evaluation))
+        return events
+
+
+def job(
+    name: str, *, lengths: Sequence[int] = (3, 5, 8), validation: Sequence[int] = (), **train: object
+) -> JobSpec:
+    spec = DataSpec.of("lengths", train=list(lengths), validation=list(validation))
+    return JobSpec(name, ADAPTER, TrainSpec(**{"steps": 3, "batch_size": 2} | train), spec)  # type: ignore[arg-type]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def coordinator(
+    worker: ScriptedWorker, *, max_jobs: int | None = None, catalogue: DataCatalogue | None = None
+) -> Coordinator:
+    run = RunSettings(engine=EngineSettings(capacity=16), planner=PlannerSettings(max_jobs=max_jobs))
+    return Coordinator(worker, catalogue or DataCatalogue(data), run, folder=Path("run"), clock=Clock())
+
+
+def drain(made: Coordinator, between: Callable[[int], None] = lambda _: None) -> list[Event]:
+    events: list[Event] = []
+    for turn in range(1000):
+        if made.idle:
+            return events
+        between(turn)
+        events += made.advance()
+    raise AssertionError("the coordinator never came to an end")
+
+
+def of(kind: type, events: Sequence[Event], name: str | None = None) -> list:  # type: ignore[type-arg]
+    return [e for e in events if isinstance(e, kind) and (name is None or getattr(e, "job", None) == name)]
+
+
+def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
+    made = coordinator(worker := ScriptedWorker())
+    made.submit(job("a", steps=2))
+    made.submit(job("b", steps=5, batch_size=3))
+    events = drain(made)
+    assert [e.step for e in of(JobProgress, events, "a")] == [1, 2]
+    assert [e.step for e in of(JobProgress, events, "b")] == [1, 2, 3, 4, 5]
+    assert all(e.loss == 2.0 for e in of(JobProgress, events))
+    ends = {e.job: e for e in of(JobEnded, events)}
+    assert {name: (e.state, e.step) for name, e in ends.items()} == {
+        "a": ("finished", 2),
+        "b": ("finished", 5),
+    }
+    assert ends["b"].adapter == Path("run/adapters/b")
+    assert worker.attached == set()
+    assert [e.jobs for e in of(GroupStep, events)] == [("a", "b")] * 2 + [("b",)] * 3
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    jobs=st.lists(
+        st.tuples(st.lists(st.integers(1, 16), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 5)),
+        min_size=1,
+        max_size=5,
+    ),
+    max_jobs=st.integers(1, 4),
+)
+def test_device_time_is_attributed_to_the_last_nanosecond(
+    jobs: list[tuple[list[int], int, int]], max_jobs: int
+) -> None:
+    made = coordinator(worker := ScriptedWorker(), max_jobs=max_jobs)
+    for place, (lengths, batch_size, steps) in enumerate(jobs):
+        made.submit(job(f"j{place}", lengths=lengths, validation=lengths, batch_size=batch_size, steps=steps))
+    ends = of(JobEnded, drain(made))
+    total = sum(nanoseconds(seconds) for seconds in worker.seconds)
+    assert made.device_ns == total
+    assert sum(round(end.device_seconds * 1e9) for end in ends) == total
+    assert len(ends) == len(jobs)
+
+
+def test_a_failure_ends_its_own_job_only() -> None:
+    faults = {("run", "bad", 2): "its loss is nan", ("step", "worse", 3): "its gradient is inf"}
+    made = coordinator(worker := ScriptedWorker(faults=faults))
+    for name in ("good", "bad", "worse"):
+        made.submit(job(name, steps=4))
+    events = drain(made)
+    ends = {e.job: (e.state, e.step, e.reason) for e in of(JobEnded, events)}
+    assert ends["bad"] == ("failed", 1, "its loss is nan")
+    assert ends["worse"] == ("failed", 2, "its gradient is inf")
+    assert ends["good"][:2] == ("finished", 4)
+    for command in worker.commands:
+        if isinstance(command, StepJobs):
+            assert ("bad", 2) not in [(step.job, step.step) for step in command.steps]
+
+
+def test_a_failed_evaluation_ends_the_job() -> None:
+    made = coordinator(ScriptedWorker(faults={("evaluate", "a", 2): "its loss is nan"}))
+    made.submit(job("a", validation=(4,), eval_every=2))
+    made.submit(job("b", validation=(4,), eval_every=2))
+    events = drain(made)
+    assert {e.job: e.state for e in of(JobEnded, events)} == {"a": "failed", "b": "finished"}
+
+
+def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
+    made = coordinator(worker := ScriptedWorker())
+    made.submit(job("a", steps=5, eval_every=2, validation=(4, 4)))
+    made.submit(job("b", steps=4, eval_every=0, validation=(6,)))
+    events = drain(made)
+    assert [(e.step, e.tokens, e.loss) for e in of(JobEvaluated, events, "a")] == [
+        (2, 8, 2.0),
+        (4, 8, 2.0),
+        (5, 8, 2.0),
+    ]
+    assert [e.step for e in of(JobEvaluated, events, "b")] == [4]
+    assert of(JobEnded, events, "b")[0].eval_loss == 2.0
+    joint = [c for c in worker.commands if isinstance(c, Evaluate)][1]
+    assert [s.job for s in joint.microbatches[0].segments] == ["a", "b"]
+
+
+def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
+    made = coordinator(ScriptedWorker(), max_jobs=2)
+    assert made.places() == 2
+    for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
+        made.submit(job(name, priority=priority, steps=steps))
+    assert made.places() == 0
+    events = drain(made)
+    assert [e.job.name for e in of(JobAdmitted, events)] == ["c", "a", "b", "d"]
+    assert [e.jobs for e in of(GroupStep, events)] == [("c", "a"), ("c", "b"), ("b", "d"), ("b",)]
+
+
+def test_memory_limits_the_group_and_refuses_a_job_that_never_fits() -> None:
+    one = adapter_bytes(2, LINEARS, 4)
+    assert one == 4 * 2 * (8 + 8) * 16
+    admission = Admission(ScriptedWorker().facts, RunSettings(engine=EngineSettings(capacity=16)))
+    activations = admission.predicted([admission.demand(ADAPTER, 8)]) - one
+    assert activations > SHAPE.weight_bytes
+    made = coordinator(ScriptedWorker(memory_bytes=int((activations + 2.5 * one) / 0.8)))
+    for name in "abc":
+        made.submit(job(name, steps=1))
+    assert [e.jobs for e in of(GroupStep, drain(made))] == [("a", "b"), ("c",)]
+    small = coordinator(ScriptedWorker(memory_bytes=int((activations + 0.5 * one) / 0.8)))
+    with pytest.raises(CapacityError, match=r"engine\.capacity"):
+        small.submit(job("a"))
+
+
+def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
+    made = coordinator(ScriptedWorker())
+    with pytest.raises(CapacityError, match="a sample of 17 tokens"):
+        made.submit(job("long", lengths=(17,)))
+    with pytest.raises(ModelError, match="q_proj, v_proj"):
+        made.submit(replace(job("off"), adapter=replace(ADAPTER, target_modules=("k_proj",))))
+    with pytest.raises(ModelError, match="at most 8"):
+        made.submit(replace(job("wide"), adapter=replace(ADAPTER, rank=9)))
+    made.submit(job("twin"))
+    with pytest.raises(ConfigError, match="its own"):
+        made.submit(job("twin"))
+    assert [e.job for e in of(JobEnded, drain(made))] == ["twin"]
+
+
+def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None:
+    made = coordinator(worker := ScriptedWorker())
+    made.submit(job("a", steps=6))
+    made.submit(job("b", steps=6))
+
+    def between(turn: int) -> None:
+        if turn == 2:
+            made.submit(job("late", steps=2))
+        if turn == 3:
+            made.cancel("b", "pruned")
+
+    events = drain(made, between)
+    assert [e.jobs for e in of(GroupStep, events)][2:4] == [("a", "b", "late"), ("a", "late")]
+    end = of(JobEnded, events, "b")[0]
+    assert (end.state, end.reason, end.step, end.adapter) == ("stopped", "pruned", 3, None)
+    assert not any(isinstance(c, Export) and c.job == "b" for c in worker.commands)
+    with pytest.raises(ConfigError, match="waits or trains"):
+        made.cancel("b")
+
+
+def test_stop_saves_live_jobs_and_ends_all() -> None:
+    made = coordinator(worker := ScriptedWorker(), max_jobs=1)
+    made.submit(job("a", steps=9))
+    made.submit(job("b", steps=9))
+    made.advance()
+    made.stop()
+    ends = {e.job: e for e in of(JobEnded, made.advance())}
+    assert made.idle
+    assert made.places() == 0
+    assert (ends["a"].state, ends["a"].reason, ends["a"].step) == ("stopped", "interrupted", 1)
+    assert ends["a"].checkpoint == Path("run/checkpoints/a")
+    assert ends["b"].checkpoint is None
+    saved = next(c for c in worker.commands if isinstance(c, SaveState))
+    assert saved.cursor.step == 1
+    assert saved.cursor.device_ns == made.device_ns
+
+
+def test_a_resumed_job_goes_on_from_its_cursor() -> None:
+    made = coordinator(ScriptedWorker(resumed=Cursor(2, 100, 5_000_000_000)))
+    made.submit(job("a", steps=4), resume_from=Path("saved"))
+    made.submit(job("over", steps=2, validation=(4,)), resume_from=Path("saved"))
+    events = drain(made)
+    assert [(e.job.name, e.step) for e in of(JobAdmitted, events)] == [("a", 2), ("over", 2)]
+    assert [e.step for e in of(JobProgress, events, "a")] == [3, 4]
+    assert of(JobProgress, events, "a")[0].tokens > 100
+    assert of(JobEnded, events, "a")[0].device_seconds > 5.0
+    assert [e.state for e in of(JobEnded, events, "over")] == ["finished"]
+
+
+def test_answers_are_generated_and_judged_at_the_end() -> None:
+    asked: dict[str, list[object]] = defaultdict(list)
+
+    def judge(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> Sequence[float]:
+        assert spec.source == "lengths"
+        asked["rows"] += rows
+        return [1.0 if text == "a" else 0.0 for text in texts]
+
+    catalogue = DataCatalogue(data, generation_limit=lambda _: 8, judge=judge)
+    made = coordinator(worker := ScriptedWorker(), catalogue=catalogue)
+    made.submit(job("a", steps=1, validation=(4, 4, 4, 4)))
+    events = drain(made)
+    assert [(e.step, e.accuracy) for e in of(JobGenerated, events)] == [(1, 0.5)]
+    assert asked["rows"] == [0, 1, 2, 3]
+    assert next(c for c in worker.commands if isinstance(c, Generate)).max_new_tokens == 8
