@@ -38,9 +38,8 @@ class MemoryCoefficients:
         """Of one microbatch; 0 where it is empty."""
         if shape.tokens == 0:
             return 0.0
-        return sum(
-            getattr(self, name) * value for name, value in zip(FEATURES, _features(shape), strict=True)
-        )
+        body = self.fixed + self.token * shape.tokens + self.square * shape.squares
+        return body + self.labelled * shape.labelled + self.rank_token * shape.rank_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,154 @@
+"""Seconds of one optimiser step on one replica, given how many sequences of each bucket it gets.
+
+LobRA's T (appendix D, Eq. 12): bucket j holds sequences of length s_j; microbatches of b_j = ⌊M / s_j⌋
+sequences, the last one of a bucket with what remains; 1F1B over pp stages, so that the longest
+microbatch is paid (pp − 1) times more. Two things are modelled here that the paper leaves out: stages
+may hold different numbers of layers, and the last one also pays for head and loss. Then
+
+    T(d) = max over stages of Σ_j [ fixed·⌈d_j / b_j⌉ + each_j·d_j ]  +  (pp − 1)·max over used
+           microbatches and stages of their seconds,
+
+which is the paper's T where all stages cost the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.cost.time import TimeModel
+from plait.errors import ConfigError
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Configuration:
+    """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch."""
+
+    tp: int
+    pp: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must be at least 1.")
+
+    @property
+    def devices(self) -> int:
+        """Devices of one replica."""
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"⟨{self.tp},{self.pp}⟩"
+
+
+def even_split(layers: int, stages: int) -> tuple[int, ...]:
+    """Whole layers of each stage, as equal as they can be; earlier stages take the remainder."""
+    if stages > layers:
+        raise ConfigError(f"pp={stages}", f"A model of {layers} layers has at most {layers} stages.")
+    base, extra = divmod(layers, stages)
+    return tuple(base + (stage < extra) for stage in range(stages))
+
+
+@dataclass(frozen=True)
+class ReplicaCost:
+    """T of one configuration over given bucket lengths, in the linear pieces that a solver needs.
+
+    Attributes:
+        configuration: which.
+        lengths: s_j, ascending (R,).
+        batch: b_j = ⌊M / s_j⌋ (R,); 0 where the bucket does not fit.
+        fixed: seconds of every microbatch, whatever its size, by stage kind (K,).
+        each: seconds of every sequence, by stage kind and bucket (K, R).
+    """
+
+    configuration: Configuration
+    lengths: Int64
+    batch: Int64
+    fixed: Float64
+    each: Float64
+
+    @classmethod
+    def of(
+        cls,
+        configuration: Configuration,
+        lengths: Sequence[int] | Int64,
+        time: TimeModel,
+        *,
+        labelled_share: float = 1.0,
+        layer_split: Sequence[int] | None = None,
+    ) -> ReplicaCost:
+        """The cost of ``configuration`` for sequences padded to these lengths.
+
+        Args:
+            labelled_share: share of a sequence's tokens that reach head and loss.
+            layer_split: layers of each stage; None splits evenly.
+
+        Raises:
+            InputError: no profile for this tensor-parallel degree.
+        """
+        s = np.asarray(lengths, dtype=np.int64)
+        split = tuple(layer_split or even_split(time.layers, configuration.pp))
+        layer, head = time.layer_time(configuration.tp), time.head_time(configuration.tp)
+        kinds = sorted({(count, False) for count in split[:-1]} | {(split[-1], True)})
+        kinds = [kinds[-1]] if configuration.pp == 1 else _worst(kinds)
+        token_seconds = layer.token * s + layer.square * s.astype(np.float64) ** 2
+        fixed = np.array([count * layer.fixed + last * head.fixed for count, last in kinds])
+        each = np.array(
+            [count * token_seconds + last * head.labelled * labelled_share * s for count, last in kinds]
+        )
+        return cls(configuration, s, configuration.max_tokens // s, fixed, each)
+
+    @cached_property
+    def supported(self) -> int:
+        """r_i: how many buckets fit; lengths ascend, so it is the first ones."""
+        return int(np.count_nonzero(self.batch))
+
+    @property
+    def ramp(self) -> int:
+        """pp − 1: how often the longest microbatch is paid again while the pipeline fills and drains."""
+        return self.configuration.pp - 1
+
+    @cached_property
+    def full(self) -> Float64:
+        """Seconds of the slowest stage for one full microbatch of each bucket (R,); 0 where none fits."""
+        seconds = (self.fixed[:, None] + self.each * self.batch).max(axis=0)
+        return np.where(self.batch > 0, seconds, 0.0)
+
+    def seconds(self, counts: Sequence[int] | Int64) -> float:
+        """T for counts[j] sequences of bucket j (R,); inf where one of them does not fit."""
+        return float(self.seconds_many(np.asarray(counts, dtype=np.int64)[None, :])[0])
+
+    def seconds_many(self, counts: Int64) -> Float64:
+        """T of each row of ``counts`` (rows, R); inf where a row holds what does not fit."""
+        unsupported = (counts[:, self.supported :] > 0).any(axis=1)
+        d, b = counts[:, : self.supported], self.batch[: self.supported]
+        microbatches = np.sum(-(-d // b), axis=1)
+        work = (np.outer(microbatches, self.fixed) + d @ self.each[:, : self.supported].T).max(axis=1)
+        if self.ramp:
+            work = work + self.ramp * self._longest(d)
+        return np.where(unsupported, np.inf, work)
+
+    def longest(self, counts: Sequence[int] | Int64) -> float:
+        """Seconds of the slowest stage for the largest microbatch that ``counts`` (R,) makes."""
+        d = np.asarray(counts, dtype=np.int64)[None, : self.supported]
+        return float(self._longest(d)[0])
+
+    def _longest(self, d: Int64) -> Float64:
+        size = np.minimum(d, self.batch[: self.supported])
+        parts = self.fixed[:, None] + self.each[:, : self.supported] * size[:, None, :]
+        return np.asarray(np.where(d > 0, parts.max(axis=1), 0.0).max(axis=1, initial=0.0))
+
+
+def _worst(kinds: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
+    """The stage kinds that can be the slowest: most layers without the head, and the last stage."""
+    last = next(kind for kind in kinds if kind[1])
+    body = max(kind for kind in kinds if not kind[1])
+    return [last] if last[0] >= body[0] else [body, last]

@@ -1,0 +1,181 @@
+"""Dispatch of one step's sequences to the replicas of a deployment (DESIGN §5.5, LobRA Eq. 3).
+
+Replicas of one kind share what their kind gets: d_kj sequences of bucket j go to the p_k replicas of
+kind k, so that one of them takes e_kj = ⌈d_kj / p_k⌉ and the step takes max_k T(e_k). T grows with every
+e_kj, so it is solved in e alone, covering each bucket (Σ_k p_k·e_kj ≥ B_j); any split of B_j within that
+cover is an optimal d. :func:`spread` then gives up equal shares: replicas of a kind may differ by a
+sequence, which Eq. 3 does not allow and which is never slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait.cost.replica import ReplicaCost
+from plait.errors import CapacityError
+from plait.planner.dispatch_program import DispatchProgram
+from plait.planner.dispatch_search import (
+    Float64,
+    Int64,
+    ReplicaKind,
+    descend,
+    greedy,
+    makespan,
+    relaxed_shares,
+    rounded,
+    single,
+    spread_shares,
+    whole_totals,
+)
+from plait.planner.solver import Limit, Limits, solve
+
+EXACT = Limits(nodes=10**7, seconds=600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Which sequences go where in one step.
+
+    Attributes:
+        assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.
+        seconds: T of one replica of each kind.
+        bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
+        limit_hit: which limit ended the solver; None where it ran to its end or was not asked.
+        fallback: the solver was asked and found nothing better than the start.
+    """
+
+    assigned: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    bound: float
+    limit_hit: Limit | None = None
+    fallback: bool = False
+
+    @property
+    def makespan(self) -> float:
+        """The step's seconds: of the slowest replica."""
+        return max(self.seconds)
+
+    @property
+    def gap(self) -> float:
+        """Relative distance to the bound."""
+        return self.makespan / self.bound - 1.0 if self.bound > 0 else 0.0
+
+
+def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits | None = None) -> Dispatch:
+    """Assign counts[j] sequences of each bucket so that the slowest replica is done earliest.
+
+    Args:
+        kinds: the deployment, every kind with a cost over the same bucket lengths.
+        limits: of the integer program; None takes the search of a few milliseconds alone, whose bound
+            is that of the linear relaxation. :data:`EXACT` proves the optimum.
+
+    Raises:
+        CapacityError: a bucket fits into no replica.
+    """
+    check_coverage(kinds, counts)
+    bound, fractional = relaxed_shares(kinds, counts)
+    start = descend(kinds, counts, rounded(kinds, counts, fractional))
+    other = greedy(kinds, counts)
+    if makespan(kinds, other) < makespan(kinds, start):
+        start = descend(kinds, counts, other)
+    if limits is None:
+        return _result(kinds, counts, start, bound)
+    least = makespan(kinds, start)
+    built = DispatchProgram.of(kinds, counts, most_seconds=least * (1 + 1e-9))
+    solution = solve(built.program, limits, built.start(start))
+    found = built.shares(solution)
+    better = found is not None and makespan(kinds, found) < least - 1e-9
+    return _result(
+        kinds,
+        counts,
+        found if found is not None and better else start,
+        max(bound, min(solution.bound, least)),
+        solution.limit_hit,
+        fallback=solution.limit_hit is not None and not better,
+    )
+
+
+def length_based(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
+    """LobRA's first ablation step: each bucket whole to the kind with the fewest device-seconds for it.
+
+    Raises:
+        CapacityError: a bucket fits into no replica.
+    """
+    check_coverage(kinds, counts)
+    shares = np.zeros((len(kinds), len(counts)), dtype=np.int64)
+    for j, count in enumerate(counts):
+        able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
+        k = min(able, key=lambda k: (device_seconds(kinds[k].cost)[j], k))
+        shares[k, j] = -(-count // kinds[k].count)
+    return _result(kinds, counts, shares, relaxed_shares(kinds, counts)[0])
+
+
+def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch) -> Dispatch:
+    """Share each kind's sequences out to its replicas one by one, evening out what ⌈d / p⌉ rounds up.
+
+    Returns:
+        A dispatch over single replicas, in the order of ``kinds``; never slower than ``chosen``.
+    """
+    each = single(kinds)
+    equal = np.concatenate(
+        [
+            np.array([[value // kind.count + (replica < value % kind.count) for value in row]])
+            for kind, row in zip(kinds, chosen.assigned, strict=True)
+            for replica in range(kind.count)
+        ]
+    )
+    bound, fractional = relaxed_shares(kinds, counts)
+    even = spread_shares(kinds, whole_totals(kinds, counts, fractional))
+    totals = np.array(chosen.assigned, dtype=np.int64)
+    starts = (equal, even, spread_shares(kinds, totals))
+    best = min((descend(each, counts, start) for start in starts), key=lambda e: makespan(each, e))
+    return _result(each, counts, best, bound)
+
+
+def device_seconds(cost: ReplicaCost) -> Float64:
+    """Device-seconds of one sequence of each bucket in full microbatches (R,); inf where it does not fit."""
+    each = np.where(cost.batch > 0, cost.full / np.maximum(cost.batch, 1), np.inf)
+    return np.asarray(each * cost.configuration.devices)
+
+
+def check_coverage(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> None:
+    """Every bucket with sequences in it fits into some replica.
+
+    Raises:
+        CapacityError: naming the length, and the most that fits.
+    """
+    for j, count in enumerate(counts):
+        if count and not any(kind.cost.batch[j] for kind in kinds):
+            most = max((kind.cost.configuration.max_tokens for kind in kinds), default=0)
+            length = f"of {kinds[0].cost.lengths[j]} tokens" if kinds else "to dispatch"
+            raise CapacityError(
+                f"a sequence {length}",
+                f"The largest microbatch of this deployment has {most} tokens.",
+                "Shorten the sequences (model.max_length), or allow a configuration with more memory.",
+            )
+
+
+def _result(
+    kinds: Sequence[ReplicaKind],
+    counts: Sequence[int],
+    shares: Int64,
+    bound: float,
+    limit_hit: Limit | None = None,
+    *,
+    fallback: bool = False,
+) -> Dispatch:
+    """The shares as d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj: kinds are filled in order."""
+    assigned = []
+    left = np.asarray(counts, dtype=np.int64)
+    for kind, row in zip(kinds, shares, strict=True):
+        taken = np.minimum(left, kind.count * row)
+        assigned.append(tuple(int(value) for value in taken))
+        left = left - taken
+    seconds = tuple(
+        kind.cost.seconds([-(-value // kind.count) for value in row])
+        for kind, row in zip(kinds, assigned, strict=True)
+    )
+    return Dispatch(tuple(assigned), seconds, min(bound, max(seconds)), limit_hit, fallback)

@@ -1,0 +1,247 @@
+"""Dispatch without a solver: a bound by linear programming, rounding, and descent by small moves.
+
+A few milliseconds a step. It is the start that the integer program must beat, the fallback where the
+program stops early, and the judge of candidate deployments.
+
+Shares: e (K, R) integer, sequences of bucket j that one replica of kind k takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from plait.cost.replica import ReplicaCost
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+MAX_MOVES = 200
+CHAINS = 40  # two-step moves looked at before a local optimum is accepted
+EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaKind:
+    """``count`` replicas of one configuration."""
+
+    cost: ReplicaCost
+    count: int
+
+    @property
+    def devices(self) -> int:
+        """Devices of all its replicas."""
+        return self.count * self.cost.configuration.devices
+
+
+def makespan(kinds: Sequence[ReplicaKind], shares: Int64) -> float:
+    """max_k T(e_k)."""
+    return float(_loads(kinds, shares).max())
+
+
+def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple[float, Float64]:
+    """Least makespan with fractional shares, full microbatches and no ramp: a bound, and its shares.
+
+    The bound holds for any way to share sequences out, also unequally among replicas of one kind.
+    """
+    supported = [kind.cost.supported for kind in kinds]
+    first = np.concatenate([[0], np.cumsum(supported)])
+    rows, limits = [], []
+    for k, kind in enumerate(kinds):
+        batch = kind.cost.batch[: supported[k]]
+        for stage, fixed in enumerate(kind.cost.fixed):
+            row = np.zeros(first[-1] + 1)
+            row[first[k] : first[k + 1]] = kind.cost.each[stage, : supported[k]] + fixed / batch
+            row[-1] = -1.0
+            rows.append(row)
+            limits.append(0.0)
+    for j, count in enumerate(counts):
+        row = np.zeros(first[-1] + 1)
+        for k, kind in enumerate(kinds):
+            if j < supported[k]:
+                row[first[k] + j] = -kind.count
+        rows.append(row)
+        limits.append(-float(count))
+    cost = np.zeros(first[-1] + 1)
+    cost[-1] = 1.0
+    result = linprog(cost, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
+    shares = np.zeros((len(kinds), len(counts)))
+    for k in range(len(kinds)):
+        shares[k, : supported[k]] = result.x[first[k] : first[k + 1]]
+    return float(result.fun), shares
+
+
+def rounded(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
+    """Whole shares that cover every bucket: rounded down, then longest bucket first to who ends earliest."""
+    e: Int64 = np.floor(fractional + EPSILON).astype(np.int64)
+    each = np.array([kind.count for kind in kinds])
+    for j in reversed(range(len(counts))):
+        able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
+        while each @ e[:, j] < counts[j]:
+            trial = {k: _with(e[k], j, 1) for k in able}
+            k = min(able, key=lambda k: (kinds[k].cost.seconds(trial[k]), k))
+            e[k] = trial[k]
+    return e
+
+
+def greedy(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Int64:
+    """Longest bucket first, each round of sequences to the kind that ends earliest by full microbatches."""
+    e = np.zeros((len(kinds), len(counts)), dtype=np.int64)
+    load = [0.0] * len(kinds)
+    for j in reversed(range(len(counts))):
+        price = {
+            k: kind.cost.full[j] / kind.cost.batch[j] for k, kind in enumerate(kinds) if kind.cost.batch[j]
+        }
+        left = int(counts[j])
+        while left > 0:
+            k = min(price, key=lambda k: (load[k] + price[k], k))
+            e[k, j] += 1
+            load[k] += price[k]
+            left -= kinds[k].count
+    return e
+
+
+def single(kinds: Sequence[ReplicaKind]) -> list[ReplicaKind]:
+    """Every replica as a kind of its own, in order."""
+    return [ReplicaKind(kind.cost, 1) for kind in kinds for _ in range(kind.count)]
+
+
+def spread_shares(kinds: Sequence[ReplicaKind], totals: Int64) -> Int64:
+    """Shares of single replicas from totals d (K, R): each kind's sequences evened out among its replicas.
+
+    Longest bucket first; ⌊d / p⌋ to each replica, and what remains to those with the least to do.
+    """
+    rows = []
+    for kind, total in zip(kinds, totals, strict=True):
+        e = np.repeat((total // kind.count)[None], kind.count, axis=0)
+        load = np.full(kind.count, kind.cost.seconds(e[0]))
+        for j in reversed(range(len(total))):
+            extra = int(total[j] % kind.count)
+            if extra:
+                lightest = np.argsort(load, kind="stable")[:extra]
+                e[lightest, j] += 1
+                load[lightest] += kind.cost.full[j] / kind.cost.batch[j]
+        rows.append(e)
+    return np.concatenate(rows)
+
+
+def whole_totals(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
+    """Whole totals d (K, R) with Σ_k d_kj = B_j next to fractional shares, by largest remainder."""
+    wanted = fractional * np.array([kind.count for kind in kinds])[:, None]
+    totals: Int64 = np.floor(wanted + EPSILON).astype(np.int64)
+    for j, count in enumerate(counts):
+        order = np.argsort(totals[:, j] - wanted[:, j], kind="stable")
+        missing = int(count) - int(totals[:, j].sum())
+        totals[order[:missing], j] += 1
+    return totals
+
+
+def descend(kinds: Sequence[ReplicaKind], counts: Sequence[int], shares: Int64) -> Int64:
+    """Move sequences away from the slowest replicas, one or two moves at a time, while that helps."""
+    costs = {id(kind.cost): kind.cost for kind in kinds}
+    same = [(cost, np.flatnonzero([kind.cost is cost for kind in kinds])) for cost in costs.values()]
+    state = _State(kinds, np.asarray(counts), shares.copy(), _loads(kinds, shares), same)
+    for _ in range(MAX_MOVES):
+        better = _best_move(state) or _best_chain(state)
+        if better is None:
+            break
+        state = better
+    return state.shares
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    kinds: Sequence[ReplicaKind]
+    counts: Int64
+    shares: Int64
+    loads: Float64
+    same_cost: Sequence[tuple[ReplicaCost, Int64]]  # kinds of one configuration are judged in one call
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Taking one sequence of bucket ``buckets[i]`` from each replica of ``source`` and giving ``added[i, k]``
+    to each replica of kind k, with the loads that follow.
+    """
+
+    source: int
+    buckets: Int64  # (M,)
+    source_load: Float64  # (M,)
+    target_load: Float64  # (M, K); inf where the bucket does not fit or k is the source
+    added: Int64  # (M, K)
+
+
+def _moves(state: _State, source: int) -> _Moves:
+    kinds, shares = state.kinds, state.shares
+    each = np.array([kind.count for kind in kinds])
+    buckets = np.flatnonzero(shares[source] > 0)
+    index = np.arange(len(buckets))
+    lighter = np.repeat(shares[source][None], len(buckets), axis=0)
+    lighter[index, buckets] -= 1
+    surplus = each @ shares[:, buckets] - state.counts[buckets]
+    deficit = np.maximum(0, each[source] - surplus)
+    added = -(-deficit[:, None] // each[None, :])
+    target_load = np.full((len(buckets), len(kinds)), np.inf)
+    for cost, targets in state.same_cost:
+        heavier = np.repeat(shares[targets][None], len(buckets), axis=0)  # (M, targets, R)
+        heavier[index, :, buckets] += added[:, targets]
+        loads = cost.seconds_many(heavier.reshape(-1, shares.shape[1]))
+        target_load[:, targets] = loads.reshape(len(buckets), len(targets))
+    target_load[:, source] = np.inf
+    return _Moves(source, buckets, kinds[source].cost.seconds_many(lighter), target_load, added)
+
+
+def _apply(state: _State, moves: _Moves, move: int, target: int) -> _State:
+    shares, loads = state.shares.copy(), state.loads.copy()
+    bucket = moves.buckets[move]
+    shares[moves.source, bucket] -= 1
+    shares[target, bucket] += moves.added[move, target]
+    loads[moves.source] = moves.source_load[move]
+    loads[target] = moves.target_load[move, target]
+    return replace(state, shares=shares, loads=loads)
+
+
+def _best_move(state: _State) -> _State | None:
+    """The state after the single move that leaves source and target lowest; None where none helps."""
+    moves = _moves(state, int(state.loads.argmax()))
+    if not len(moves.buckets):
+        return None
+    worst = np.maximum(moves.source_load[:, None], moves.target_load)
+    move, target = np.unravel_index(int(worst.argmin()), worst.shape)
+    if worst[move, target] >= state.loads.max() - EPSILON:
+        return None
+    return _apply(state, moves, int(move), int(target))
+
+
+def _best_chain(state: _State) -> _State | None:
+    """The first pair of moves that helps: slowest to k, then k to another; None where none does."""
+    most = state.loads.max()
+    moves = _moves(state, int(state.loads.argmax()))
+    for flat in np.argsort(moves.target_load, axis=None, kind="stable")[:CHAINS]:
+        move, target = (int(value) for value in np.unravel_index(flat, moves.target_load.shape))
+        if not np.isfinite(moves.target_load[move, target]) or moves.source_load[move] >= most:
+            continue
+        after = _apply(state, moves, move, target)
+        second = _moves(after, target)
+        if not len(second.buckets):
+            continue
+        worst = np.maximum(second.source_load[:, None], second.target_load)
+        index, end = (int(value) for value in np.unravel_index(int(worst.argmin()), worst.shape))
+        final = _apply(after, second, index, end)
+        if final.loads.max() < most - EPSILON:
+            return final
+    return None
+
+
+def _loads(kinds: Sequence[ReplicaKind], shares: Int64) -> Float64:
+    return np.array([kind.cost.seconds(row) for kind, row in zip(kinds, shares, strict=True)])
+
+
+def _with(row: Int64, bucket: int, more: int) -> Int64:
+    changed = row.copy()
+    changed[bucket] += more
+    return changed
