@@ -29,13 +29,14 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
     ("spec", "words"),
     [
         pytest.param(DataSpec("parquet"), ["'parquet'", "jsonl, reasoning_gym"], id="source"),
-        pytest.param(DataSpec.of("jsonl", path="x", tsak=1), ["data.tsak=1", "separator, size"], id="option"),
-        pytest.param(DataSpec.of("reasoning_gym", tsk="x"), ["Did you mean task"], id="close-option"),
-        pytest.param(DataSpec("jsonl"), ["data.path=''"], id="no-path"),
         pytest.param(
-            DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number or null"], id="type"
+            DataSpec.of("jsonl", path="x", tsak=1), ["data.tsak", "data.separator, data.size"], id="option"
         ),
-        pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number or null"], id="bool"),
+        pytest.param(DataSpec.of("reasoning_gym", tsk="x"), ["Did you mean data.task?"], id="close-option"),
+        pytest.param(DataSpec("jsonl"), ["data.path=''"], id="no-path"),
+        pytest.param(DataSpec.of("jsonl", path="???"), ["data.path is not set"], id="path-not-set"),
+        pytest.param(DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number"], id="type"),
+        pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number"], id="bool"),
         pytest.param(DataSpec.of("reasoning_gym", size=0), ["data.size=0", "at least 1"], id="size"),
         pytest.param(DataSpec.of("reasoning_gym", loss="half"), ["'half'", "all, completion"], id="loss"),
         pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, error, truncate"], id="overlong"),

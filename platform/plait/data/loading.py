@@ -175,7 +175,7 @@ def _chosen(count: int, wanted: int, seed: int) -> Int64:
     return np.sort(np.random.default_rng(seed).permutation(count)[:wanted]).astype(np.int64)
 
 
-def _share(validation: float | int, count: int) -> int:
+def _share(validation: float, count: int) -> int:
     return int(validation) if validation == 0 or validation >= 1 else max(1, round(count * validation))
 
 

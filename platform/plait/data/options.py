@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import types
-import typing
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from plait.config_fields import build
 from plait.errors import ConfigError, choices
 from plait.jobs import DataSpec
 
@@ -34,7 +34,7 @@ class CommonOptions:
     """
 
     size: int | None = None
-    validation: float | int | None = None
+    validation: float | None = None
     seed: int = 0
     loss: Loss = "completion"
     template: Template = "plain"
@@ -42,7 +42,6 @@ class CommonOptions:
     overlong: Overlong = "error"
 
     def __post_init__(self) -> None:
-        _check_types(self)
         _require(self.size is None or self.size >= 1, "size", self.size, "at least 1, or null for all rows")
         _require(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
         share = self.validation
@@ -68,7 +67,7 @@ class TaskOptions(CommonOptions):
 
     task: str = "gsm_symbolic"
     size: int | None = 500
-    validation: float | int | None = 32
+    validation: float | None = 32
     difficulty: int | None = None
     task_options: dict[str, Any] = field(default_factory=dict, hash=False)
     generate: bool = False
@@ -133,20 +132,10 @@ def parse_options(spec: DataSpec) -> SourceOptions:
         raise ConfigError(
             f"data.source={spec.source!r}", "No such source of data.", f"Choose one of {choices(SOURCES)}."
         )
-    kind = SOURCES[spec.source]
-    given = spec.mapping()
-    known = [item.name for item in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"data.{name}={given[name]!r}",
-                f"data={spec.source} has no option {name!r}.{closest(name, known)}",
-                f"Its options are {choices(known)}.",
-            )
-    return kind(**given)
+    return build(SOURCES[spec.source], spec.mapping(), "data")
 
 
-def closest(name: str, known: typing.Iterable[str]) -> str:
+def closest(name: str, known: Iterable[str]) -> str:
     """A sentence that offers the names most like ``name``, or "" where none is alike."""
     alike = get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(alike)}?" if alike else ""
@@ -155,36 +144,3 @@ def closest(name: str, known: typing.Iterable[str]) -> str:
 def _require(ok: bool, key: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(f"data.{key}={value!r}", f"data.{key} must be {rule}.")
-
-
-def _check_types(options: CommonOptions) -> None:
-    hints = typing.get_type_hints(type(options))
-    for item in fields(options):
-        value = getattr(options, item.name)
-        if not _fits(value, hints[item.name]):
-            _require(False, item.name, value, _describe(hints[item.name]))
-
-
-def _fits(value: object, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, member) for member in typing.get_args(hint))
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    kind = hint if origin is None else origin
-    return isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, float))
-
-
-def _describe(hint: Any) -> str:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-        bool: "true or false",
-        type(None): "null",
-    }
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return " or ".join(_describe(member) for member in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return f"one of {choices(typing.get_args(hint))}"
-    return names.get(hint, "a mapping of names to values")

@@ -1,0 +1,38 @@
+"""The footprint of one side of a comparison, with another side at work in between."""
+
+import pytest
+import torch
+
+from plait.bench.memory import Footprint
+
+MIB = 2**20
+
+
+def tensor(mebibytes):
+    return torch.ones(mebibytes * MIB // 4)
+
+
+def test_what_stays_and_what_passes_count_and_what_others_hold_does_not():
+    footprint = Footprint()
+    with footprint:
+        kept = tensor(40)
+        passing = tensor(60)
+        footprint.look()
+        del passing
+    first = footprint.peak_bytes / MIB
+    assert footprint.held_bytes / MIB == pytest.approx(40, abs=8)
+    assert first == pytest.approx(100, abs=8)
+    other = tensor(200)
+    with footprint:
+        passing = tensor(90)
+        footprint.look()
+        del passing
+    del other
+    assert footprint.peak_bytes / MIB == pytest.approx(130, abs=8)
+    assert footprint.held_bytes / MIB == pytest.approx(40, abs=8)
+    with footprint:
+        passing = tensor(10)
+        footprint.look()
+        del passing
+    assert footprint.peak_bytes / MIB == pytest.approx(130, abs=8)
+    assert kept.numel() == 40 * MIB // 4
