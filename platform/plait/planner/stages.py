@@ -1,0 +1,53 @@
+"""How many layers each pipeline stage holds: the last one also pays for head and loss (DESIGN §5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import TimeModel
+from plait.errors import ConfigError
+
+
+def balanced_split(
+    time: TimeModel, stages: int, shape: MicrobatchShape, *, tp: int = 1, most_layers: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Whole layers of each stage such that the slowest stage is as fast as it can be.
+
+    Of the splits that reach that, the one whose early stages hold the fewest layers, since they hold the
+    most microbatches in flight.
+
+    Args:
+        shape: a typical microbatch.
+        most_layers: most layers that fit into each stage's memory; empty where all do.
+
+    Raises:
+        ConfigError: more stages than layers, or memory for too few of them.
+    """
+    room = tuple(most_layers) or (time.layers,) * stages
+    if stages > time.layers or len(room) != stages or sum(room) < time.layers or min(room) < 1:
+        raise ConfigError(
+            f"pp={stages}", f"Each stage must hold at least one of {time.layers} layers, and all must fit."
+        )
+
+    def seconds(layers: int, last: bool) -> float:
+        return time.stage(shape, tp=tp, layers=layers, last=last).total
+
+    costs = sorted({seconds(layers, last) for layers in range(1, time.layers + 1) for last in (False, True)})
+    for limit in costs:  # the slowest stage's seconds are one of these
+        most = [
+            max((n for n in range(1, room[s] + 1) if seconds(n, s == stages - 1) <= limit), default=0)
+            for s in range(stages)
+        ]
+        if min(most) >= 1 and sum(most) >= time.layers:
+            return _fewest_early(most, time.layers)
+    raise AssertionError("the whole model on one stage is among the limits")
+
+
+def _fewest_early(most: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Fill the stages from the last one; what is left over is missing from the first ones, evenly."""
+    split = list(most)
+    for _ in range(sum(split) - layers):
+        widest = max(range(len(split)), key=lambda s: (split[s], -s))
+        split[widest] -= 1
+    return tuple(split)

@@ -1,0 +1,175 @@
+"""What a simulated run cost: seconds, idle shares by cause, traffic, padding, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from plait.cost.time import StageTime
+from plait.simulate.events import Pipeline, Run, Span, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """Idle share of all stages over the makespan, and its parts, which add up to ``total``.
+
+    Attributes:
+        total: 1 − busy / (stages · makespan).
+        fill_and_drain: idle of the same order with all microbatches and all stages equal: filling,
+            draining, and waiting for steps and no-ops.
+        imbalance: what stages of unequal cost add to that.
+        raggedness: what unequal microbatches add on top.
+    """
+
+    total: float
+    fill_and_drain: float
+    imbalance: float
+    raggedness: float
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The figures of one simulated run.
+
+    Attributes:
+        makespan: seconds until the last backward.
+        mean_completion: mean over the jobs of the seconds until its last step.
+        bubble: idle shares.
+        device_seconds: devices times makespan.
+        tokens_per_second: real tokens over makespan.
+        padding_share: padding among the tokens counted against capacities.
+        communication_bytes: activations and their gradients between stages: 2(D − 1)·tokens·hidden
+            values (mLoRA §3.2.2).
+        peak_in_flight: most microbatches held at once, by replica and stage.
+        peak_tokens: most tokens held at once, by replica and stage.
+        microbatches: without no-ops.
+        noops: empty microbatches.
+    """
+
+    makespan: float
+    mean_completion: float
+    bubble: Bubble
+    device_seconds: float
+    tokens_per_second: float
+    padding_share: float
+    communication_bytes: int
+    peak_in_flight: Mapping[tuple[int, int], int]
+    peak_tokens: Mapping[tuple[int, int], int]
+    microbatches: int
+    noops: int
+
+
+def measure(
+    pipelines: Mapping[int, Pipeline],
+    *,
+    hidden_size: int = 0,
+    value_bytes: int = 2,
+    tp: Mapping[int, int] | None = None,
+) -> tuple[Metrics, Run]:
+    """Simulate and measure.
+
+    Args:
+        hidden_size: of the model, for the traffic between stages.
+        value_bytes: bytes of one activation value.
+        tp: tensor-parallel devices of each stage, by replica; 1 where absent.
+
+    Raises:
+        SimulationError: the orders wait for each other for ever.
+    """
+    run = simulate(pipelines)
+    works = [work for pipeline in pipelines.values() for work in pipeline.works]
+    tokens, padded = sum(work.tokens for work in works), sum(work.padded for work in works)
+    devices = sum(pipeline.stages * (tp or {}).get(r, 1) for r, pipeline in pipelines.items())
+    last = {job: 0.0 for work in works for job, _ in work.parts}
+    for (job, _), seconds in run.steps.items():
+        last[job] = max(last[job], seconds)
+    weights = {(r, w): work.tokens for r, p in pipelines.items() for w, work in enumerate(p.works)}
+    metrics = Metrics(
+        makespan=run.makespan,
+        mean_completion=sum(last.values()) / len(last) if last else 0.0,
+        bubble=bubble(pipelines, run),
+        device_seconds=devices * run.makespan,
+        tokens_per_second=tokens / run.makespan if run.makespan else 0.0,
+        padding_share=1 - tokens / padded if padded else 0.0,
+        communication_bytes=sum(
+            2 * (pipeline.stages - 1) * work.tokens * hidden_size * value_bytes
+            for pipeline in pipelines.values()
+            for work in pipeline.works
+        ),
+        peak_in_flight=peak_held(run, dict.fromkeys(weights, 1)),
+        peak_tokens=peak_held(run, weights),
+        microbatches=sum(bool(work.parts) for work in works),
+        noops=sum(not work.parts for work in works),
+    )
+    return metrics, run
+
+
+def bubble(pipelines: Mapping[int, Pipeline], run: Run) -> Bubble:
+    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages."""
+    stages = sum(pipeline.stages for pipeline in pipelines.values())
+    if not run.makespan:
+        return Bubble(0.0, 0.0, 0.0, 0.0)
+    work = sum(span.end - span.start for span in run.spans) / stages
+    level = {r: replace(p, seconds=_equal_microbatches(p)) for r, p in pipelines.items()}
+    flat = {r: replace(p, seconds=_equal_stages(p.seconds)) for r, p in level.items()}
+    equal, even = simulate(level).makespan, simulate(flat).makespan
+    return Bubble(
+        total=1 - work / run.makespan,
+        fill_and_drain=(even - work) / run.makespan,
+        imbalance=(equal - even) / run.makespan,
+        raggedness=(run.makespan - equal) / run.makespan,
+    )
+
+
+def imbalance_floor(seconds: Sequence[Sequence[StageTime]]) -> float:
+    """Idle share that stages of unequal cost leave even without fill, drain and raggedness."""
+    costs = [sum(item.total for item in stage) for stage in seconds]
+    return 1 - sum(costs) / (len(costs) * max(costs))
+
+
+def _equal_microbatches(pipeline: Pipeline) -> list[list[StageTime]]:
+    """Every microbatch that is no no-op gets its stage's mean."""
+    real = [bool(work.parts) for work in pipeline.works]
+    return [_level(stage, real) for stage in pipeline.seconds]
+
+
+def _level(stage: Sequence[StageTime], real: Sequence[bool]) -> list[StageTime]:
+    count = max(1, sum(real))
+    forward = sum(item.forward for item in stage) / count
+    backward = sum(item.backward for item in stage) / count
+    return [StageTime(forward, backward) if each else StageTime(0.0, 0.0) for each in real]
+
+
+def _equal_stages(seconds: Sequence[Sequence[StageTime]]) -> list[list[StageTime]]:
+    """Every stage gets the mean over the stages."""
+    count = len(seconds)
+    mean = [
+        StageTime(sum(item.forward for item in row) / count, sum(item.backward for item in row) / count)
+        for row in zip(*seconds, strict=True)
+    ]
+    return [mean for _ in range(count)]
+
+
+def peak_held(run: Run, weights: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+    """By replica and stage, the largest sum of weights held from a forward's start to its backward's end.
+
+    Args:
+        weights: of each microbatch, by replica and place: 1 counts them, tokens or bytes sum them.
+    """
+    changes: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
+    for span in run.spans:
+        changes.setdefault((span.replica, span.stage), []).append(_change(span, weights))
+    peaks = {}
+    for where, own in changes.items():
+        held = most = 0
+        for _, _, amount in sorted(own):
+            held += amount
+            most = max(most, held)
+        peaks[where] = most
+    return peaks
+
+
+def _change(span: Span, weights: Mapping[tuple[int, int], int]) -> tuple[float, int, int]:
+    """(when, releases before takes, how much)."""
+    weight = weights[span.replica, span.work]
+    return (span.start, 1, weight) if span.kind == "forward" else (span.end, 0, -weight)

@@ -1,0 +1,181 @@
+"""The schedules of Plait and of the systems it is compared with, as microbatches and orders.
+
+What a system leaves open in its paper is an argument here and named where a figure is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import StageTime, TimeModel
+from plait.planner.grouping import JobLoad, group_jobs, head_tail
+from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all
+from plait.planner.schedule import ScheduleItem, build_schedule, turns
+from plait.planner.verify import verify
+from plait.plans import GlobalBatch, Microbatch
+from plait.simulate.events import Pipeline, Work
+from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
+from plait.simulate.traces import Trace, global_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One replica to simulate on.
+
+    Attributes:
+        time: seconds of microbatches.
+        layer_split: layers of each stage.
+        tp: tensor-parallel devices of each stage.
+        latency: seconds that a message between stages takes besides its bytes.
+        bandwidth: bytes per second between stages; None leaves transfers out.
+        token_bytes: bytes of one token's activations between stages.
+    """
+
+    time: TimeModel
+    layer_split: tuple[int, ...]
+    tp: int = 1
+    latency: float = 0.0
+    bandwidth: float | None = None
+    token_bytes: int = 0
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.layer_split)
+
+    def pipeline(self, works: Sequence[Work], order: Order) -> Pipeline:
+        """These microbatches on this machine."""
+        seconds = [
+            [self._seconds(work, layers, stage == self.stages - 1) for work in works]
+            for stage, layers in enumerate(self.layer_split)
+        ]
+        return Pipeline(works, seconds, order, self._transfer(works))
+
+    def _seconds(self, work: Work, layers: int, last: bool) -> StageTime:
+        return self.time.stage(work.shape, tp=self.tp, layers=layers, last=last)
+
+    def _transfer(self, works: Sequence[Work]) -> list[float]:
+        if self.bandwidth is None:
+            return []
+        return [
+            self.latency + work.shape.tokens * self.token_bytes / self.bandwidth if work.parts else 0.0
+            for work in works
+        ]
+
+
+def in_data_order(batch: Sequence[int], job: str, step: int, size: int, *, padded: bool) -> list[Work]:
+    """Microbatches of ``size`` samples in the order of the data.
+
+    Args:
+        padded: compute every sample at the length of the microbatch's longest one.
+    """
+    works = []
+    for begin in range(0, len(batch), size):
+        lengths = list(batch[begin : begin + size])
+        computed = [max(lengths)] * len(lengths) if padded else lengths
+        works.append(
+            Work(((job, step),), MicrobatchShape.of(computed), tokens=sum(lengths), padded=sum(computed))
+        )
+    return works
+
+
+def one_after_another(trace: Trace, machine: Machine, *, size: int, padded: bool, gpipe: bool) -> Pipeline:
+    """Jobs one after another, the pipeline drained after every global batch (GPipe or 1F1B)."""
+    works: list[Work] = []
+    batches: list[int] = []
+    for job, own in trace.items():
+        for step, batch in enumerate(own):
+            new = in_data_order(batch, job, step, size, padded=padded)
+            works += new
+            batches.append(len(new))
+    return machine.pipeline(works, GPipe(batches) if gpipe else OneFOneB(batches))
+
+
+def lorapp(trace: Trace, machine: Machine, *, size: int, padded: bool) -> Pipeline:
+    """mLoRA's pipeline: jobs take turns, backward first, each job stepping for itself."""
+    works = [
+        work
+        for step in range(max(map(len, trace.values())))
+        for job, own in trace.items()
+        if step < len(own)
+        for work in in_data_order(own[step], job, step, size, padded=padded)
+    ]
+    return machine.pipeline(works, BackwardFirst())
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A packed schedule with what it was made from."""
+
+    groups: tuple[tuple[str, ...], ...]
+    items: tuple[ScheduleItem, ...]
+    capacity: int
+    tile: int
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        """Without steps, no-ops included."""
+        return [item for item in self.items if isinstance(item, Microbatch)]
+
+
+def plan_schedule(
+    trace: Trace,
+    *,
+    stages: int,
+    capacity: int,
+    tile: int = 1,
+    limits: PackingLimits | None = None,
+    merging: bool = True,
+    groups: int | None = None,
+    pool: Executor | None = None,
+) -> Planned:
+    """Group, pack, merge, order and verify the jobs of a trace for one replica.
+
+    Args:
+        groups: how many; None lets the planner choose.
+
+    Raises:
+        CapacityError: a sample alone is longer than the capacity.
+        ScheduleError: the verifier found a fault.
+    """
+    batches = global_batches(trace)
+    loads = [_load(job, own) for job, own in batches.items()]
+    grouping = head_tail(loads, groups) if groups else group_jobs(loads, stages=stages, capacity=capacity)
+    packed = pack_all(list(turns(batches, grouping)), capacity=capacity, tile=tile, limits=limits, pool=pool)
+    items = build_schedule(
+        [{0: own} for own in packed], {0: stages}, capacity=capacity, tile=tile, merging=merging
+    )
+    every = [batch for own in batches.values() for batch in own]
+    verify(items, every, stages={0: stages}, capacity=capacity, tile=tile)
+    return Planned(grouping, items, capacity, tile)
+
+
+def greedy_schedule(trace: Trace, *, stages: int, capacity: int, tile: int, merging: bool) -> Planned:
+    """As :func:`plan_schedule` with first-fit decreasing alone."""
+    return plan_schedule(trace, stages=stages, capacity=capacity, tile=tile, limits=GREEDY, merging=merging)
+
+
+def planned_works(planned: Planned) -> list[Work]:
+    """The schedule's microbatches for the simulator; only real tokens are computed."""
+    return [_work(microbatch, planned.tile) for microbatch in planned.microbatches]
+
+
+def planned_pipeline(planned: Planned, machine: Machine, *, extra: int = 0) -> Pipeline:
+    """The schedule in 1F1B order without draining between global batches."""
+    works = planned_works(planned)
+    return machine.pipeline(works, OneFOneB([len(works)], extra=extra))
+
+
+def _work(microbatch: Microbatch, tile: int) -> Work:
+    lengths = [length for segment in microbatch.segments for length in segment.lengths]
+    parts = tuple((segment.job, segment.step) for segment in microbatch.segments)
+    return Work(parts, MicrobatchShape.of(lengths), microbatch.tokens, microbatch.padded(tile))
+
+
+def _load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
+    own = list(batches)
+    lengths = [length for batch in own for length in batch.lengths]
+    return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
