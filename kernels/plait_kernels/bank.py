@@ -42,7 +42,9 @@ class Site:
 
 @dataclass
 class Block:
-    """One adapter's memory and constants. `offsets` maps a site to the element offsets of its A and B."""
+    """One adapter's memory and constants. `offsets` maps a site to the element offsets of its A and B, `rows`
+    to its output features.
+    """
 
     adapter: str
     rank: int
@@ -50,10 +52,12 @@ class Block:
     dropout: float
     seed: int
     offsets: dict[str, tuple[int, int]]
+    rows: dict[str, int]
     a_size: int
     state: Tensor
     copy: Tensor
     _views: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
     @property
     def aliased(self) -> bool:
@@ -74,6 +78,34 @@ class Block:
             )
             self._views[key] = found
         return found
+
+    def refresh(self) -> None:
+        """Make everything derived from the masters follow them."""
+        if not self.aliased:
+            self.copy.copy_(self.state[WEIGHTS])
+        for key, diagonal in self._diagonals.items():
+            self._fill(diagonal, key)
+
+    def diagonal_b(self, placed: Sequence[tuple[Site, slice]]) -> Tensor:
+        """B of neighbouring sites on the diagonal of one matrix, (columns, sites·rank), compute dtype.
+
+        It spans the columns from the first site's first to the last site's last. Kept until detached.
+        """
+        origin = placed[0][1].start
+        key = tuple((site.name, columns.start - origin) for site, columns in placed)
+        found = self._diagonals.get(key)
+        if found is None:
+            found = self.copy.new_zeros(placed[-1][1].stop - origin, len(placed) * self.rank)
+            self._fill(found, key)
+            self._diagonals[key] = found
+        return found
+
+    def _fill(self, diagonal: Tensor, key: tuple[tuple[str, int], ...]) -> None:
+        for index, (name, start) in enumerate(key):
+            _, offset = self.offsets[name]
+            rows = self.rows[name]
+            b = self.copy[offset : offset + rows * self.rank].view(rows, self.rank)
+            diagonal[start : start + rows, index * self.rank : (index + 1) * self.rank] = b
 
     def stacked_a(self, sites: Sequence[Site], row: int) -> Tensor | None:
         """A of several sites as one (len(sites)·rank, in) view where they lie end to end, else None."""
@@ -163,8 +195,10 @@ class Bank:
         copy = state[WEIGHTS]
         if self.compute_dtype != torch.float32:
             copy = torch.zeros(b_offset, dtype=self.compute_dtype, device=self.device)
+        rows = {site.name: site.out_features for site in chosen}
         self.blocks[adapter] = Block(
-            adapter, rank, float(scale), float(dropout), seed % 2**32, offsets, a_offset, state, copy
+            *(adapter, rank, float(scale), float(dropout), seed % 2**32),
+            *(offsets, rows, a_offset, state, copy),
         )
 
     def _check(self, adapter: str, rank: int, dropout: float, sites: Collection[str]) -> None:
@@ -217,9 +251,7 @@ class Bank:
     def refresh(self, adapters: Iterable[str] | None = None) -> None:
         """Make the compute-dtype copies follow the masters, after a load or a change by hand."""
         for adapter in self.blocks if adapters is None else adapters:
-            block = self.block(adapter)
-            if not block.aliased:
-                block.copy.copy_(block.state[WEIGHTS])
+            self.block(adapter).refresh()
 
     def zero_gradients(self, adapters: Iterable[str] | None = None) -> None:
         """Set gradients to zero, of all adapters or of those named."""

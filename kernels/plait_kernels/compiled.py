@@ -1,4 +1,4 @@
-"""The C functions of dropout.c, compiled once by the machine's own compiler and kept in a cache folder."""
+"""C sources compiled once by the machine's own compiler and kept in a cache folder; the functions of dropout.c."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "model name", "Features"))}))
 
 
-def _build(compiler: str, target: Path) -> str:
-    """Compile into `target`; the last compiler's message where nothing works, else ''."""
+def _build(compiler: str, source: Path, target: Path) -> str:
+    """Compile `source` into `target`; the last compiler's message where nothing works, else ''."""
     message = ""
     for optional in _OPTIONAL_FLAGS:
-        command = [compiler, *_FLAGS, *optional, str(_SOURCE), "-o", str(target)]
+        command = [compiler, *_FLAGS, *optional, str(source), "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return ""
@@ -55,18 +55,23 @@ def _build(compiler: str, target: Path) -> str:
     return message or "the compiler failed without a message"
 
 
-def _compile(folder: Path) -> Path:
+def compile_library(source: Path, folder: Path) -> Path:
+    """The shared library of one C source, compiled into `folder` unless it is there already.
+
+    Raises:
+        OSError: no compiler, or it failed, or the folder cannot be written.
+    """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         raise OSError("no C compiler found (gcc, clang or cc, or the variable CC)")
-    identity = "\n".join((_SOURCE.read_text(), compiler, repr(_OPTIONAL_FLAGS), _processor()))
-    library = folder / f"dropout-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    identity = "\n".join((source.read_text(), compiler, repr(_OPTIONAL_FLAGS), _processor()))
+    library = folder / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / library.name
-        message = _build(compiler, built)
+        message = _build(compiler, source, built)
         if message:
             raise OSError(message)
         built.replace(library)  # atomic: another process sees all of it or nothing
@@ -79,7 +84,7 @@ def dropout_library() -> ctypes.CDLL | None:
     if sys.byteorder != "little":
         return None
     try:
-        library = ctypes.CDLL(str(_compile(cache_folder())))
+        library = ctypes.CDLL(str(compile_library(_SOURCE, cache_folder())))
     except OSError as problem:
         warnings.warn(
             f"dropout runs in plain torch, many times slower: {problem}. Install gcc.",

@@ -16,6 +16,17 @@ from plait_kernels.layer import LayerCall, Placed
 from plait_kernels.routing import Span
 
 _COPY = -1
+# Up to this rank one product with the block diagonal of all B is faster than one product for each site: the
+# zeros cost less than starting a product. Measured in bfloat16 on two cores with 150 to 300 rows a segment.
+_DIAGONAL_RANK = 32
+
+
+def _diagonal(span: Span, placed: tuple[Placed, ...]) -> bool:
+    return len(placed) > 1 and span.block.rank <= _DIAGONAL_RANK
+
+
+def _columns(placed: tuple[Placed, ...]) -> slice:
+    return slice(placed[0][1].start, placed[-1][1].stop)
 
 
 def _stacked(span: Span, placed: tuple[Placed, ...], row: int) -> Tensor:
@@ -55,17 +66,24 @@ def _down(x: Tensor, call: LayerCall, span: Span, placed: tuple[Placed, ...]) ->
     return s
 
 
+def _up(out: Tensor, s: Tensor, span: Span, placed: tuple[Placed, ...]) -> None:
+    """out += s S Bᵀ, in place."""
+    rank, scale = span.block.rank, span.block.scale
+    if _diagonal(span, placed):
+        out[:, _columns(placed)].addmm_(s, span.block.diagonal_b(placed).T, alpha=scale)
+        return
+    for index, (site, columns) in enumerate(placed):
+        b = span.block.pair(site, _COPY)[1]
+        out[:, columns].addmm_(s[:, index * rank : (index + 1) * rank], b.T, alpha=scale)
+
+
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
     """Output (tokens, out) and S of every segment."""
     out = linear(x, weight, bias)
     saved = []
     for span, placed in call.owners:
         s = _down(x[span.start : span.stop], call, span, placed)
-        rank = span.block.rank
-        for index, (site, columns) in enumerate(placed):
-            b = span.block.pair(site, _COPY)[1]
-            part = s[:, index * rank : (index + 1) * rank]
-            out[span.start : span.stop, columns].addmm_(part, b.T, alpha=span.block.scale)
+        _up(out[span.start : span.stop], s, span, placed)
         saved.append(s)
     return out, saved
 
@@ -88,6 +106,8 @@ def backward(
 
 def _up_gradients(grad: Tensor, s: Tensor, span: Span, placed: tuple[Placed, ...]) -> Tensor:
     """dB += s dhᵀ S; returns dh B, (rows, sites·rank): dS without its factor s, which is not rounded so."""
+    if _diagonal(span, placed):
+        return _diagonal_up_gradients(grad[:, _columns(placed)], s, span, placed)
     ds = torch.empty_like(s)
     scale, rank = span.block.scale, span.block.rank
     for index, (site, columns) in enumerate(placed):
@@ -96,6 +116,14 @@ def _up_gradients(grad: Tensor, s: Tensor, span: Span, placed: tuple[Placed, ...
         torch.mm(dh, span.block.pair(site, _COPY)[1], out=ds[:, part])
         span.block.pair(site, GRADIENTS)[1].add_(dh.T @ s[:, part], alpha=scale)
     return ds
+
+
+def _diagonal_up_gradients(dh: Tensor, s: Tensor, span: Span, placed: tuple[Placed, ...]) -> Tensor:
+    product, rank, origin = dh.T @ s, span.block.rank, placed[0][1].start
+    for index, (site, columns) in enumerate(placed):
+        own = product[columns.start - origin : columns.stop - origin, index * rank : (index + 1) * rank]
+        span.block.pair(site, GRADIENTS)[1].add_(own, alpha=span.block.scale)
+    return dh @ span.block.diagonal_b(placed)
 
 
 def _down_gradients(ds: Tensor, x: Tensor, span: Span, placed: tuple[Placed, ...], dx: Tensor | None) -> None:
