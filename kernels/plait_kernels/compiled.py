@@ -1,4 +1,4 @@
-"""C sources compiled once by the machine's own compiler and kept in a cache folder; the functions of dropout.c."""
+"""C sources compiled once by the machine's own compiler and kept in a cache folder (dropout.c)."""
 
 from __future__ import annotations
 
