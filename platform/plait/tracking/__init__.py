@@ -3,10 +3,12 @@
 import os
 
 # Set before MLflow is imported, where the user has not: the writer retries by itself and may not hang for
-# minutes in one call, and nobody but the chosen store hears of a run.
+# minutes in one call, nobody but the chosen store hears of a run, and the terminal belongs to Plait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, check_tracking

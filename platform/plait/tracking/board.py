@@ -121,10 +121,11 @@ class Board:
         return min(done, key=self.rank, default=None)
 
     def rank(self, record: JobRecord) -> tuple[int, float, int]:
-        """Sorting key: best objective first, jobs without one last, ties by trial number."""
+        """Sorting key: finished jobs by objective, then others that have one, then the rest; then by trial."""
         if record.objective is None:
-            return 1, 0.0, record.trial
-        return 0, record.objective if self.direction == "minimize" else -record.objective, record.trial
+            return 2, 0.0, record.trial
+        value = record.objective if self.direction == "minimize" else -record.objective
+        return int(record.state != FINISHED), value, record.trial
 
     def ordered(self) -> list[JobRecord]:
         """All jobs, best first."""

@@ -7,7 +7,8 @@ once however often the same one arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,11 @@ class SetTags:
 
 @dataclass(frozen=True, slots=True)
 class LogText:
-    """Write a text artifact; a later text of the same path replaces an earlier one."""
+    """Write a text artifact; a later text of the same path replaces an earlier one.
+
+    Where :func:`run_reference` stands in the text, the sender writes the run's MLflow id, which may not be
+    known yet when the text is made.
+    """
 
     run: str
     path: str
@@ -67,6 +72,19 @@ class EndRun:
     run: str
     status: str
     time_ms: int
+
+
+_REFERENCE = re.compile(r"@run\(([^()\s]*)\)")
+
+
+def run_reference(run: str) -> str:
+    """What stands for the MLflow id of a run in a text."""
+    return f"@run({run})"
+
+
+def resolve_references(text: str, ids: Mapping[str, str]) -> str:
+    """The text with the ids of the runs it refers to; of a run that is not there, nothing."""
+    return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)
 
 
 Operation = OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun

@@ -16,6 +16,7 @@ from plait.tracking.operations import (
     PointsOfRun,
     Request,
     SetTags,
+    resolve_references,
 )
 from plait.tracking.store import Store
 from plait.tracking.writer import RefusedError
@@ -38,10 +39,6 @@ class StoreSender:
         self._found = found
         self._tried: set[str] = set()
         self._had: dict[str, dict[str, int]] = {}
-
-    def run_id(self, key: str) -> str | None:
-        """The MLflow id of a run, if the store has it."""
-        return self._ids.get(key)
 
     def send(self, request: Request) -> None:
         """Carry one request out.
@@ -72,7 +69,8 @@ class StoreSender:
             case SetTags():
                 self._store.set_tags(run_id, request.tags)
             case LogText():
-                self._store.log_text(run_id, request.path, request.text)
+                text = resolve_references(request.text, self._ids)
+                self._store.log_text(run_id, request.path, text)
             case LogFolder():
                 if not request.folder.is_dir():
                     raise FileNotFoundError(f"{request.folder} is not there to be kept as {request.path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ PARAMETER_LENGTH = 6000
 TAG_LENGTH = 8000
 PAGE = 1000
 Item = TypeVar("Item")
+
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # no news of tables being made
 
 
 class Store:

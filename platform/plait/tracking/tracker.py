@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +31,7 @@ from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.leaderboard import to_split_json
 from plait.tracking.location import locate, redact
-from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags
+from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags, run_reference
 from plait.tracking.records import record_of
 from plait.tracking.sender import StoreSender
 from plait.tracking.store import table_tag
@@ -109,7 +109,6 @@ class Tracker:
         self._search = ""
         self._parent = ""  # key of the search's run
         self._parent_id = ""
-        self._ids: dict[str, str] = {}
         self._writer: Writer | None = None
         self._totals = _Totals()
         self._ended = False
@@ -136,9 +135,10 @@ class Tracker:
             if not runs:
                 self._parent_id = self._store.create_run(search.name, tags, self._now())
                 self._store.log_parameters(self._parent_id, run_parameters(search.settings))
-        self._ids[self._parent] = self._parent_id
+        ids = {record.name: record.run_id for record in self.board.jobs.values()}
+        ids[self._parent] = self._parent_id
         self._totals.started = self._clock()
-        sender = StoreSender(self._store, self._ids, found)
+        sender = StoreSender(self._store, ids, found)
         self._writer = Writer(sender, self._settings.flush_seconds, str(self.location))
         self._put(SetTags(self._parent, tuple(tags.items())))
         self._record_facts(search)
@@ -286,9 +286,8 @@ class Tracker:
 
     def _refresh(self) -> None:
         """Write leaderboard, best so far and description of the search anew."""
-        for record in self.board.jobs.values():
-            record.run_id = self._ids.get(record.name, record.run_id)
-        self._put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(self.board.ordered())))
+        rows = [replace(record, run_id=run_reference(record.name)) for record in self.board.ordered()]
+        self._put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
         tags = [table_tag(names.LEADERBOARD_FILE)]
         best = self.board.best()
         if best is not None and best.objective is not None:

@@ -1,0 +1,364 @@
+"""What MLflow holds after a search: the same on a SQLite file and behind a real MLflow server."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Run
+
+from plait.engine.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobGenerated,
+    JobProgress,
+)
+from plait.errors import SearchError, StorageError
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names, ui_command
+
+STEPS = 12
+STARTUP_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an MLflow server that runs in a process of its own, keeping artifacts itself."""
+    folder = tmp_path_factory.mktemp("server")
+    settings = TrackingSettings(root=folder)
+    arguments = ["--port", str(free_port()), "--artifacts-destination", str(folder / "kept")]
+    command = ui_command(settings, arguments)
+    environment = os.environ | command.environment
+    del environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command.command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for(command.url, process, folder / "log")
+            yield command.url
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(STARTUP_SECONDS * 5):
+        assert process.poll() is None, log.read_text()
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"no answer from {url}: {log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def sqlite(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a SQLite file, made by the first test that uses it."""
+    return f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'mlflow.db'}"
+
+
+@pytest.fixture(params=["sqlite", "server"])
+def tracking(request: pytest.FixtureRequest, tmp_path: Path) -> TrackingSettings:
+    """Settings of an empty experiment."""
+    uri = request.getfixturevalue(request.param)
+    return TrackingSettings(uri=uri, root=tmp_path, experiment=f"tests {tmp_path.name}")
+
+
+def client(settings: TrackingSettings) -> MlflowClient:
+    return MlflowClient(locate(settings).uri)
+
+
+def facts(settings: TrackingSettings, name: str = "demo", **changes: object) -> SearchFacts:
+    run = RunSettings(tracking=settings, search=SearchSettings(trials=4))
+    search = SearchFacts(name, run, "adapter:\n  rank: 8\n", ("plait", "sweep", "a b"), ("train.lr=1,2",))
+    return replace(search, **changes)
+
+
+def job(trial: int) -> JobSpec:
+    return JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=2 ** (trial + 1)), TrainSpec(lr=1e-4 * (trial + 1)))
+
+
+def progress(name: str, step: int, loss: float | None = None) -> JobProgress:
+    shown = 3.0 / step if loss is None else loss
+    return JobProgress(name, step, shown, 0.5 * step, 1e-4, 100 * step, 0.25 * step, 400.0)
+
+
+def group_step(iteration: int, jobs: tuple[str, ...]) -> GroupStep:
+    return GroupStep("g0", iteration, jobs, 2, 300, 0.5, 2**20, 200)
+
+
+def ended(name: str, state: str, adapter: Path | None, reason: str = "", loss: float = 1.0) -> JobEnded:
+    return JobEnded(name, state, STEPS, reason, loss, 100 * STEPS, 0.25 * STEPS, 42.0, adapter)
+
+
+def adapter_folder(root: Path) -> Path:
+    folder = root / "adapters" / "one"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"r": 2}')
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)))
+    return folder
+
+
+def whole_search(settings: TrackingSettings, name: str = "demo") -> None:
+    """Trials 0 and 1 finish, 2 is pruned, 3 diverges at step 5."""
+    adapter = adapter_folder(settings.root / name)
+    jobs = [job(trial) for trial in range(4)]
+    keys = tuple(item.name for item in jobs)
+    with Tracker(settings) as tracker:
+        tracker.start_search(facts(settings, name))
+        tracker.record("plan.json", {"groups": 1})
+        for trial, item in enumerate(jobs):
+            tracker.start_job(item, trial)
+            tracker.handle(JobAdmitted(item, 0, STEPS, "g0"))
+        for step in range(1, STEPS + 1):
+            for trial, key in enumerate(keys):
+                if trial < 3 or step <= 5:
+                    tracker.handle(progress(key, step, float("nan") if (trial, step) == (3, 5) else None))
+            tracker.handle(group_step(step, keys))
+        for trial, key in enumerate(keys[:3]):
+            tracker.handle(JobEvaluated(key, STEPS, 2.0 - trial * 0.5, 70))
+            tracker.handle(JobGenerated(key, STEPS, 0.25))
+            tracker.handle(ended(key, "finished", adapter, loss=2.0 - trial * 0.5))
+        tracker.handle(ended(keys[3], "failed", None, "loss is nan"))
+        tracker.judge(keys[0], "finished", 2.0)
+        tracker.judge(keys[1], "finished", 1.5)
+        tracker.judge(keys[2], "pruned", 1.0, "below the cut of rung 1")
+        tracker.judge(keys[3], "failed", float("nan"))
+
+
+def runs_of(settings: TrackingSettings, name: str = "demo") -> tuple[Run, dict[str, Run]]:
+    """The search's run and its children by name, asked of MLflow itself."""
+    store = client(settings)
+    experiment = store.get_experiment_by_name(settings.experiment)
+    assert experiment is not None
+    runs = store.search_runs([experiment.experiment_id], f"tags.`plait.search` = '{name}'")
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert len(parents) == 1
+    children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
+    assert len(children) + 1 == len(runs)
+    return parents[0], {run.info.run_name: run for run in children}
+
+
+def curve(settings: TrackingSettings, run: Run, metric: str) -> list[tuple[int, float]]:
+    points: list[Metric] = client(settings).get_metric_history(run.info.run_id, metric)
+    return [(point.step, point.value) for point in points]
+
+
+def artifact(settings: TrackingSettings, run: Run, path: str, folder: Path) -> str:
+    return Path(client(settings).download_artifacts(run.info.run_id, path, str(folder))).read_text()
+
+
+class TestWholeSearch:
+    def test_every_job_is_a_child_with_its_parameters_and_state(self, tracking: TrackingSettings) -> None:
+        whole_search(tracking)
+        parent, children = runs_of(tracking)
+        assert parent.info.status == "FINISHED"
+        assert {name: run.info.status for name, run in children.items()} == {
+            "trial-0000": "FINISHED",
+            "trial-0001": "FINISHED",
+            "trial-0002": "KILLED",
+            "trial-0003": "FAILED",
+        }
+        tags = children["trial-0002"].data.tags
+        assert (tags["plait.trial"], tags["plait.state"], tags["plait.group"]) == ("2", "pruned", "g0")
+        assert tags["plait.reason"] == "below the cut of rung 1"
+        assert children["trial-0003"].data.tags["plait.reason"] == "loss is nan"
+        parameters = children["trial-0001"].data.params
+        assert set(parameters) == set(job(1).parameters())
+        assert (parameters["adapter.rank"], parameters["train.lr"]) == ("4", "0.0002")
+        assert parameters["adapter.target_modules"] == '["q_proj", "k_proj", "v_proj", "o_proj"]'
+
+    def test_curves_have_their_names_and_steps(self, tracking: TrackingSettings) -> None:
+        whole_search(tracking)
+        _, children = runs_of(tracking)
+        run, steps = children["trial-0000"], range(1, STEPS + 1)
+        assert curve(tracking, run, "train/loss") == [(step, 3.0 / step) for step in steps]
+        assert curve(tracking, run, "train/grad_norm") == [(step, 0.5 * step) for step in steps]
+        assert curve(tracking, run, "train/lr") == [(step, 1e-4) for step in steps]
+        assert curve(tracking, run, "train/tokens") == [(step, 100.0 * step) for step in steps]
+        assert curve(tracking, run, "throughput/tokens_per_s") == [(step, 400.0) for step in steps]
+        assert curve(tracking, run, "cost/device_seconds") == [(step, 0.25 * step) for step in steps]
+        assert curve(tracking, run, "eval/loss") == [(STEPS, 2.0)]
+        assert curve(tracking, run, "eval/accuracy") == [(STEPS, 0.25)]
+        assert curve(tracking, run, "job/completion_seconds") == [(STEPS, 42.0)]
+        assert curve(tracking, run, "objective") == [(STEPS, 2.0)]
+
+    def test_nothing_that_is_not_finite_is_sent(self, tracking: TrackingSettings) -> None:
+        whole_search(tracking)
+        _, children = runs_of(tracking)
+        run = children["trial-0003"]
+        assert [step for step, _ in curve(tracking, run, "train/loss")] == [1, 2, 3, 4]
+        assert [step for step, _ in curve(tracking, run, "train/grad_norm")] == [1, 2, 3, 4, 5]
+        assert run.data.tags["plait.diverged"] == "step 5: train/loss=nan"
+        assert "objective" not in run.data.metrics
+
+    def test_the_parent_has_totals_best_and_facts(self, tracking: TrackingSettings, tmp_path: Path) -> None:
+        whole_search(tracking)
+        parent, children = runs_of(tracking)
+        metrics = parent.data.metrics
+        assert metrics["train/tokens"] == 4 * 100 * STEPS
+        assert metrics["cost/device_seconds"] == pytest.approx(4 * 0.25 * STEPS)
+        assert (metrics["search/best"], metrics["search/best_trial"]) == (1.5, 1)
+        assert (metrics["search/ended"], metrics["search/failed"]) == (4, 1)
+        assert metrics["group/fill"] == pytest.approx(0.75)
+        fills = curve(tracking, parent, "group/fill")
+        assert [step for step, _ in fills] == list(range(1, STEPS + 1))
+        assert parent.data.tags["mlflow.note.content"] == "Best so far: trial-0001, objective 1.5"
+        assert parent.data.params["search.trials"] == "4"
+        assert artifact(tracking, parent, "config.yaml", tmp_path) == "adapter:\n  rank: 8\n"
+        assert json.loads(artifact(tracking, parent, "plan.json", tmp_path)) == {"groups": 1}
+        assert "mlflow==" in artifact(tracking, parent, "packages.txt", tmp_path)
+        board = json.loads(artifact(tracking, parent, "leaderboard.json", tmp_path))
+        assert [row[:3] for row in board["data"]] == [
+            [1, "finished", 1.5],
+            [0, "finished", 2.0],
+            [2, "pruned", 1.0],
+            [3, "failed", None],
+        ]
+        ids = [row[board["columns"].index("run_id")] for row in board["data"]]
+        assert ids == [children[f"trial-{row[0]:04d}"].info.run_id for row in board["data"]]
+        assert json.loads(parent.data.tags["mlflow.loggedArtifacts"]) == [
+            {"path": "leaderboard.json", "type": "table"}
+        ]
+
+    def test_it_reads_back_as_a_leaderboard_and_exports(
+        self, tracking: TrackingSettings, tmp_path: Path
+    ) -> None:
+        whole_search(tracking)
+        result = load_search(tracking)
+        assert (result.name, result.state, result.metric) == ("demo", "finished", "eval/loss")
+        assert [item.trial for item in result.records] == [1, 0, 2, 3]
+        best = result.best
+        assert best is not None
+        assert (best.trial, best.step, best.tokens) == (1, STEPS, 100 * STEPS)
+        assert best.parameters["adapter.rank"] == 4
+        record, folder = export(tracking, "demo", tmp_path / "out")
+        assert (record.trial, folder) == (1, tmp_path / "out")
+        assert (folder / "adapter_model.safetensors").read_bytes() == bytes(range(256))
+        assert (folder / "adapter_config.json").read_text() == '{"r": 2}'
+        record, folder = export(tracking, best.run_id, tmp_path / "by_id")
+        assert record.trial == 1
+        with pytest.raises(SearchError, match="trial-0003 \\(failed\\) has no adapter"):
+            export(tracking, None, tmp_path / "none", trial=3)
+        with pytest.raises(SearchError, match=r"It has 1 \(finished\), 0 \(finished\), 2 \(pruned\)"):
+            export(tracking, None, tmp_path / "none", trial=9)
+        with pytest.raises(StorageError, match="does not overwrite"):
+            export(tracking, "demo", tmp_path / "out")
+
+    def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
+        with pytest.raises(SearchError, match="Begin one with `plait sweep`"):
+            load_search(tracking)
+        whole_search(tracking)
+        assert search_names(tracking) == ["demo"]
+        with pytest.raises(SearchError, match=r"(?s)search 'other' is not in.*There are: demo\."):
+            load_search(tracking, "other")
+
+
+class TestGoingOn:
+    def interrupt(self, tracking: TrackingSettings) -> None:
+        """Trial 0 finishes, trial 1 is at step 7 when the process is interrupted."""
+        with pytest.raises(KeyboardInterrupt):
+            self.begin(tracking)
+
+    def begin(self, tracking: TrackingSettings) -> None:
+        with Tracker(tracking) as tracker:
+            tracker.start_search(facts(tracking))
+            for trial in range(2):
+                tracker.start_job(job(trial), trial)
+                tracker.handle(JobAdmitted(job(trial), 0, STEPS, "g0"))
+            for step in range(1, 8):
+                tracker.handle(progress("trial-0000", step))
+                tracker.handle(progress("trial-0001", step))
+                tracker.handle(group_step(step, ("trial-0000", "trial-0001")))
+            tracker.handle(ended("trial-0000", "finished", None))
+            tracker.judge("trial-0000", "finished", 1.0)
+            raise KeyboardInterrupt
+
+    def test_an_interrupted_search_leaves_no_run_behind_that_seems_to_run(
+        self, tracking: TrackingSettings
+    ) -> None:
+        self.interrupt(tracking)
+        parent, children = runs_of(tracking)
+        assert (parent.info.status, parent.data.tags["plait.state"]) == ("KILLED", "interrupted")
+        assert children["trial-0001"].info.status == "KILLED"
+        assert children["trial-0001"].data.tags["plait.state"] == "interrupted"
+        assert children["trial-0000"].info.status == "FINISHED"
+
+    def test_the_same_runs_go_on_and_no_step_is_counted_twice(self, tracking: TrackingSettings) -> None:
+        self.interrupt(tracking)
+        before, _ = runs_of(tracking)
+        with Tracker(tracking) as tracker:
+            assert tracker.start_search(facts(tracking)) == before.info.run_id
+            assert tracker.board.jobs["trial-0000"].objective == 1.0
+            resumed: list[Event] = [JobAdmitted(job(1), 5, STEPS, "g0")]
+            resumed += [progress("trial-0001", step) for step in range(6, STEPS + 1)]
+            tracker.start_job(job(1), 1)
+            for event in resumed:
+                tracker.handle(event)
+            tracker.handle(group_step(1, ("trial-0001",)))
+            tracker.handle(ended("trial-0001", "finished", None))
+            tracker.judge("trial-0001", "finished", 0.5)
+        parent, children = runs_of(tracking)
+        assert set(children) == {"trial-0000", "trial-0001"}
+        assert (parent.info.status, children["trial-0001"].info.status) == ("FINISHED", "FINISHED")
+        losses = curve(tracking, children["trial-0001"], "train/loss")
+        assert losses == [(step, 3.0 / step) for step in range(1, STEPS + 1)]
+        assert parent.data.metrics["train/tokens"] == 2 * 100 * STEPS
+        assert parent.data.metrics["search/best"] == 0.5
+        steps = [step for step, _ in curve(tracking, parent, "group/fill")]
+        assert steps == sorted(set(steps))
+        assert len(steps) == 8
+
+    def test_a_fresh_search_of_the_same_name_starts_anew(self, tracking: TrackingSettings) -> None:
+        self.interrupt(tracking)
+        with Tracker(tracking) as tracker:
+            first = load_search(tracking).run_id
+            assert tracker.start_search(facts(tracking, fresh=True)) != first
+            tracker.start_job(job(0), 0)
+        result = load_search(tracking, "demo")
+        assert result.run_id != first
+        assert [item.trial for item in result.records] == [0]
+
+    def test_a_run_that_somebody_deleted_is_told_and_the_others_are_written(
+        self, tracking: TrackingSettings
+    ) -> None:
+        tracker = Tracker(tracking)
+        tracker.start_search(facts(tracking))
+        for trial in range(2):
+            tracker.start_job(job(trial), trial)
+        tracker.flush()
+        _, children = runs_of(tracking)
+        client(tracking).delete_run(children["trial-0000"].info.run_id)
+        for name in ("trial-0000", "trial-0001"):
+            tracker.handle(progress(name, 1))
+        with pytest.raises(StorageError, match=r"refused.*trial-0000"):
+            tracker.close()
+        assert curve(tracking, children["trial-0001"], "train/loss") == [(1, 3.0)]
+
+
+def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
+    settings = TrackingSettings(root=tmp_path)
+    tracker = Tracker(settings)
+    tracker.start_search(facts(settings))
+    tracker.start_job(job(0), 0)
+    tracker.handle(ended("trial-0000", "finished", tmp_path / "gone"))
+    with pytest.raises(StorageError, match=r"gone is not there to be kept as adapter"):
+        tracker.close()
