@@ -1,0 +1,34 @@
+"""The sweeper that Hydra finds: it hands over to ``plait.cli``, and imports nothing heavy to be found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class PlaitSweeper(Sweeper):
+    """Trains all trials of a search jointly. Its settings are ``search.*`` (see conf/hydra/sweeper)."""
+
+    def __init__(self, **_settings: Any) -> None:
+        """Settings are read from the whole configuration, where it still shows who set them."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep what Hydra hands over."""
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
+
+    def sweep(self, arguments: list[str]) -> int:
+        """Run the search; the exit status."""
+        from plait.cli.sweeping import sweep
+
+        assert self.config is not None
+        assert self.hydra_context is not None
+        status = sweep(self.config, self.hydra_context.config_loader, arguments)
+        # Hydra drops what a sweeper returns, so the application is told here.
+        if hasattr(self.task_function, "exit_status"):
+            self.task_function.exit_status = status
+        return status

@@ -1,0 +1,108 @@
+"""Composes each trial's configuration with Hydra, and leaves it where Hydra's users look for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from plait.config import Config, job_of, plain
+from plait.errors import StorageError
+from plait.jobs import JobSpec
+from plait.search.trials import Trial
+
+
+@contextmanager
+def hydra_config(config: DictConfig) -> Iterator[None]:
+    """Hydra's global configuration, which ``${hydra:...}`` reads, for as long as it is needed."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+class TrialComposer:
+    """Makes jobs of trials.
+
+    Args:
+        loader: Hydra's.
+        master: configuration of the whole search, with its ``hydra`` node.
+        fixed: overrides that hold for every trial.
+    """
+
+    def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
+        self._loader = loader
+        self._master = master
+        self._fixed = list(fixed)
+
+    def job(self, trial: Trial) -> JobSpec:
+        """The job of a trial; its files are written to ``sweep.dir/subdir/.hydra``.
+
+        Raises:
+            ConfigError: a value of the trial is wrong.
+            StorageError: the files cannot be written.
+        """
+        composed = self._compose(trial.overrides, trial.number)
+        job = job_of(trial.name, self._plain(composed))
+        self._write(composed)
+        return job
+
+    def probe(self, overrides: Sequence[str] = ()) -> JobSpec:
+        """The job that these overrides would give; writes nothing.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        return job_of("probe", self._plain(self._compose(overrides, 0)))
+
+    def _compose(self, overrides: Sequence[str], number: int) -> DictConfig:
+        composed = self._loader.load_sweep_config(self._master, [*self._fixed, *overrides])
+        with open_dict(composed):
+            composed.hydra.job.num = number
+            composed.hydra.job.id = f"{composed.hydra.job.name}-{number}"
+        return composed
+
+    @staticmethod
+    def _plain(composed: DictConfig) -> Config:
+        with hydra_config(composed):
+            return plain(composed)
+
+    @staticmethod
+    def _write(composed: DictConfig) -> None:
+        with hydra_config(composed):
+            directory = Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
+            with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
+                composed.hydra.runtime.output_dir = str(directory.absolute())
+            job_config = copy.deepcopy(composed)
+            with read_write(job_config), open_dict(job_config):
+                del job_config["hydra"]
+            hydra_only = OmegaConf.masked_copy(composed, "hydra")
+            if composed.hydra.output_subdir is None:
+                return
+            files = {"config": job_config, "hydra": hydra_only, "overrides": composed.hydra.overrides.task}
+            save_all(directory / composed.hydra.output_subdir, files)
+
+
+def save_all(folder: Path, files: dict[str, object]) -> None:
+    """Write configurations as YAML files.
+
+    Raises:
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, node in files.items():
+            (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror or error}",
+            "Each trial's configuration is written there.",
+            "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
+        ) from error

@@ -1,0 +1,98 @@
+"""Hydra's complaints in Plait's words: value, rule, remedy, with the right choices listed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from plait.config_fields import unknown_key
+from plait.errors import ConfigError, choices
+from plait.paths import conf_dir
+
+_UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_UNKNOWN_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
+
+
+def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
+    """The same complaint as a ConfigError.
+
+    Args:
+        error: what Hydra raised.
+        arguments: the command line, to find out what keys there are in its place.
+    """
+    text = str(error).strip()
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            f"{error.override!r} cannot be read",
+            text.splitlines()[-2] if len(text.splitlines()) > 1 else text,
+            "Write KEY=VALUE; quote values with special characters: key=\"'a,b'\".",
+        )
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        return _unknown_choice(error)
+    if match := _UNKNOWN_KEY.search(text):
+        return _unknown_key(match[1], arguments)
+    if "requires --multirun" in text or "Ambiguous value for argument" in text:
+        return ConfigError(
+            text.splitlines()[0],
+            "`plait train` trains one adapter, with one value for each key.",
+            "Use `plait sweep` for several.",
+        )
+    first, *rest = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    cause = error.__cause__
+    if isinstance(cause, OmegaConfBaseException):
+        rest = [line.strip() for line in str(cause).splitlines()]
+    return ConfigError(first, "\n".join(rest))
+
+
+def _unknown_choice(error: MissingConfigException) -> ConfigError:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    options = list(error.options or ())
+    near = get_close_matches(name, options, n=1)
+    remedy = f"Did you mean {group}={near[0]}? " if near else ""
+    return ConfigError(
+        f"{group}={name}", f"{group} has no such choice.", f"{remedy}There are: {choices(options)}."
+    )
+
+
+def _unknown_key(key: str, arguments: Sequence[str]) -> ConfigError:
+    return unknown_key(key, _keys_beside(key, arguments))
+
+
+def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:
+    """The keys of the deepest node on the way to ``key`` that exists."""
+    node: Any = _without(key, arguments)
+    path: list[str] = []
+    for part in key.split(".")[:-1]:
+        if not isinstance(node, DictConfig) or part not in node or not OmegaConf.is_dict(node[part]):
+            break
+        path.append(part)
+        node = node[part]
+    prefix = "".join(f"{part}." for part in path)
+    return [f"{prefix}{name}" for name in node if path or name != "hydra"]
+
+
+def _without(key: str, arguments: Sequence[str]) -> DictConfig:
+    """The configuration of this command line without what it says of ``key``; the default one if need be."""
+    kept = []
+    for argument in arguments:
+        try:
+            override = OverridesParser.create().parse_override(argument)
+        except HydraException:
+            continue
+        if not override.is_sweep_override() and override.get_key_element().lstrip("+~") != key:
+            kept.append(argument)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        try:
+            return compose("config", kept)
+        except HydraException:
+            return compose("config")

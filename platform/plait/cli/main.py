@@ -1,0 +1,87 @@
+"""The command `plait`, and its two verbs that are Hydra applications.
+
+plait sweep            a search with Plait's defaults
+plait train KEY=VALUE  one adapter
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from plait.cli.verbs import find, verbs
+from plait.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
+
+HELP = ("-h", "--help", "help")
+COMPLETION = ("-sc", "--shell-completion")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `plait`; the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(given)
+    except PlaitError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _dispatch(given: list[str]) -> int:
+    if not given or given[0] in HELP:
+        print(overview())
+        return EXIT_DONE
+    if given[0] == "--version":
+        from plait import __version__
+
+        print(f"plait {__version__}")
+        return EXIT_DONE
+    if given[0] in COMPLETION:
+        from plait.cli.completion import complete
+
+        return complete(given)
+    return find(given[0]).load()(given[1:])
+
+
+def overview() -> str:
+    """What `plait --help` prints."""
+    known = verbs().values()
+    width = max(len(verb.name) for verb in known)
+    lines = [f"  plait {verb.name:<{width}}  {verb.describe()}" for verb in known]
+    return "\n".join(
+        (
+            "Plait trains many LoRA adapters at once over one frozen base model.",
+            "",
+            *lines,
+            "",
+            "`plait sweep` alone runs a real search here; `plait sweep --help` shows every setting.",
+        )
+    )
+
+
+def report(error: PlaitError) -> int:
+    """Print an error as value, rule and remedy, with its traceback if HYDRA_FULL_ERROR=1; the exit status."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    print(f"plait: {error.value}", file=sys.stderr)
+    for part in (error.rule, error.remedy):
+        for line in part.splitlines():
+            print(f"  {line}", file=sys.stderr)
+    return error.exit_status
+
+
+def sweep(arguments: Sequence[str]) -> int:
+    """Search hyperparameters: Hydra's multirun with Plait's sweeper."""
+    from plait.cli.app import run_sweep
+
+    return run_sweep(arguments)
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train one adapter: a Hydra run."""
+    from plait.cli.app import run
+
+    return run("plait train", arguments)

@@ -1,0 +1,76 @@
+"""The verbs that read what has been trained: ui, leaderboard, export."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.errors import EXIT_DONE
+from plait.settings import TrackingSettings
+
+FORMATS = ("table", "csv", "json")
+
+
+def ui(arguments: Sequence[str]) -> int:
+    """Open MLflow's pages on the store that Plait writes to."""
+    parser = _parser("ui", "Serve MLflow's pages on what has been trained; Ctrl-C ends it.")
+    known, rest = parser.parse_known_args(arguments)
+    from plait.tracking import run_ui, ui_command
+
+    command = ui_command(_settings(known), rest)
+    print(f"MLflow: {command.url}", flush=True)
+    return run_ui(command) if command.command else EXIT_DONE
+
+
+def leaderboard(arguments: Sequence[str]) -> int:
+    """Print a search's adapters, best first."""
+    parser = _parser("leaderboard", "A search's adapters, best first.")
+    parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
+    parser.add_argument("--format", choices=FORMATS, default="table")
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column; -COLUMN the other way round")
+    known = parser.parse_args(arguments)
+    from rich.console import Console
+
+    from plait.tracking import load_search, print_leaderboard
+
+    result = load_search(_settings(known), known.name)
+    print_leaderboard(result, known.format, Console())
+    return EXIT_DONE
+
+
+def export(arguments: Sequence[str]) -> int:
+    """Copy an adapter's PEFT folder out of the store."""
+    parser = _parser("export", "Copy an adapter's PEFT folder out of the store.")
+    parser.add_argument(
+        "name", nargs="?", help="search, or MLflow run id of one adapter; the newest search by default"
+    )
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="a folder that is not there yet"
+    )
+    parser.add_argument(
+        "--trial", type=int, metavar="N", help="which trial of the search; the best by default"
+    )
+    known = parser.parse_args(arguments)
+    from plait.tracking import export as export_adapter
+
+    record, folder = export_adapter(_settings(known), known.name, known.to, trial=known.trial)
+    print(f"{record.name}: {folder}")
+    return EXIT_DONE
+
+
+def _parser(verb: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"plait {verb}", description=description)
+    defaults = TrackingSettings()
+    parser.add_argument("--uri", help="MLflow tracking URI; MLFLOW_TRACKING_URI, else SQLite under --root")
+    parser.add_argument(
+        "--root", type=Path, default=defaults.root, help=f"folder of the runs ({defaults.root})"
+    )
+    parser.add_argument(
+        "--experiment", default=defaults.experiment, help=f"MLflow experiment ({defaults.experiment})"
+    )
+    return parser
+
+
+def _settings(known: argparse.Namespace) -> TrackingSettings:
+    return TrackingSettings(uri=known.uri, root=known.root, experiment=known.experiment)

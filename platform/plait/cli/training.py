@@ -1,0 +1,48 @@
+"""`plait train`: the path of a search with a single job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from plait.cli.app import command_words
+from plait.config import job_of, plain, settings_of
+from plait.errors import ConfigError
+from plait.search.command import SearchCommand
+from plait.search.objective import check_metric
+from plait.search.space import Space
+
+
+def train(config: DictConfig) -> int:
+    """Train the one job of a configuration; the exit status.
+
+    Raises:
+        InputError: anything that is wrong with it.
+    """
+    composed = plain(config)
+    settings = settings_of(composed)
+    if composed["mode"] != "train":
+        raise ConfigError(
+            f"mode={composed['mode']}",
+            "`plait train` trains one adapter.",
+            "Use `plait bench NAME` for a benchmark.",
+        )
+    check_metric(settings.search.metric)
+    base = job_of("base", composed)
+    hydra = HydraConfig.get()
+    command = SearchCommand(
+        settings=settings,
+        space=Space(),
+        base=base,
+        make_job=lambda trial: job_of(trial.name, composed),
+        probes=(base,),
+        config=OmegaConf.to_yaml(config, resolve=True),
+        command=command_words(),
+        overrides=tuple(hydra.overrides.task),
+        directory=Path(hydra.runtime.output_dir),
+    )
+    from plait.search.launch import run_training
+
+    return run_training(command)

@@ -1,0 +1,31 @@
+"""Where Plait's own files are: configuration, named searches (checkout or wheel), and the cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def _shipped(name: str) -> Path:
+    """The folder ``name``: beside the package in a wheel, at the repository's root in a checkout."""
+    beside = PACKAGE / name
+    return beside if beside.is_dir() else PACKAGE.parents[1] / name
+
+
+def conf_dir() -> Path:
+    """Hydra's config tree."""
+    return _shipped("conf")
+
+
+def sweeps_dir() -> Path:
+    """Named searches and benchmarks."""
+    return _shipped("sweeps")
+
+
+def cache_dir() -> Path:
+    """Converted models and tokenised data: ``PLAIT_CACHE``, else ``plait`` in the user's cache folder."""
+    if chosen := os.environ.get("PLAIT_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "plait"

@@ -1,0 +1,94 @@
+"""Builds the engine of this process: data, frozen model, worker and coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.data import generation_limit, load_data, score, summary
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.errors import ConfigError
+from plait.jobs import DataSpec, JobSpec
+from plait.paths import cache_dir
+from plait.samples import TokenisedData
+from plait.settings import RunSettings
+
+
+@dataclass(slots=True)
+class LoadedData:
+    """Data sets tokenised for one model, and what they are."""
+
+    catalogue: DataCatalogue
+    facts: dict[str, Any]
+
+
+def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -> LoadedData:
+    """Tokenise the data of all jobs with the model's tokeniser; no weight is loaded.
+
+    Args:
+        settings: of the run.
+        max_length: longest sample that the model takes.
+        jobs: that may be asked for.
+
+    Raises:
+        ConfigError, DataError, StorageError: as ``plait.data.load_data``.
+    """
+    from plait.models import load_tokeniser
+
+    tokeniser = load_tokeniser(settings.model, cache=cache_dir())
+    longest = min(max_length, settings.engine.capacity)
+
+    def load(spec: DataSpec) -> TokenisedData:
+        return load_data(spec, tokeniser, max_length=longest, cache=cache_dir())
+
+    catalogue = DataCatalogue(load, generation_limit=generation_limit, judge=score)
+    facts: dict[str, Any] = {}
+    for spec in dict.fromkeys(job.data for job in jobs):
+        data = catalogue.of(spec)
+        facts[data.digest] = {
+            "source": spec.source,
+            "options": spec.mapping(),
+            "train": asdict(summary(data.train)),
+            "validation": asdict(summary(data.validation)),
+        }
+    return LoadedData(catalogue, facts)
+
+
+def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) -> Coordinator:
+    """Load the model and put the engine together.
+
+    Args:
+        settings: of the run.
+        data: shared by coordinator and worker.
+        folder: for finished adapters and interrupted jobs.
+
+    Raises:
+        ModelError, CapacityError: the model cannot be loaded, or does not fit.
+    """
+    from plait.engine.worker import LocalWorker
+    from plait.models import load_model
+
+    model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
+    return Coordinator(LocalWorker(model, data, settings.engine), data, settings, folder=folder)
+
+
+def choose_device(wanted: str) -> str:
+    """The device that ``engine.device`` stands for: "auto" takes the GPU where there is one.
+
+    Raises:
+        ConfigError: "cuda" where there is none.
+    """
+    if wanted == "cpu":
+        return wanted
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError(
+            "engine.device=cuda", "torch finds no CUDA device here.", "Leave it out, or install a CUDA build."
+        )
+    return "cpu"

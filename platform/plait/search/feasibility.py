@@ -1,0 +1,69 @@
+"""Whether a sampler can do a space: pure, so that it is known before anything is imported or loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+from plait.errors import SearchError
+from plait.search.space import Choice, Domain, Space, Value, Whole
+from plait.settings import SearchSettings
+
+
+def check_sampler(settings: SearchSettings, space: Space) -> None:
+    """The sampler can do the space.
+
+    Raises:
+        SearchError: it cannot.
+    """
+    name = settings.sampler
+    chosen = [item.name for item in space.dimensions if isinstance(item.domain, Choice)]
+    if name == "grid":
+        grid(space)
+    if name in ("cmaes", "qmc") and chosen:
+        raise SearchError(
+            f"search.sampler={name} with {chosen[0]}: choice",
+            f"The {name} sampler draws numbers from ranges; choices would be left to chance.",
+            f"Write {chosen[0]} as range(...) or interval(...), or take search.sampler=tpe.",
+        )
+    if name == "cmaes" and len(space.dimensions) < 2:
+        raise SearchError(
+            "search.sampler=cmaes with one key",
+            "CMA-ES needs at least two.",
+            "Sweep a second key, or take search.sampler=tpe.",
+        )
+    if name == "cmaes" and importlib.util.find_spec("cmaes") is None:
+        raise SearchError(
+            "search.sampler=cmaes",
+            "It needs the package cmaes.",
+            "Install it: pip install 'plait[samplers]'.",
+        )
+
+
+def grid(space: Space) -> dict[str, list[Value]]:
+    """Every value of every dimension.
+
+    Raises:
+        SearchError: a dimension without steps.
+    """
+    return {dimension.name: _values(dimension.name, dimension.domain) for dimension in space.dimensions}
+
+
+def grid_size(space: Space) -> int:
+    """How many points the grid has."""
+    return math.prod(len(values) for values in grid(space).values())
+
+
+def _values(name: str, domain: Domain) -> list[Value]:
+    if isinstance(domain, Choice):
+        return list(domain.values)
+    if isinstance(domain, Whole):
+        return list(range(domain.low, domain.high + 1, domain.step))
+    if domain.step is None:
+        raise SearchError(
+            f"search.sampler=grid with {name}: {domain}",
+            "A grid needs values that can be counted.",
+            f"Write {name}=choice(...) or range(...), or take another sampler.",
+        )
+    count = round((domain.high - domain.low) / domain.step) + 1
+    return [domain.low + index * domain.step for index in range(count)]

@@ -1,0 +1,84 @@
+"""What makes two searches the same search: a pure function of the space and of the settings.
+
+Left out, since they change where and how fast a search runs but not what it looks for: ``tracking``,
+``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many at once (more
+trials go on with the same search), storage, ``fresh`` and ``max_failure_rate``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plait.jobs import JobSpec
+from plait.search.space import Space
+from plait.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """``problem``: what is searched; ``manner``: how points are drawn. Both are flat and JSON.
+
+    A study belongs to one problem; it may go on in another manner. The default name digests both.
+    """
+
+    problem: Mapping[str, Any]
+    manner: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The default ``search.name``."""
+        text = json.dumps([dict(self.problem), dict(self.manner)], sort_keys=True)
+        return f"search-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    @property
+    def problem_json(self) -> str:
+        """``problem`` as text, to be kept in the study."""
+        return json.dumps(dict(self.problem), sort_keys=True)
+
+
+def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
+    """The identity of a search.
+
+    Args:
+        space: what is searched.
+        base: the job with everything that is not searched as it stands; searched keys are left out.
+        settings: of the run.
+    """
+    swept = space.describe()
+    fixed = {key: value for key, value in base.parameters().items() if not _covered(key, swept)}
+    search = settings.search
+    problem = (
+        {f"space.{key}": text for key, text in swept.items()}
+        | {key: _plain(value) for key, value in fixed.items()}
+        | {f"model.{key}": value for key, value in asdict(settings.model).items()}
+        | {"search.metric": search.metric, "search.direction": search.direction}
+    )
+    manner = {
+        "search.sampler": search.sampler,
+        "search.sampler_options": dict(search.sampler_options),
+        "search.seed": search.seed,
+    }
+    return Identity(problem, manner)
+
+
+def difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each key in which two problems differ."""
+    absent = "(not set)"
+    return [
+        f"{key}: was {stored.get(key, absent)}, now {current.get(key, absent)}"
+        for key in sorted(stored.keys() | current.keys())
+        if stored.get(key, absent) != current.get(key, absent)
+    ]
+
+
+def _covered(key: str, swept: Mapping[str, str]) -> bool:
+    """Whether a job's key is searched, itself or with its whole group."""
+    return key in swept or key.split(".")[0] in swept
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,126 @@
+"""From a composed command to a result: check everything, open the study, build the engine, run, report.
+
+`plait train` takes the same path: a study with an empty space and one trial.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from dataclasses import replace
+
+from rich.console import Console
+
+from plait.errors import EXIT_DONE
+from plait.search.checks import check_jobs, check_model
+from plait.search.command import SearchCommand
+from plait.search.engine import LoadedData, build_coordinator, open_data
+from plait.search.identity import identify
+from plait.search.interrupt import Interrupts
+from plait.search.recorder import SearchRecorder
+from plait.search.results import describe_result, write_result
+from plait.search.run import Coordinator, SearchResult, SearchRun
+from plait.search.storage import open_storage, quiet
+from plait.search.study import StudyTrials
+from plait.terminal import Terminal, print_summary
+from plait.tracking import SearchFacts, Tracker, check_tracking, redact
+from plait.tracking.names import FINISHED, INTERRUPTED
+
+
+def run_search(command: SearchCommand, console: Console | None = None) -> int:
+    """Run a search, or go on with it; the exit status (DESIGN §1).
+
+    Raises:
+        InputError: anything that is wrong, before the model loads wherever it can be known by then.
+    """
+    console = console or Console()
+    settings = command.settings
+    check_jobs(command.probes)
+    location = check_tracking(settings.tracking)
+    source = _open_study(command)
+    console.print(
+        f"Search {source.name}, tracked in {location}", markup=False, highlight=False, soft_wrap=True
+    )
+    done = SearchResult(tuple(source.finished()))
+    if len(done.finished) >= source.total:
+        write_result(done, settings.search.direction, command.directory)
+        for line in describe_result(done, settings.search, source.name):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return EXIT_DONE
+    data = open_data(settings, check_model(settings.model, command.probes), command.probes)
+    return _Launch(command, source, console).run(data)
+
+
+def run_training(command: SearchCommand, console: Console | None = None) -> int:
+    """Train the command's one job; the exit status.
+
+    Raises:
+        InputError: as :func:`run_search`.
+    """
+    settings = command.settings
+    identity = identify(command.space, command.base, settings)
+    name = settings.search.name or f"train-{hashlib.sha256(identity.problem_json.encode()).hexdigest()[:12]}"
+    one = replace(settings.search, name=name, trials=1, parallel=1, sampler="random", sampler_options={})
+    return run_search(replace(command, settings=replace(settings, search=one)), console)
+
+
+def _open_study(command: SearchCommand) -> StudyTrials:
+    quiet()
+    settings = command.settings
+    storage = open_storage(settings.search.storage, settings.tracking.root)
+    identity = identify(command.space, command.base, settings)
+    return StudyTrials(settings.search, command.space, identity, storage)
+
+
+class _Launch:
+    """One search in this process, from the loading of the model to the last line."""
+
+    def __init__(self, command: SearchCommand, source: StudyTrials, console: Console) -> None:
+        self._command = command
+        self._settings = command.settings
+        self._source = source
+        self._console = console
+
+    def run(self, data: LoadedData) -> int:
+        folder = self._settings.tracking.root.expanduser().absolute() / "searches" / self._source.name
+        coordinator = build_coordinator(self._settings, data.catalogue, folder)
+        with Tracker(self._settings.tracking) as tracker:
+            tracker.start_search(self._facts())
+            tracker.record("data.json", data.facts)
+            result = self._train(coordinator, tracker)
+            tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
+        write_result(result, self._settings.search.direction, self._command.directory)
+        self._report(result, tracker)
+        return result.exit_status
+
+    def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
+        with (
+            Terminal(tracker.board, self._console) as terminal,
+            Interrupts(
+                lambda: terminal.note("Ending after this step. Ctrl-C again ends at once.")
+            ) as interrupts,
+        ):
+            return SearchRun(
+                self._source,
+                self._command.make_job,
+                coordinator,
+                SearchRecorder(tracker, terminal),
+                self._settings.search,
+                stop=lambda: interrupts.requested,
+            ).run()
+
+    def _facts(self) -> SearchFacts:
+        return SearchFacts(
+            name=self._source.name,
+            settings=self._settings,
+            config=self._command.config,
+            command=self._command.command,
+            overrides=self._command.overrides,
+            fresh=self._settings.search.fresh,
+        )
+
+    def _report(self, result: SearchResult, tracker: Tracker) -> None:
+        facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
+        if result.interrupted:
+            facts["go on with"] = redact(shlex.join(self._command.command))
+        print_summary(self._console, tracker.board, facts)

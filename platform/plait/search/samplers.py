@@ -1,0 +1,125 @@
+"""Optuna's samplers by name, seeded so that a search that goes on draws what it would have drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.samplers import BaseSampler
+
+from plait.errors import SearchError
+from plait.search.feasibility import check_sampler, grid
+from plait.search.space import Choice, Domain, Space, Whole
+from plait.settings import SearchSettings
+
+Distributions = dict[str, BaseDistribution]
+
+
+def distributions(space: Space) -> Distributions:
+    """The space as Optuna knows it."""
+    return {dimension.name: _distribution(dimension.domain) for dimension in space.dimensions}
+
+
+def _distribution(domain: Domain) -> BaseDistribution:
+    if isinstance(domain, Choice):
+        return CategoricalDistribution(domain.values)
+    if isinstance(domain, Whole):
+        return IntDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
+    return FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
+
+
+def derived_seed(seed: int, existing: int) -> int:
+    """Seed of the next draw, from the search's seed and the number of trials that exist.
+
+    A sampler that is made again starts its random numbers again, so one seed for all would repeat draws
+    after a restart; this one depends on the study alone, however often the process was killed.
+    """
+    digest = hashlib.sha256(f"{seed}/{existing}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def make_sampler(settings: SearchSettings, space: Space, existing: int) -> BaseSampler:
+    """The sampler for the next draw.
+
+    Raises:
+        SearchError: the sampler cannot do the space, or does not know an option.
+    """
+    check_sampler(settings, space)
+    # A quasi-random sequence is one sequence: its seed must not change on the way.
+    seed = settings.seed if settings.sampler == "qmc" else derived_seed(settings.seed, existing)
+    factory = _FACTORIES[settings.sampler]
+    options = {"seed": seed} | dict(settings.sampler_options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        try:
+            return factory(space, options)
+        except (TypeError, ValueError) as error:
+            raise SearchError(
+                f"search.sampler_options={dict(settings.sampler_options)!r}",
+                f"Optuna's {settings.sampler} sampler does not take them: {error}",
+            ) from error
+
+
+def _tpe(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.TPESampler(**options)
+
+
+def _random(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.RandomSampler(**options)
+
+
+def _grid(space: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.GridSampler(grid(space), **options)
+
+
+def _cmaes(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.CmaEsSampler(**options)
+
+
+def _qmc(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.QMCSampler(**{"warn_asynchronous_seeding": False} | dict(options))
+
+
+def _gp(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.GPSampler(**options)
+
+
+def _nsgaii(_: Space, options: Mapping[str, Any]) -> BaseSampler:
+    return optuna.samplers.NSGAIISampler(**options)
+
+
+_FACTORIES: Mapping[str, Callable[[Space, Mapping[str, Any]], BaseSampler]] = {
+    "tpe": _tpe,
+    "random": _random,
+    "grid": _grid,
+    "cmaes": _cmaes,
+    "qmc": _qmc,
+    "gp": _gp,
+    "nsgaii": _nsgaii,
+}
+
+
+@contextmanager
+def one_torch_thread(sampler: str) -> Iterator[None]:
+    """One thread for the Gaussian process, which is many times slower with more; nothing for the others."""
+    if sampler != "gp":
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

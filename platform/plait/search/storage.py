@@ -1,0 +1,88 @@
+"""Where a study is kept: a journal file, SQLite, or a database by URL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+
+from plait.errors import StorageError
+
+SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+CONNECT_SECONDS = 10
+
+
+def open_storage(storage: str | None, root: Path) -> BaseStorage:
+    """Optuna's storage for ``search.storage``; None stands for a journal file under ``root``.
+
+    Raises:
+        StorageError: the folder cannot be written, or the database does not answer.
+    """
+    if storage is None:
+        return _journal(root / "optuna.journal")
+    if "://" in storage:
+        return _database(storage)
+    path = Path(storage).expanduser()
+    if path.suffix in SQLITE_SUFFIXES:
+        _make_folder(path.parent)
+        return _database(f"sqlite:///{path.absolute()}")
+    return _journal(path)
+
+
+def masked(url: str) -> str:
+    """A database URL without its password."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+
+
+def _journal(path: Path) -> BaseStorage:
+    _make_folder(path.parent)
+    try:
+        return JournalStorage(JournalFileBackend(str(path.absolute())))
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"search.storage: {path}",
+            f"It cannot be used as Optuna's journal: {error}",
+            "Give a path that can be written: search.storage=PATH.",
+        ) from error
+
+
+def _database(url: str) -> BaseStorage:
+    arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
+    try:
+        return RDBStorage(url, engine_kwargs={"connect_args": arguments})
+    except ImportError as error:
+        raise StorageError(
+            f"search.storage={masked(url)}",
+            f"Its driver is missing: {error}",
+            "Install it: pip install 'plait[postgresql]'.",
+        ) from error
+    except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
+        raise StorageError(
+            f"search.storage={masked(url)}",
+            f"The database does not answer: {_first_line(error)}",
+            "Check the URL and that the server runs; leave search.storage out to use a local file.",
+        ) from error
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}",
+            f"The folder cannot be made: {error.strerror or error}.",
+            "Choose another with tracking.root=FOLDER.",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error.__cause__ or error).strip() or type(error).__name__
+    return masked(text.splitlines()[0])
+
+
+def quiet() -> None:
+    """Leave Optuna's own running commentary out: the terminal view shows the trials."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)

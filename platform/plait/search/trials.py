@@ -1,0 +1,75 @@
+"""Trials as the search loop sees them, whoever draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from plait.search.space import Value
+
+State = Literal["complete", "pruned", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One point to try.
+
+    Attributes:
+        number: in its study.
+        values: of the searched keys.
+        overrides: that set these keys, in Hydra's syntax.
+        resume_from: state that an interrupted run saved of it.
+    """
+
+    number: int
+    values: Mapping[str, Value] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    resume_from: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return f"trial-{self.number:04d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a trial ended: ``value`` is the objective, where there is one; ``run_id`` its MLflow run."""
+
+    state: State
+    value: float | None
+    reason: str
+    run_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A trial that is over, as the study holds it."""
+
+    trial: Trial
+    outcome: Outcome
+
+
+class TrialSource(Protocol):
+    """Who draws the trials and is told how they went."""
+
+    @property
+    def total(self) -> int:
+        """How many trials there are to be."""
+
+    def ask(self) -> Trial | None:
+        """The next trial, or None when all have been drawn; first those that were cut short."""
+
+    def report(self, trial: Trial, step: int, value: float) -> None:
+        """Keep the objective as it stands after ``step`` optimiser steps."""
+
+    def tell(self, trial: Trial, outcome: Outcome) -> None:
+        """The trial is over."""
+
+    def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
+        """The trial was cut short; it goes on later, from the checkpoint if there is one."""
+
+    def finished(self) -> list[Finished]:
+        """All trials that are over, of this run and of earlier ones."""
