@@ -114,8 +114,10 @@ def _check_server(location: Location) -> None:
         if error.code < 500:
             return  # something speaks HTTP; MLflow's client says what it thinks of us
         cause: object = f"status {error.code}"
-    except (OSError, ValueError, http.client.HTTPException, ssl.SSLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLError):
+            return  # it answers; which certificates to trust, MLflow's client is told by its own settings
     raise StorageError(
         f"tracking.uri={location}: no answer ({cause})",
         "An MLflow server must answer at this address.",

@@ -1,0 +1,143 @@
+"""Bad addresses, folders and databases are found within seconds, before any model loads."""
+
+import shutil
+import socket
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from plait.errors import StorageError
+from plait.settings import TrackingSettings
+from plait.tracking import check, check_tracking, locate
+from plait.tracking.check import open_store
+from plait.tracking.location import redact
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def _no_address_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port where connections are accepted and never answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def refuse(settings: TrackingSettings, *parts: str) -> None:
+    """The settings are refused, with each of the parts in the message."""
+    with pytest.raises(StorageError) as caught:
+        check_tracking(settings)
+    assert caught.value.exit_status == 2
+    assert caught.value.rule
+    assert caught.value.remedy
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_the_default_is_an_absolute_sqlite_file_in_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    location = check_tracking(TrackingSettings(root=Path("runs")))
+    assert str(location) == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert location.artifacts == f"{tmp_path}/runs/artifacts"
+    assert (tmp_path / "runs" / "mlflow.db").is_file()
+    assert check_tracking(TrackingSettings(root=Path("runs"))) == location
+
+
+def test_the_environment_counts_where_the_settings_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/other.db")
+    settings = TrackingSettings(root=tmp_path)
+    assert locate(settings).uri == f"sqlite:///{tmp_path}/other.db"
+    assert locate(replace(settings, uri="http://host:5000")).uri == "http://host:5000"
+
+
+def test_a_relative_sqlite_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate(TrackingSettings(uri="sqlite:///a/b.db")).uri == f"sqlite:///{tmp_path}/a/b.db"
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "file:///data/mlruns", "sqlite://", "sqlite:///:memory:"])
+def test_addresses_that_mlflow_cannot_write_to(tmp_path: Path, uri: str) -> None:
+    refuse(TrackingSettings(uri=uri, root=tmp_path), repr(uri), "sqlite:///")
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    uri = f"http://127.0.0.1:{closed_port()}"
+    refuse(TrackingSettings(uri=uri, root=tmp_path), uri, "no answer", "refused", "mlflow server")
+
+
+def test_a_server_that_never_answers(
+    tmp_path: Path, silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "ANSWER_SECONDS", 0.3)
+    refuse(TrackingSettings(uri=f"http://127.0.0.1:{silent_port}", root=tmp_path), "no answer", "timed out")
+
+
+def test_a_database_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+    uri = f"postgresql://me:secret@127.0.0.1:{closed_port()}/plait"
+    with pytest.raises(StorageError) as caught:
+        check_tracking(TrackingSettings(uri=uri, root=tmp_path))
+    assert "postgresql://me:***@127.0.0.1" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("hello, this is a text and surely no database\n" * 100)
+    refuse(TrackingSettings(root=tmp_path), "mlflow.db", "not a database")
+
+
+def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refuse(TrackingSettings(root=tmp_path / "file" / "runs"), "tracking.root=", "Not a directory")
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(**_: object) -> None:  # tests may run as root, who may write anywhere
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(check.tempfile, "TemporaryFile", denied)
+    refuse(TrackingSettings(root=tmp_path), "Permission denied", "that you may write")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * 2**20, 99 * 2**20, 2**20))
+    refuse(TrackingSettings(root=tmp_path), "1 MiB free", "at least 64 MiB")
+
+
+def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
+    settings = TrackingSettings(root=tmp_path, experiment="gone")
+    store = open_store(check_tracking(settings), "gone")
+    store.client.delete_experiment(store.experiment_id)
+    refuse(settings, "'gone' was deleted", "restore")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://me:pass@host/db", "postgresql://me:***@host/db"),
+        ("a=http://u:p@h b=https://u:q@h:1/x", "a=http://u:***@h b=https://u:***@h:1/x"),
+        ("http://host:5000/@me", "http://host:5000/@me"),
+        ("sqlite:////tmp/a:b@c.db", "sqlite:////tmp/a:b@c.db"),
+    ],
+)
+def test_passwords_do_not_show(text: str, shown: str) -> None:
+    assert redact(text) == shown

@@ -1,0 +1,215 @@
+"""The terminal, with a clock that the test turns and a console that is recorded."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.errors import ConfigError
+from plait.jobs import AdapterSpec, JobSpec
+from plait.terminal import Terminal, print_error, print_summary
+from plait.terminal_rows import duration, jobs_table, setting, share_done, shown_first, status_line
+from plait.tracking.board import Board, JobRecord
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def spec(trial: int) -> JobSpec:
+    return JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=trial + 1))
+
+
+def board_of(jobs: int, trials: int | None = None) -> Board:
+    board = Board("minimize", jobs if trials is None else trials)
+    for trial in range(jobs):
+        board.add(JobRecord(spec(trial).name, trial, spec(trial).parameters()))
+    return board
+
+
+class Stage:
+    """A board and a terminal that see the same events."""
+
+    def __init__(self, board: Board, *, terminal: bool, height: int = 40, width: int = 120) -> None:
+        self.clock = Clock()
+        self.file = io.StringIO()
+        self.console = Console(
+            file=self.file, force_terminal=terminal, height=height, width=width, color_system=None
+        )
+        self.board = board
+        self.view = Terminal(board, self.console, clock=self.clock, line_seconds=15.0)
+
+    def play(self, event: JobAdmitted | JobProgress | JobEvaluated | JobEnded | GroupStep) -> None:
+        self.board.handle(event)
+        self.view.handle(event)
+
+    def step(self, trial: int, step: int) -> None:
+        name = spec(trial).name
+        self.play(JobProgress(name, step, 2.0 / step, 1.0, 1e-4, 100 * step, 1.0, 250.0))
+        self.play(GroupStep("g0", step, (name,), 1, 100, 0.5, None, 256))
+
+    @property
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+
+def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
+    stage = Stage(board_of(2), terminal=False)
+    with stage.view:
+        stage.play(JobAdmitted(spec(0), 0, 10, "g0"))
+        for step in range(1, 11):
+            stage.clock.now += 1.0
+            stage.step(0, step)
+        stage.play(JobEvaluated("trial-0000", 10, 1.23456, 80))
+        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.23456, 1000, 10.0, 65.0, Path("adapter")))
+        stage.board.judge("trial-0000", "finished", 1.23456, "")
+        stage.view.judged("trial-0000")
+        stage.play(JobAdmitted(spec(1), 4, 10, "g0"))
+        stage.play(JobEnded("trial-0001", "failed", 5, "loss is nan", None, 500, 5.0, 8.0, None))
+    assert stage.lines == [
+        "trial-0000 started (10 steps): adapter.rank=1",
+        "trial-0000 step 10: eval loss 1.2346",
+        "trial-0000 finished: eval loss 1.2346, 10 steps, 1,000 tokens, 1 min 05 s",
+        "best so far: trial-0000, objective 1.2346, adapter.rank=1",
+        "trial-0001 goes on from step 4 (10 steps): adapter.rank=2",
+        "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s",
+    ]
+
+
+def test_plain_progress_comes_by_the_clock_and_not_by_the_step() -> None:
+    stage = Stage(board_of(1), terminal=False)
+    with stage.view:
+        stage.play(JobAdmitted(spec(0), 0, 100, "g0"))
+        for step in range(1, 41):
+            stage.clock.now += 1.0
+            stage.step(0, step)
+    assert stage.lines[1:] == [
+        "15 % done · 0 of 1 ended, 1 running · 200 tokens/s · about 1 min 25 s left",
+        "30 % done · 0 of 1 ended, 1 running · 200 tokens/s · about 1 min 10 s left",
+    ]
+
+
+def test_the_live_view_shows_jobs_progress_and_best() -> None:
+    stage = Stage(board_of(3), terminal=True)
+    with stage.view:
+        stage.play(JobAdmitted(spec(0), 0, 10, "g0"))
+        stage.clock.now += 10.0
+        stage.step(0, 5)
+        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.5, 1000, 10.0, 65.0, None))
+        stage.board.judge("trial-0000", "finished", 1.5, "")
+        stage.view.judged("trial-0000")
+    text = stage.file.getvalue()
+    assert "5/10" in text
+    assert "0.4000" in text
+    assert "250" in text
+    assert "best so far: trial-0000, objective 1.5000, adapter.rank=1" in text
+    assert "33 % done · 1 of 3 ended, 0 running" in text
+
+
+def test_the_live_view_is_drawn_at_most_four_times_a_second() -> None:
+    stage = Stage(board_of(1), terminal=True)
+    with stage.view:
+        stage.play(JobAdmitted(spec(0), 0, 1000, "g0"))
+        before = len(stage.file.getvalue())
+        for step in range(1, 200):
+            stage.clock.now += 0.001
+            stage.step(0, step)
+        assert len(stage.file.getvalue()) == before
+        stage.clock.now += 0.1
+        stage.step(0, 200)
+        assert len(stage.file.getvalue()) > before
+
+
+@pytest.mark.parametrize("height", [8, 12, 24])
+def test_the_live_view_fits_the_screen_and_shows_live_jobs_first(height: int) -> None:
+    board = board_of(200)
+    for trial in (190, 191):
+        board.handle(JobAdmitted(spec(trial), 0, 10, "g0"))
+    stage = Stage(board, terminal=True, height=height, width=100)
+    with stage.console.capture() as capture:
+        stage.console.print(stage.view._view())
+    lines = capture.get().splitlines()
+    assert len(lines) <= height
+    assert all(len(line) <= 100 for line in lines)
+    assert lines[1].startswith("trial-0190")
+    hidden = next(line for line in lines if "more" in line)
+    assert f"{200 - (height - 7)} more" in hidden
+
+
+def test_live_jobs_come_first_then_the_newest_that_ended_then_the_next_to_start() -> None:
+    board = board_of(6)
+    for trial, state in ((1, "finished"), (3, "running"), (4, "failed")):
+        board.jobs[spec(trial).name].state = state
+    assert [job.trial for job in shown_first(list(board.jobs.values()))] == [3, 4, 1, 0, 2, 5]
+
+
+def test_time_left_follows_the_share_done_here_and_not_before() -> None:
+    board = board_of(2)
+    board.jobs["trial-0000"].state = "finished"  # by an earlier process
+    stage = Stage(board, terminal=False)
+    assert stage.view.seconds_left is None
+    stage.board.handle(JobAdmitted(spec(1), 0, 10, "g0"))
+    stage.board.handle(JobProgress("trial-0001", 5, 1.0, 1.0, 1e-4, 100, 1.0, 100.0))
+    stage.clock.now += 60.0
+    assert share_done(board) == 0.75
+    assert stage.view.seconds_left == pytest.approx(60.0)
+
+
+def test_trials_that_are_not_asked_yet_count_as_work_to_do() -> None:
+    board = board_of(2, trials=8)
+    for job in board.jobs.values():
+        job.state = "finished"
+    assert share_done(board) == 0.25
+    assert status_line(board, None) == "25 % done · 2 of 8 ended, 0 running"
+
+
+def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:
+    for board in (board_of(0), board_of(1)):
+        console = Console(file=io.StringIO(), width=100)
+        console.print(jobs_table(board, 10))
+        assert "job" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_settings_are_short() -> None:
+    assert [setting(value) for value in (2e-4, 16, ["q", "v"], None)] == ["0.0002", "16", "q,v", "None"]
+
+
+def test_the_summary_says_what_was_found_and_what_failed() -> None:
+    board = board_of(2)
+    board.judge("trial-0000", "finished", 1.25, "")
+    board.jobs["trial-0000"].adapter = "runs/adapters/trial-0000"
+    board.judge("trial-0001", "failed", None, "loss is nan")
+    console = Console(file=io.StringIO(), width=60)
+    print_summary(console, board, {"tracking": "sqlite:///" + "x" * 80, "open": "plait ui"})
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "best        trial-0000, objective 1.2500",
+        "parameters  adapter.rank=1",
+        "adapter     runs/adapters/trial-0000",
+        "failed      trial-0001: loss is nan",
+        "tracking    sqlite:///" + "x" * 80,
+        "open        plait ui",
+    ]
+
+
+def test_an_error_shows_value_rule_and_remedy_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    print_error(console, ConfigError("train.lr='[red]'", "train.lr must be above 0.", "Give a number."))
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "error: train.lr='[red]'",
+        "  train.lr must be above 0.",
+        "  Give a number.",
+    ]

@@ -1,0 +1,178 @@
+"""Board, leaderboard and values: what is known of the jobs, in order, in every form."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.errors import ConfigError
+from plait.jobs import AdapterSpec, JobSpec
+from plait.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
+from plait.tracking.location import Location
+from plait.tracking.operations import resolve_references, run_reference
+from plait.tracking.results import SearchResult, print_leaderboard
+from plait.tracking.values import (
+    finite,
+    group_values,
+    not_finite,
+    parameter_text,
+    parameter_value,
+    run_parameters,
+    search_values,
+)
+
+objectives = st.one_of(st.none(), st.floats(-10, 10))
+states = st.sampled_from(["finished", "pruned", "failed", "running"])
+
+
+def board_of(rows: list[tuple[str, float | None]], direction: str) -> Board:
+    board = Board(direction, len(rows))
+    for trial, (state, objective) in enumerate(rows):
+        board.add(JobRecord(f"trial-{trial:04d}", trial, state=state, objective=objective))
+    return board
+
+
+@given(st.lists(st.tuples(states, objectives)), st.sampled_from(["minimize", "maximize"]))
+def test_the_best_is_the_first_of_the_order_and_nobody_is_better(
+    rows: list[tuple[str, float | None]], direction: str
+) -> None:
+    board = board_of(rows, direction)
+    done = [
+        (value, trial)
+        for trial, (state, value) in enumerate(rows)
+        if state == "finished" and value is not None
+    ]
+    best = board.best()
+    if not done:
+        assert best is None
+        return
+    pick = min if direction == "minimize" else max
+    value = pick(value for value, _ in done)
+    assert best is board.ordered()[0]
+    assert best is not None
+    assert best.trial == min(trial for other, trial in done if other == value)
+
+
+def test_events_tell_the_board_what_a_job_does() -> None:
+    board = Board("minimize", 2)
+    spec = JobSpec("a", AdapterSpec(rank=4))
+    board.add(JobRecord("a", 0, spec.parameters()))
+    assert board.jobs["a"].state == "waiting"
+    board.handle(JobAdmitted(spec, 0, 10, "g0"))
+    board.handle(JobProgress("a", 3, 1.5, 0.1, 1e-4, 300, 2.0, 150.0))
+    board.handle(JobEvaluated("a", 3, 1.4, 50))
+    board.handle(GroupStep("g0", 1, ("a",), 1, 100, 0.5, None, 200))
+    record = board.jobs["a"]
+    assert (record.live, record.step, record.steps, record.loss, record.eval_loss) == (True, 3, 10, 1.5, 1.4)
+    assert (board.tokens, board.device_seconds, board.iterations) == (300, 2.0, 1)
+    board.handle(JobEnded("a", "stopped", 3, "asked to", None, 320, 2.5, 9.0, None))
+    assert (record.ended, record.reason, record.eval_loss, record.tokens) == (True, "asked to", 1.4, 320)
+    board.judge("a", "failed", math.inf, "loss is inf")
+    assert (record.objective, board.best(), board.count("failed")) == (None, None, 1)
+
+
+def records() -> list[JobRecord]:
+    first = JobRecord(
+        "a", 0, {"adapter.rank": 4, "train.lr": 1e-4, "adapter.target_modules": ["q", "v"]}, "finished"
+    )
+    second = JobRecord(
+        "b", 1, {"adapter.rank": 8, "train.lr": 1e-4, "adapter.target_modules": ["q"]}, "failed"
+    )
+    first.objective, first.step, first.tokens, first.run_id = 1.25, 10, 500, "id-a"
+    second.loss, second.reason = math.nan, "loss is nan, at once"
+    return [first, second]
+
+
+def test_only_parameters_that_vary_have_a_column() -> None:
+    assert varying(records()) == ["adapter.rank", "adapter.target_modules"]
+    assert varying(records()[:1]) == []
+    names, rows = columns(records())
+    assert names[:5] == ["trial", "state", "objective", "adapter.rank", "adapter.target_modules"]
+    assert rows[0][:5] == [0, "finished", 1.25, 4, '["q","v"]']
+
+
+def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:
+    table = list(csv.DictReader(io.StringIO(to_csv(records()))))
+    listed = json.loads(to_json(records()), parse_constant=pytest.fail)
+    assert [row["trial"] for row in table] == ["0", "1"]
+    assert table[1]["reason"] == listed[1]["reason"] == "loss is nan, at once"
+    assert (table[1]["train_loss"], listed[1]["train_loss"]) == ("", None)
+    assert listed[0]["parameters"]["train.lr"] == 1e-4
+    split = json.loads(to_split_json(records()), parse_constant=pytest.fail)
+    assert len(split["columns"]) == len(split["data"][0])
+
+
+def test_the_table_leaves_empty_columns_out() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    console.print(to_table(records(), "demo"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "adapter.rank" in text
+    assert "loss is nan" in text
+    assert "eval_loss" not in text
+    assert "id-a" not in text
+
+
+def test_an_unknown_form_lists_the_right_ones() -> None:
+    result = SearchResult(
+        "demo", "finished", "minimize", "eval/loss", "", Location("", TrackingSettings().root, None), ()
+    )
+    with pytest.raises(ConfigError, match="csv, json, table"):
+        print_leaderboard(result, "xml", Console(file=io.StringIO()))
+
+
+simple = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+
+
+@given(st.one_of(simple, st.lists(simple)))
+def test_parameters_come_back_as_they_went(value: object) -> None:
+    assert parameter_value(parameter_text(value)) == value
+
+
+def test_words_stay_words() -> None:
+    assert parameter_value(parameter_text("cosine")) == "cosine"
+    assert parameter_value(parameter_text(("q_proj", "v_proj"))) == ["q_proj", "v_proj"]
+
+
+def test_run_parameters_name_config_keys_and_hide_passwords() -> None:
+    settings = RunSettings(
+        model=ModelSettings(kind="tiny"), search=SearchSettings(storage="postgresql://me:secret@host/db")
+    )
+    flat = dict(run_parameters(settings))
+    assert flat["model.kind"] == "tiny"
+    assert flat["search.storage"] == "postgresql://me:***@host/db"
+    assert "model.id" not in flat
+
+
+@given(st.dictionaries(st.text(), st.floats()))
+def test_every_value_is_either_kept_or_told(values: dict[str, float]) -> None:
+    kept = finite(values)
+    assert all(math.isfinite(value) for _, value in kept)
+    assert (len(kept) == len(values)) == (not_finite(values) == "")
+
+
+def test_totals_of_group_and_search() -> None:
+    event = GroupStep("g0", 1, ("a", "b"), 2, 300, 0.5, 1024, 200)
+    assert group_values(event) == {
+        "group/jobs": 2,
+        "group/microbatches": 2,
+        "throughput/tokens_per_s": 600.0,
+        "group/fill": 0.75,
+        "memory/peak_bytes": 1024,
+    }
+    board = board_of([("finished", 2.0), ("running", None)], "minimize")
+    board.jobs["trial-0001"].tokens = 400
+    values = search_values(board, 8.0)
+    assert (values["search/tokens_per_s"], values["search/best"], values["search/running"]) == (50.0, 2.0, 1)
+
+
+def test_a_text_may_refer_to_runs_that_are_not_made_yet() -> None:
+    text = f"{run_reference('trial-0001')} and {run_reference('nobody')}."
+    assert resolve_references(text, {"trial-0001": "abc"}) == "abc and ."
