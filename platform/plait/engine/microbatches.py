@@ -1,0 +1,123 @@
+"""From a planned microbatch to arrays: token ids, sample boundaries, dropout counters, labelled rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
+from torch import Tensor
+
+from plait.engine.messages import JobLoss
+from plait.models import MicrobatchContext
+from plait.plans import Microbatch, Segment
+from plait.samples import Int64, Split
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedMicrobatch:
+    """One microbatch ready for the model.
+
+    Attributes:
+        context: what goes through the blocks.
+        rows: (labelled,) int64, the rows whose next token counts, segment after segment.
+        targets: (labelled,) int64, those next tokens.
+        weights: (labelled,) float32, each row's share of its job's loss (DESIGN §5.1).
+        counts: labelled rows of each segment.
+        segments: as planned.
+    """
+
+    context: MicrobatchContext
+    rows: Tensor
+    targets: Tensor
+    weights: Tensor
+    counts: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    def losses(self, nll: Tensor) -> tuple[JobLoss, ...]:
+        """Each segment's loss, summed in float64 in the order of its rows, in one transfer to the host."""
+        sums = torch.stack([part.double().sum() for part in nll.split(self.counts)]).tolist()
+        return tuple(
+            JobLoss(segment.job, segment.step, total, count, segment.tokens)
+            for segment, total, count in zip(self.segments, sums, self.counts, strict=True)
+        )
+
+
+def load_microbatch(
+    microbatch: Microbatch,
+    split_of: Callable[[Segment], Split],
+    bank: Bank,
+    *,
+    training: bool,
+    checkpointing: bool = False,
+) -> LoadedMicrobatch:
+    """Gather a microbatch's tokens and lay out its routing.
+
+    Args:
+        microbatch: at least one segment.
+        split_of: the samples that a segment's indices mean.
+        bank: holds every adapter that a segment names.
+        training: whether dropout is applied.
+        checkpointing: recompute activations in backward.
+    """
+    splits = [split_of(segment) for segment in microbatch.segments]
+    places = [_places(segment, split) for segment, split in zip(microbatch.segments, splits, strict=True)]
+    tokens = _join([split.tokens[where] for split, where in zip(splits, places, strict=True)])
+    labels = [split.labels[where] for split, where in zip(splits, places, strict=True)]
+    counts = [int(np.count_nonzero(label)) for label in labels]
+    labelled = np.flatnonzero(np.concatenate(labels))
+    weights = np.repeat([segment.loss_weight for segment in microbatch.segments], counts)
+    lengths = np.concatenate([np.asarray(segment.lengths) for segment in microbatch.segments])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    device = bank.device
+    routing = _routing(microbatch, offsets, bank, training=training)
+    context = MicrobatchContext.of(
+        torch.from_numpy(tokens).to(device), offsets.tolist(), routing=routing, checkpointing=checkpointing
+    )
+    return LoadedMicrobatch(
+        context=context,
+        rows=torch.from_numpy(labelled - 1).to(device),  # a sample's first token is never labelled
+        targets=torch.from_numpy(tokens[labelled]).to(device),
+        weights=torch.from_numpy(weights.astype(np.float32)).to(device),
+        counts=tuple(counts),
+        segments=microbatch.segments,
+    )
+
+
+def _places(segment: Segment, split: Split) -> Int64:
+    """Where the segment's tokens lie in its split (tokens,)."""
+    lengths = np.asarray(segment.lengths)
+    starts = split.offsets[np.asarray(segment.samples)]
+    return np.asarray(np.repeat(starts, lengths) + _positions(lengths), dtype=np.int64)
+
+
+def _positions(lengths: Int64) -> Int64:
+    """Each row's position in its sample, samples end to end."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+
+
+def _join(parts: list[npt.NDArray[Any]]) -> Int64:
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _routing(microbatch: Microbatch, offsets: Int64, bank: Bank, *, training: bool) -> Routing:
+    segments, start = [], 0
+    for segment in microbatch.segments:
+        segments.append(RoutedSegment(segment.job, start, start + segment.tokens))
+        start += segment.tokens
+    lengths = np.diff(offsets)
+    steps = _join([np.full(len(segment.samples), segment.step) for segment in microbatch.segments])
+    samples = _join([np.asarray(segment.samples) for segment in microbatch.segments])
+    draws = _join([np.asarray(segment.draws) for segment in microbatch.segments])
+    counters = RowCounters(
+        step=torch.from_numpy(np.repeat(steps, lengths)),
+        sample=torch.from_numpy(np.repeat(samples, lengths)),
+        draw=torch.from_numpy(np.repeat(draws, lengths)),
+        position=torch.from_numpy(_positions(lengths)),
+    )
+    return Routing.build(bank, segments, counters, training=training)

@@ -1,0 +1,291 @@
+"""The in-process worker: owns the base model and the bank of adapters, and carries out commands."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
+from torch import Tensor
+
+from plait.engine.adapter_tensors import initialise, named_tensors
+from plait.engine.admission import WorkerFacts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpoints import Origin, read_state, write_state
+from plait.engine.memory_estimate import ActivationShape
+from plait.engine.messages import (
+    Attach,
+    Attached,
+    Command,
+    Cursor,
+    Detach,
+    Evaluate,
+    Export,
+    Generate,
+    Generated,
+    JobFailed,
+    MicrobatchDone,
+    RunMicrobatches,
+    Saved,
+    SaveState,
+    StepDone,
+    StepJob,
+    StepJobs,
+    WorkerEvent,
+)
+from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.peaks import PeakMeter, device_bytes
+from plait.errors import CheckpointError, ConfigError
+from plait.models import BaseModel, check_rank, load_model
+from plait.plans import Microbatch, Segment
+from plait.samples import Split
+from plait.settings import EngineSettings, RunSettings
+
+
+class LocalWorker:
+    """Carries out commands in this process, on one device.
+
+    Args:
+        model: the frozen base; its linear layers become adapter-aware.
+        data: shared with the coordinator; found by digest.
+        settings: backend, threads, checkpointing.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        data: DataCatalogue,
+        settings: EngineSettings,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
+        self._backend = choose_backend(settings.kernels)
+        model.install(backend=self._backend)
+        self._model = model
+        self._data = data
+        self._checkpointing = settings.checkpointing
+        self._clock = clock
+        self._peaks = PeakMeter(model.device)
+        self._jobs: dict[str, Attach] = {}
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Its model and its device."""
+        model = self._model
+        shape = ActivationShape(
+            layers=model.layer_count,
+            hidden=model.hidden_size,
+            heads=int(model.config.num_attention_heads),
+            vocabulary=model.vocabulary,
+            linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
+            weight_bytes=model.weight_bytes,
+            element_bytes=model.dtype.itemsize,
+        )
+        return WorkerFacts(
+            shape,
+            model.linears,
+            max_length=model.max_length,
+            memory_bytes=device_bytes(model.device),
+            chosen={"kernels": self._backend},
+        )
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        """Carry out one command to its end.
+
+        Raises:
+            StorageError: a state or adapter cannot be written.
+        """
+        match command:
+            case Attach():
+                return [self._attach(command)]
+            case Detach():
+                self.bank.detach(command.job)
+                del self._jobs[command.job]
+                return []
+            case RunMicrobatches():
+                return [event for each in command.microbatches for event in self._run(each, training=True)]
+            case Evaluate():
+                return [event for each in command.microbatches for event in self._run(each, training=False)]
+            case StepJobs():
+                return self._step(command.steps)
+            case Generate():
+                return [self._generate(command)]
+            case SaveState():
+                return [self._save(command)]
+            case Export():
+                return [self._export(command)]
+
+    # ---- jobs come and go -----------------------------------------------------------------------------
+
+    def _attach(self, command: Attach) -> WorkerEvent:
+        job = command.job
+        sites = check_rank(job.adapter, self._model.linears)
+        self.bank.attach(
+            job.name,
+            rank=job.adapter.rank,
+            scale=job.adapter.scale,
+            dropout=job.adapter.dropout,
+            seed=job.train.seed,
+            sites=sites,
+        )
+        self._jobs[job.name] = command
+        cursor = Cursor()
+        if command.resume_from is None:
+            initialise(self.bank, job.name, job.train.seed)
+        else:
+            try:
+                cursor = self._restore(command, command.resume_from)
+            except CheckpointError as error:
+                return JobFailed(job.name, 0, str(error))
+        self.bank.refresh([job.name])
+        return Attached(job.name, cursor)
+
+    def _origin(self, command: Attach) -> Origin:
+        return Origin.of(command.job, model=self._model.config_digest, data=command.data)
+
+    def _state(self, job: str) -> dict[str, Tensor]:
+        """Weights and moments by name: views of the bank."""
+        weights, moments = self.bank.weights(job), self.bank.moments(job)
+        first = {site: pair[0] for site, pair in moments.items()}
+        second = {site: pair[1] for site, pair in moments.items()}
+        kinds = {"": weights, "exp_avg.": first, "exp_avg_sq.": second}
+        return {
+            kind + name: tensor
+            for kind, pairs in kinds.items()
+            for name, tensor in named_tensors(pairs).items()
+        }
+
+    def _restore(self, command: Attach, directory: Path) -> Cursor:
+        cursor, saved = read_state(directory, self._origin(command))
+        state = self._state(command.job.name)
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        if shapes != {name: tensor.shape for name, tensor in saved.items()}:
+            raise CheckpointError(f"{directory}: its tensors are not those of the adapter")
+        for name, tensor in state.items():
+            tensor.copy_(saved[name])
+        return cursor
+
+    def _save(self, command: SaveState) -> WorkerEvent:
+        state = {name: tensor.cpu() for name, tensor in self._state(command.job).items()}
+        write_state(command.directory, self._origin(self._jobs[command.job]), command.cursor, state)
+        return Saved(command.job, command.directory, command.cursor.step, exported=False)
+
+    # ---- training -------------------------------------------------------------------------------------
+
+    def _split_of(self, segment: Segment) -> Split:
+        data = self._data[self._jobs[segment.job].data]
+        return data.train if segment.split == "train" else data.validation
+
+    def _run(self, microbatch: Microbatch, *, training: bool) -> list[WorkerEvent]:
+        """Forward, and backward when training; gradients add up in the bank."""
+        self._peaks.start()
+        started = self._clock()
+        loaded = load_microbatch(
+            microbatch,
+            self._split_of,
+            self.bank,
+            training=training,
+            checkpointing=training and self._checkpointing,
+        )
+        with torch.set_grad_enabled(training):
+            loss, nll = self._forward(loaded)
+        if training and loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        losses = loaded.losses(nll)  # waits for the device
+        done = MicrobatchDone(
+            microbatch.index, losses, self._clock() - started, self._peaks.stop(), evaluation=not training
+        )
+        failed = [
+            JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
+            for each in losses
+            if not math.isfinite(each.loss_sum)
+        ]
+        return [done, *failed]
+
+    def _forward(self, loaded: LoadedMicrobatch) -> tuple[Tensor, Tensor]:
+        """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""
+        model = self._model
+        hidden = model.embed(loaded.context)
+        for index in range(model.layer_count):
+            hidden = model.layer(index, hidden, loaded.context)
+        head = model.head_parameters()
+        return labelled_cross_entropy(
+            model.final_norm(hidden.index_select(0, loaded.rows)),
+            head.weight,
+            head.bias,
+            loaded.targets,
+            loaded.weights,
+            softcap=head.softcap,
+            scale=head.scale,
+        )
+
+    def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
+        """One call of the optimiser for all jobs that are due; its time is shared out by adapter size."""
+        started = self._clock()
+        results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
+        seconds = self._clock() - started
+        sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
+        whole = sum(sizes.values())
+        return [
+            JobFailed(step.job, step.step, f"gradient norm is {result.grad_norm}")
+            if result.skipped
+            else StepDone(step.job, step.step, result.grad_norm, seconds * sizes[step.job] / whole)
+            for step, result in zip(steps, results, strict=True)
+        ]
+
+    def _adapter_step(self, step: StepJob) -> AdapterStep:
+        train = self._jobs[step.job].job.train
+        return AdapterStep(
+            adapter=step.job,
+            step=step.step,
+            lr_a=step.lr,
+            lr_b=step.lr * train.lora_plus_ratio,
+            betas=train.betas,
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+        )
+
+    # ---- results --------------------------------------------------------------------------------------
+
+    def _export(self, command: Export) -> WorkerEvent:
+        command.directory.mkdir(parents=True, exist_ok=True)
+        return Saved(command.job, command.directory, 0, exported=True)
+
+    def _generate(self, command: Generate) -> WorkerEvent:
+        raise NotImplementedError
+
+
+def choose_backend(kernels: str) -> str:
+    """The backend of the adapters' part."""
+    return "grouped" if kernels == "auto" else kernels
+
+
+def local_worker(settings: RunSettings, data: DataCatalogue, *, cache: Path) -> LocalWorker:
+    """Load the model and make a worker of this process.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        ConfigError: the device is not there.
+    """
+    model = load_model(settings.model, cache=cache, device=choose_device(settings.engine.device))
+    return LocalWorker(model, data, settings.engine)
+
+
+def choose_device(device: str) -> torch.device:
+    """The device named: "auto" takes a GPU where there is one.
+
+    Raises:
+        ConfigError: "cuda" where there is none.
+    """
+    there = torch.cuda.is_available()
+    if device == "cuda" and not there:
+        raise ConfigError("engine.device='cuda'", "There is no CUDA device.", "Give engine.device=cpu.")
+    return torch.device("cuda" if device != "cpu" and there else "cpu")
