@@ -1,0 +1,160 @@
+"""Described clusters: devices, links, and the fitted profile of one model on them (conf/cluster/*.yaml)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cost.replica import Configuration
+from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.errors import ConfigError, choices
+
+GIB = 1024**3
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The machines of a cluster.
+
+    Attributes:
+        kind: device name.
+        memory_bytes: of one device.
+        count: of all devices.
+        per_node: devices of one node.
+        within_node: bytes a second between two devices of a node.
+        between_nodes: bytes a second between two nodes; None where there is one node.
+    """
+
+    kind: str
+    memory_bytes: int
+    count: int
+    per_node: int
+    within_node: float
+    between_nodes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "count", "per_node", "within_node"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"cluster.device.{name}={getattr(self, name)}", "It must be above 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterProfile:
+    """A cluster with the profile of one model on it.
+
+    Attributes:
+        name: of the profile.
+        source: where its figures come from, and what is assumed.
+        model: which base model was profiled.
+        dtype: of its arithmetic.
+        configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
+        table: which of ``tables`` is used; published tables that disagree are all kept.
+        memory: fitted memory model, None where no figures were published.
+    """
+
+    name: str
+    source: str
+    model: str
+    dtype: str
+    devices: Devices
+    time: TimeModel
+    configurations: tuple[Configuration, ...]
+    table: str
+    tables: tuple[str, ...]
+    memory: MemoryModel | None = None
+
+    def check_model(self, model: str) -> None:
+        """The profile is one of ``model``.
+
+        Raises:
+            ConfigError: it is of another model.
+        """
+        if model != self.model:
+            raise ConfigError(
+                f"model {model}",
+                f"The cluster profile {self.name} was measured with {self.model}.",
+                "Choose a profile of this model, or measure one with `plait profile`.",
+            )
+
+
+def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
+    """The profile that ``cluster.options`` describes.
+
+    Raises:
+        ConfigError: a key is missing or a value is negative, missing or of the wrong kind.
+    """
+    tables = _need(options, "max_tokens_tables", "cluster")
+    table = str(_need(options, "max_tokens", "cluster"))
+    if table not in tables:
+        raise ConfigError(f"cluster.max_tokens={table!r}", f"It must be one of {choices(dict(tables))}.")
+    memory = options.get("memory")
+    return ClusterProfile(
+        name=str(_need(options, "name", "cluster")),
+        source=str(_need(options, "source", "cluster")),
+        model=str(_need(options, "model", "cluster")),
+        dtype=str(options.get("dtype", "bfloat16")),
+        devices=_devices(_need(options, "device", "cluster")),
+        time=_time(_need(options, "time", "cluster")),
+        configurations=tuple(_configuration(row) for row in tables[table]),
+        table=table,
+        tables=tuple(sorted(tables)),
+        memory=None if memory is None else MemoryModel(MemoryCoefficients(**_numbers(memory, "memory"))),
+    )
+
+
+def _devices(raw: Mapping[str, Any]) -> Devices:
+    between = raw.get("between_nodes_gb_per_s")
+    return Devices(
+        kind=str(_need(raw, "kind", "cluster.device")),
+        memory_bytes=int(_number(raw, "memory_gib", "cluster.device") * GIB),
+        count=int(_number(raw, "count", "cluster.device")),
+        per_node=int(_number(raw, "per_node", "cluster.device")),
+        within_node=_number(raw, "within_node_gb_per_s", "cluster.device") * GB,
+        between_nodes=None if between is None else float(between) * GB,
+    )
+
+
+def _time(raw: Mapping[str, Any]) -> TimeModel:
+    shares = {
+        key: _number(raw, key, "cluster.time")
+        for key in ("forward_share", "head_forward_share")
+        if key in raw
+    }
+    return TimeModel(
+        layers=int(_number(raw, "layers", "cluster.time")),
+        layer={tp: LayerTime(**rest) for tp, rest in _by_degree(raw, "layer")},
+        head={tp: HeadTime(**rest) for tp, rest in _by_degree(raw, "head")},
+        **shares,
+    )
+
+
+def _by_degree(raw: Mapping[str, Any], key: str) -> Sequence[tuple[int, dict[str, float]]]:
+    """Rows such as {tp: 2, fixed: …, token: …} as (tp, the rest)."""
+    rows = [_numbers(row, f"time.{key}") for row in raw.get(key) or ()]
+    return [(int(row.pop("tp")), row) for row in rows]
+
+
+def _configuration(row: Sequence[int]) -> Configuration:
+    if len(row) != 3:
+        raise ConfigError(f"max_tokens_tables row {list(row)}", "A row is [tp, pp, most tokens].")
+    return Configuration(*(int(value) for value in row))
+
+
+def _numbers(raw: Mapping[str, Any], owner: str) -> dict[str, float]:
+    return {str(key): _number(raw, str(key), f"cluster.{owner}") for key in raw}
+
+
+def _number(raw: Mapping[str, Any], key: str, owner: str) -> float:
+    value = _need(raw, key, owner)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{owner}.{key}={value!r}", "It must be a number.")
+    return float(value)
+
+
+def _need(raw: Mapping[str, Any], key: str, owner: str) -> Any:
+    if raw.get(key) is None:
+        raise ConfigError(f"{owner}.{key} is missing", f"{owner} has {choices(dict(raw))}.")
+    return raw[key]
