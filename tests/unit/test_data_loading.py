@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
@@ -155,6 +155,23 @@ def test_a_token_is_labelled_exactly_when_it_holds_a_labelled_character(pieces, 
         assert sample.labels[index] == (index > 0 and any(bytes_labelled[at : at + size]))
         at += size
     assert at == len(bytes_labelled)
+
+
+@pytest.mark.parametrize("loss", ["completion", "all"])
+@pytest.mark.parametrize("added", ["<s> $A", "$A </s>", "<s> $A </s>", "$A"])
+def test_begin_and_end_that_a_tokeniser_adds_itself_stand_once(added, loss, tmp_path):
+    words = {word: index for index, word in enumerate(["<s>", "</s>", "▁a", "▁b", "▁c"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(
+        single=added, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokeniser = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    split = load_rows([{"prompt": "a b", "completion": " c"}], tmp_path, tokeniser, loss=loss)
+    begin = [0] if added.startswith("<s>") else []
+    assert split[0].tokens.tolist() == [*begin, 2, 3, 4, 1]
+    prompt = [loss == "all"] * 2 if begin else [False, loss == "all"]  # nothing stands before the first token
+    assert split[0].labels.tolist() == [False] * len(begin) + prompt + [True, True]
 
 
 @pytest.mark.parametrize(("validation", "kept"), [(0, 0), (3, 3), (0.25, 5), (0.01, 1), (None, 2)])

@@ -76,9 +76,9 @@ def _tokenise(
 
 def _sample(text: Rendered, ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], eos: int) -> Sample:
     labels = _labels(text.spans, offsets)
-    if not len(ids) or ids[-1] != eos:
-        at_end = text.spans[-1][1] == len(text.text)
-        ids, labels = np.append(ids, np.int32(eos)), np.append(labels, at_end)
+    if not len(ids) or ids[-1] != eos:  # some tokenisers append it themselves, and some templates write it
+        ids, labels = np.append(ids, np.int32(eos)), np.append(labels, False)
+    labels[-1] |= text.spans[-1][1] == len(text.text)
     labels[0] = False
     return Sample(ids, labels)
 
