@@ -16,10 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from plait.models.elementwise import MOST_KEYS, causal_softmax_, causal_softmax_back_, rotate_
 from plait.models.packing import AttentionLayout, Bucket
 
 KEEP_UP_TO = 256  # longest samples that keep their probabilities
-ROWS = 512  # query rows of one block
+ROWS = MOST_KEYS  # query rows of one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class _PackedAttention(torch.autograd.Function):
             given = _parts(rows, layout, bucket, heads)
             _backward(given, _part(grads, bucket, heads), into, ctx.rule, probabilities)
         if rotation is not None:
-            _rotate(back, layout, heads, (rotation[0], -rotation[1]))
+            _rotate(back, layout, heads, rotation, back=True)
         return back.index_select(0, index.scatter).view(-1, heads.total * size), None, None, None, None
 
 
@@ -132,21 +133,13 @@ def _parts(rows: Tensor, layout: AttentionLayout, bucket: Bucket, heads: Heads) 
     )
 
 
-def _rotate(rows: Tensor, layout: AttentionLayout, heads: Heads, rotation: Rotation) -> None:
-    """Rotate queries and keys in place, first half of a head against the second (RoPE).
-
-    With sin negated this is the inverse rotation, which is also the gradient's.
-    """
-    cos, sin = rotation
-    half = cos.shape[-1] // 2
+def _rotate(
+    rows: Tensor, layout: AttentionLayout, heads: Heads, rotation: Rotation, *, back: bool = False
+) -> None:
+    """Rotate queries and keys in place; positions count from 0 in every sample."""
     for bucket in layout.buckets:
-        c, s = cos[: bucket.length], sin[: bucket.length]
         for part in _parts(rows, layout, bucket, heads)[:2]:
-            x = part.view(-1, bucket.length, part.shape[-1])
-            first, second = x[..., :half], x[..., half : 2 * half]
-            turned = first * s[:, half:]
-            first.mul_(c[:, :half]).addcmul_(second, s[:, :half], value=-1.0)
-            second.mul_(c[:, half:]).add_(turned)
+            rotate_(part.view(-1, part.shape[-1]), *rotation, bucket.length, back=back)
 
 
 def _keeps(length: int, rule: AttentionRule) -> bool:
@@ -170,13 +163,23 @@ def _mask(start: int, stop: int, low: int, rule: AttentionRule, like: Tensor) ->
     return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
 
-def _probabilities(q: Tensor, k: Tensor, mask: Tensor, rule: AttentionRule) -> tuple[Tensor, Tensor | None]:
-    """Softmax of the scores (batch, group · rows, keys), and tanh of the capped scores where there is a cap."""
-    mask = mask.repeat(q.shape[1] // len(mask), 1)
-    keys = k.transpose(1, 2)
+def _probabilities(
+    q: Tensor, k: Tensor, block: tuple[int, int, int], rule: AttentionRule
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax of the scores of query rows [start, stop) and keys [low, stop), for a block (start, stop, low).
+
+    Returns:
+        Probabilities (batch, group · rows, keys), and tanh of the capped scores where there is a cap.
+    """
+    scores = torch.bmm(q, k.transpose(1, 2))
+    start, stop, low = block
+    simple = rule.softcap is None and start == low == 0
+    if simple and causal_softmax_(scores, stop, rule.window, rule.scale):
+        return scores, None
+    mask = _mask(start, stop, low, rule, q).repeat(q.shape[1] // (stop - start), 1)
     if rule.softcap is None:
-        return torch.softmax(torch.baddbmm(mask, q, keys, alpha=rule.scale), dim=-1), None
-    capped = torch.bmm(q, keys).float().mul_(rule.scale / rule.softcap).tanh_()
+        return torch.softmax(scores.mul_(rule.scale).add_(mask), dim=-1), None
+    capped = scores.float().mul_(rule.scale / rule.softcap).tanh_()
     return torch.softmax((capped * rule.softcap).add_(mask), dim=-1).to(q.dtype), capped
 
 
@@ -184,13 +187,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule) 
     """Fill ``out`` (batch, group · length, size) for one bucket; the probabilities, if they are kept."""
     length = k.shape[1]
     if length <= ROWS:
-        probabilities, _ = _probabilities(q, k, _mask(0, length, 0, rule, q), rule)
+        probabilities, _ = _probabilities(q, k, (0, length, 0), rule)
         torch.bmm(probabilities, v, out=out)
         return [probabilities] if _keeps(length, rule) else []
     for start, stop, low in _blocks(length, rule):
         rows, into = _rows(q, length, start, stop), _rows(out, length, start, stop)
         flat = rows.reshape(len(q), -1, q.shape[-1])
-        probabilities, _ = _probabilities(flat, k[:, low:stop], _mask(start, stop, low, rule, q), rule)
+        probabilities, _ = _probabilities(flat, k[:, low:stop], (start, stop, low), rule)
         into.copy_(torch.bmm(probabilities, v[:, low:stop]).view(into.shape))
     return []
 
@@ -209,8 +212,8 @@ def _backward(
     if length <= ROWS:
         capped = None
         if kept is None:
-            kept, capped = _probabilities(q, k, _mask(0, length, 0, rule, q), rule)
-        ds = _score_gradient(grad, kept, capped, v, rule)
+            kept, capped = _probabilities(q, k, (0, length, 0), rule)
+        ds = _score_gradient(grad, kept, capped, v, rule, length)
         torch.bmm(kept.transpose(1, 2), grad, out=dv)
         torch.bmm(ds, k, out=dq)
         torch.bmm(ds.transpose(1, 2), q, out=dk)
@@ -219,9 +222,8 @@ def _backward(
     for start, stop, low in _blocks(length, rule):
         flat = _rows(q, length, start, stop).reshape(len(q), -1, q.shape[-1])
         rows = _rows(grad, length, start, stop).reshape(len(q), -1, q.shape[-1])
-        mask = _mask(start, stop, low, rule, q)
-        probabilities, capped = _probabilities(flat, k[:, low:stop], mask, rule)
-        ds = _score_gradient(rows, probabilities, capped, v[:, low:stop], rule)
+        probabilities, capped = _probabilities(flat, k[:, low:stop], (start, stop, low), rule)
+        ds = _score_gradient(rows, probabilities, capped, v[:, low:stop], rule, 0)
         target = _rows(dq, length, start, stop)
         target.copy_(torch.bmm(ds, k[:, low:stop]).view(target.shape))
         sums_k[:, low:stop] += torch.bmm(ds.transpose(1, 2), flat)
@@ -231,10 +233,16 @@ def _backward(
 
 
 def _score_gradient(
-    grad: Tensor, probabilities: Tensor, capped: Tensor | None, v: Tensor, rule: AttentionRule
+    grad: Tensor, probabilities: Tensor, capped: Tensor | None, v: Tensor, rule: AttentionRule, length: int
 ) -> Tensor:
-    """Gradient of q·k, the scale included: P ∘ (dP − Σ P ∘ dP), through the softcap where there is one."""
+    """Gradient of q·k, the scale included: P ∘ (dP − Σ P ∘ dP), through the softcap where there is one.
+
+    ``length`` is that of a whole bucket, or 0 for a block of rows.
+    """
     dp = torch.bmm(grad, v.transpose(1, 2))
+    simple = capped is None and length > 0
+    if simple and causal_softmax_back_(dp, probabilities, length, rule.window, rule.scale):
+        return dp
     ds = torch.ops.aten._softmax_backward_data(dp, probabilities, -1, dp.dtype)
     if capped is not None:
         ds = ds.mul_((1.0 - capped.square()).to(ds.dtype))

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from plait_kernels import Site
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plait.models.blocks import ATTENTION, Parts, find_parts, unusable
 from plait.models.context import MicrobatchContext
-from plait.models.lora import Binding, LinearGroup, SiblingObserver, find_linears, merge_siblings
+from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
+from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
+from plait.models.observe import Observed, observe
 from plait.models.targets import LinearInfo
 
-# Largest ‖blocks − whole‖ / ‖whole‖ of the logits at load. Rounding alone gives about 1e-6 in float32 and
-# 1e-2 in the 16-bit types; a missing scale, a wrong position or a wrong mask gives more than 0.1.
+# Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding alone gives about 1e-6 in float32
+# and 1e-2 in bfloat16; a missing scale, a wrong position or a wrong mask gives more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
@@ -183,45 +184,63 @@ class BaseModel:
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
 
     def _rotation(self, index: int, context: MicrobatchContext) -> dict[str, Any]:
-        """cos and sin for one layer, made once for a microbatch and kind of layer."""
-        if self._parts.rotary is None:
+        """cos and sin of each token, and by position, for one layer; made once for a kind of layer."""
+        rotary = self._parts.rotary
+        if rotary is None:
             return {}
         kinds = getattr(self._model.config, "layer_types", None)
-        kind = kinds[index] if kinds and self._rotary_by_kind else ""
-        if kind not in context.shared:
+        kind = [kinds[index]] if kinds and self._rotary_by_kind else []
+        key = kind[0] if kind else ""
+        if key not in context.shared:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
-            arguments = (like, context.position_ids.unsqueeze(0), *([kind] if kind else []))
-            context.shared[kind] = self._parts.rotary(*arguments)
-        return {"position_embeddings": context.shared[kind]}
+            tokens = rotary(like, context.position_ids.unsqueeze(0), *kind)
+            longest = torch.arange(int(context.position_ids.max()) + 1, device=self.device)
+            tables = tuple(table.squeeze(0) for table in rotary(like, longest.unsqueeze(0), *kind))
+            context.shared[key] = {"position_embeddings": tokens, "tables": tables}
+        return cast("dict[str, Any]", context.shared[key])
 
     # ---- taking the model over ------------------------------------------------------------------------
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Merge siblings, plug packed attention in, and check the blocks against the whole model."""
+        """Merge siblings, plug packed attention in, and check every block against the whole model's."""
         model, parts = self._model, self._parts
         rotary = parts.rotary
-        self._rotary_by_kind = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        self._rotary_by_kind = (
+            rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
+        )
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
-        names = [linear.name for linear in self.linears]
         model.set_attn_implementation("eager")  # the definition: sdpa leaves Gemma 2's softcap out
-        observer = SiblingObserver(model, names)
-        try:
-            expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
-        finally:
-            observer.stop()
-        infos = {linear.name: linear for linear in self.linears}
-        keys = {name: key for key, name in enumerate(names)}
+        names = [linear.name for linear in self.linears]
+        observed = observe(model, list(parts.layers), names, tokens)
         model.set_attn_implementation(ATTENTION)
+        infos = {linear.name: (key, linear) for key, linear in enumerate(self.linears)}
         self._groups: list[list[LinearGroup]] = [[] for _ in parts.layers]
-        for names in observer.siblings(names):
-            index = int(names[0].removeprefix(parts.prefix).partition(".")[0])
-            group = [infos[name] for name in names]
-            self._groups[index] += merge_siblings(model, [group], keys, self._binding)
-        context = MicrobatchContext.of(torch.cat([tokens.flip(0), tokens]), (0, len(tokens), 2 * len(tokens)))
-        self._compare(self.logits(context)[len(tokens) :], expected)
+        for siblings in observed.siblings:
+            index = int(siblings[0].removeprefix(parts.prefix).partition(".")[0])
+            group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
+            self._groups[index].append(group)
+        context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
+        self._fuse(context)
+        self._check(context, observed)
 
-    def _compare(self, found: Tensor, expected: Tensor) -> None:
-        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    def _fuse(self, context: MicrobatchContext) -> None:
+        """Replace what costs more than it needs to, where the replacement proves exact."""
+        fuse_norms(self._model)
+        fuse_mlps(self._parts.layers)
+        for index, layer in enumerate(self._parts.layers):
+            fuse_attentions(layer, context, self._rotation(index, context))
+
+    def _check(self, context: MicrobatchContext, observed: Observed) -> None:
+        """Each block, given what the whole model gave its own, must return what it returned."""
+        self._compare("embed", self.embed(context), observed.inputs[0])
+        for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
+            hidden = self.layer(index, given.repeat(2, 1), context)
+            self._compare(f"layer {index}", hidden - given.repeat(2, 1), returned - given)
+        self._compare("head", self.head(observed.outputs[-1].repeat(2, 1)), observed.logits)
+
+    def _compare(self, block: str, found: Tensor, expected: Tensor) -> None:
+        wanted = expected.float().repeat(2, 1)
+        error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
-            raise unusable(self._model, f"its blocks give other logits than the whole model (by {error:.1e})")
+            raise unusable(self._model, f"{block} gives another result than in the whole model (by {error:.1e})")

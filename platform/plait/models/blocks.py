@@ -120,17 +120,11 @@ def attention_forward(
     rule = AttentionRule(scale, sliding_window, softcap)
     heads = Heads(query.shape[1], key.shape[1])
     qkv = torch.cat((query, key, value), dim=1).squeeze(0).transpose(0, 1).flatten(1)
-    out = attend(qkv, heads, rule, packed, cast(int, module.layer_idx))
+    if packed.cache is None:
+        out = packed_attention(qkv, heads, packed.layout, rule)
+    else:
+        out = packed.cache.attend(cast(int, module.layer_idx), qkv, heads, rule, packed)
     return out.view(1, len(out), heads.query, -1), None
-
-
-def attend(
-    qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext, layer: int
-) -> Tensor:
-    """Attention over rotated queries and keys: within the microbatch, or against the cache."""
-    if context.cache is not None:
-        return context.cache.attend(layer, qkv, heads, rule, context)
-    return packed_attention(qkv, heads, context.layout, rule)
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +14,17 @@ from plait.errors import InputError
 from plait.models.packing import AttentionLayout
 
 if TYPE_CHECKING:
+    from plait.models.attention import AttentionRule, Heads
     from plait_kernels import Routing
 
-    from plait.models.cache import KeyValueCache
+
+class AttentionStore(Protocol):
+    """What stands between the rotated q, k, v of a layer and attention, where earlier tokens are kept."""
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
+    ) -> Tensor:
+        """(tokens, (query + 2 · shared) · head size) to (tokens, query heads · head size)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +45,7 @@ class MicrobatchContext:
     sample_offsets: tuple[int, ...]
     routing: Routing | None = None
     checkpointing: bool = False
-    cache: KeyValueCache | None = None
+    cache: AttentionStore | None = None
     _layout: AttentionLayout | None = None
     shared: dict[str, Any] = field(default_factory=dict)  # what all layers have in common: cos and sin
 

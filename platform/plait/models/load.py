@@ -39,6 +39,7 @@ class ModelShape:
         linears: every linear layer that an adapter may target, in the model's order.
         layer_count: decoder layers.
         hidden_size: features of a hidden row.
+        heads: attention heads.
         vocabulary: logits of a row.
         max_length: longest sample in tokens.
         parameters: weights of the frozen base; tied ones count once.
@@ -48,6 +49,7 @@ class ModelShape:
     linears: tuple[LinearInfo, ...]
     layer_count: int
     hidden_size: int
+    heads: int
     vocabulary: int
     max_length: int
     parameters: int
@@ -85,6 +87,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
         linears=find_linears(model, parts.prefix),
         layer_count=len(parts.layers),
         hidden_size=int(found.config.hidden_size),
+        heads=int(found.config.num_attention_heads),
         vocabulary=int(parts.head.weight.shape[0]),
         max_length=found.max_length,
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -6,7 +6,7 @@ stay where they are, each handing out its columns. Which layers are siblings is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,55 +104,23 @@ def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
     return tuple(info for info in found if info is not None)
 
 
-class SiblingObserver:
-    """Records, while a model runs, which of its linear layers are given the same tensor."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._seen: dict[int, list[str]] = {}
-        self._alive: list[Tensor] = []  # keeps every input, so that no identity is used twice
-        self._hooks = [
-            model.get_submodule(name).register_forward_pre_hook(self._hook(name)) for name in names
-        ]
-
-    def _hook(self, name: str):  # type: ignore[no-untyped-def]
-        def note(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._alive.append(inputs[0])
-            self._seen.setdefault(id(inputs[0]), []).append(name)
-
-        return note
-
-    def stop(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def siblings(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Groups of names in order; a layer that never ran, or ran twice, stands alone."""
-        calls = [name for group in self._seen.values() for name in group]
-        once = {name for name in calls if calls.count(name) == 1}
-        of = {name: tuple(group) for group in self._seen.values() for name in group if set(group) <= once}
-        done: set[str] = set()
-        for name in names:
-            if name not in done:
-                group = of.get(name, (name,))
-                done.update(group)
-                yield group
-
-
 def merge_siblings(
-    model: nn.Module, groups: Sequence[Sequence[LinearInfo]], keys: dict[str, int], binding: Binding
-) -> list[LinearGroup]:
-    """Put grouped layers in the place of the model's linear layers; their weights move, none is copied twice."""
-    made = []
-    for infos in groups:
-        modules = [model.get_submodule(info.name) for info in infos]
-        sites = [Site(info.name, keys[info.name], info.in_features, info.out_features) for info in infos]
-        group = LinearGroup(sites, *_merged_weights(modules), binding)
-        for member, info in enumerate(infos):
-            parent, _, attribute = info.name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, GroupedLinear(group, member))
-        made.append(group)
-    return made
+    model: nn.Module, members: Sequence[tuple[int, LinearInfo]], binding: Binding
+) -> LinearGroup:
+    """Put one group in the place of linear layers that read the same tensor; their weights move into it.
+
+    Args:
+        model: holds the layers.
+        members: each layer with its dropout key.
+        binding: of the model.
+    """
+    modules = [model.get_submodule(info.name) for _, info in members]
+    sites = [Site(info.name, key, info.in_features, info.out_features) for key, info in members]
+    group = LinearGroup(sites, *_merged_weights(modules), binding)
+    for member, (_, info) in enumerate(members):
+        parent, _, attribute = info.name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, GroupedLinear(group, member))
+    return group
 
 
 def _merged_weights(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,209 @@
+"""What lies between matrix products, one pass over memory each: compiled on a CPU, plain torch elsewhere.
+
+transformers' own modules cost as much as the matrix products on a CPU: each writes every intermediate. The
+functions here compute the same with one read and one write (``elementwise.c``), forward and backward.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from plait_kernels.compiled import cache_folder, compile_library
+from torch import Tensor
+from torch.nn import functional
+
+SILU, GELU_TANH = 0, 1
+MOST_KEYS = 512  # of the compiled softmax: KEYS in elementwise.c
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "rms": [_POINTER] * 4 + [_LONG, _LONG, _REAL, _REAL, _INT],
+    "rms_back": [_POINTER] * 5 + [_LONG, _LONG, _REAL, _INT],
+    "gated": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
+    "gated_back": [_POINTER] * 3 + [_LONG, _LONG, _INT, _INT],
+    "rotate": [_POINTER] * 3 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "softmax": [_POINTER] + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "softmax_back": [_POINTER] * 2 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+}
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(compile_library(Path(__file__).with_suffix(".c"), cache_folder())))
+    except OSError as problem:
+        warnings.warn(f"the model runs in plain torch, slower: {problem}", RuntimeWarning, stacklevel=2)
+        return None
+    for name, arguments in _ARGUMENTS.items():
+        for suffix in _SUFFIX.values():
+            function = getattr(library, f"{name}_{suffix}")
+            function.argtypes, function.restype = arguments, None
+    return library
+
+
+def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
+    """The compiled function for these tensors, or None where they are not contiguous on a CPU."""
+    first = tensors[0]
+    fits = all(
+        tensor.device.type == "cpu" and tensor.dtype == first.dtype and tensor.is_contiguous()
+        for tensor in tensors
+    )
+    library = _library() if fits and first.dtype in _SUFFIX else None
+    if library is None:
+        return None
+    return cast("Callable[..., None]", getattr(library, f"{name}_{_SUFFIX[first.dtype]}"))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / rms(x) · (offset + weight) over the last dimension.
+
+    Args:
+        x: (..., features).
+        weight: (features,), frozen.
+        eps: added to the mean square.
+        offset: 0 as in Llama, whose quotient is rounded to x's dtype before the product; 1 as in Gemma.
+    """
+    return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        x = x.contiguous()
+        features = x.shape[-1]
+        rows = x.numel() // features
+        function = compiled("rms", x, weight)
+        if function is None:
+            scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+            quotient = x.float() * scale
+            out = quotient.to(x.dtype) * weight if offset == 0 else quotient * (offset + weight.float())
+            out = out.to(x.dtype)
+        else:
+            out, scale = torch.empty_like(x), torch.empty(*x.shape[:-1], 1)
+            pointers = (tensor.data_ptr() for tensor in (out, scale, x, weight))
+            function(*pointers, rows, features, eps, offset, torch.get_num_threads())
+        ctx.save_for_backward(x, weight, scale)
+        ctx.offset = offset
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, features = grad.contiguous(), x.shape[-1]
+        function = compiled("rms_back", grad, x, weight)
+        if function is None:
+            g = grad.float() * (ctx.offset + weight.float())
+            mean = (g * x.float()).mean(-1, keepdim=True)
+            return (scale * (g - x.float() * (scale.square() * mean))).to(x.dtype), None, None, None
+        dx = torch.empty_like(x)
+        pointers = (tensor.data_ptr() for tensor in (dx, grad, scale, x, weight))
+        function(*pointers, x.numel() // features, features, ctx.offset, torch.get_num_threads())
+        return dx, None, None, None
+
+
+def gated(x: Tensor, kind: int) -> Tensor:
+    """act(gate) · up of gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH."""
+    return cast("Callable[..., Tensor]", _Gated.apply)(x, kind)
+
+
+def activation(gate: Tensor, kind: int) -> Tensor:
+    """SiLU, or GELU in its tanh form."""
+    return functional.silu(gate) if kind == SILU else functional.gelu(gate, approximate="tanh")
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: int) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        width = x.shape[-1] // 2
+        function = compiled("gated", x)
+        if function is None:
+            gate, up = x.split(width, dim=-1)
+            return activation(gate, kind) * up
+        out = x.new_empty(*x.shape[:-1], width)
+        function(out.data_ptr(), x.data_ptr(), out.numel() // width, width, kind, torch.get_num_threads())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        grad, width = grad.contiguous(), grad.shape[-1]
+        function = compiled("gated_back", x, grad)
+        if function is None:
+            gate, up = x.split(width, dim=-1)
+            with torch.enable_grad():
+                leaf = gate.detach().requires_grad_()
+                act = activation(leaf, ctx.kind)
+            slope = torch.autograd.grad(act, leaf, grad * up)[0]
+            return torch.cat((slope, grad * act.detach()), dim=-1), None
+        dx = torch.empty_like(x)
+        pointers = (tensor.data_ptr() for tensor in (dx, grad, x))
+        function(*pointers, grad.numel() // width, width, ctx.kind, torch.get_num_threads())
+        return dx, None
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = False) -> None:
+    """Rotate in place (RoPE): the first half of the rotated features against the second.
+
+    Args:
+        x: (rows, size), contiguous; row r is at position r mod ``length``.
+        cos: (at least ``length``, rotated size), contiguous.
+        sin: as cos.
+        length: positions.
+        back: rotate the other way: the inverse, and the gradient.
+    """
+    sign, half = (-1.0 if back else 1.0), cos.shape[-1] // 2
+    function = compiled("rotate", x, cos, sin)
+    if function is not None:
+        pointers = (tensor.data_ptr() for tensor in (x, cos, sin))
+        function(*pointers, len(x), length, x.shape[-1], half, sign, torch.get_num_threads())
+        return
+    view = x.view(-1, length, x.shape[-1])
+    c, s = cos[:length], sin[:length] * sign
+    first, second = view[..., :half], view[..., half : 2 * half]
+    turned = first * s[:, half:]
+    first.mul_(c[:, :half]).addcmul_(second, s[:, :half], value=-1.0)
+    second.mul_(c[:, half:]).add_(turned)
+
+
+def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: float) -> bool:
+    """Softmax of scale · scores in place, where row r sees keys up to r mod ``length``, ``window`` at most.
+
+    Args:
+        scores: (batch, rows, keys), contiguous, at most ``MOST_KEYS`` keys, which start at position 0.
+        length: positions of the query rows.
+        window: keys that a query sees, its own included; None sees all.
+        scale: of the scores.
+
+    Returns:
+        Whether it was done: False leaves the scores as they were, for the caller to do it in torch.
+    """
+    function = compiled("softmax", scores) if scores.shape[-1] <= MOST_KEYS else None
+    if function is None:
+        return False
+    keys = scores.shape[-1]
+    rows = scores.numel() // keys
+    function(scores.data_ptr(), rows, length, keys, window or keys, scale, torch.get_num_threads())
+    return True
+
+
+def causal_softmax_back_(
+    grad: Tensor, probabilities: Tensor, length: int, window: int | None, scale: float
+) -> bool:
+    """Turn the gradient of the probabilities into that of the scores, in place; as :func:`causal_softmax_`."""
+    function = compiled("softmax_back", grad, probabilities) if grad.shape[-1] <= MOST_KEYS else None
+    if function is None:
+        return False
+    keys = grad.shape[-1]
+    pointers = (grad.data_ptr(), probabilities.data_ptr())
+    rows = grad.numel() // keys
+    function(*pointers, rows, length, keys, window or keys, scale, torch.get_num_threads())
+    return True

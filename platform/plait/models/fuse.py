@@ -1,0 +1,194 @@
+"""Replace what transformers' modules compute between matrix products by single passes over memory.
+
+Nothing is known of a family: a module is replaced where it looks as if it computed RMSNorm, a gated MLP or
+rotary attention, and where on random input the replacement gives what it gives. All else stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.models.attention import AttentionRule, Heads, packed_attention
+from plait.models.context import MicrobatchContext
+from plait.models.elementwise import GELU_TANH, SILU, activation, gated, rms_norm
+from plait.models.lora import GroupedLinear
+
+# ‖replacement − module‖ / ‖module‖ on random input that is rounding alone; what is not shows far more.
+ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+Forward = Callable[..., Any]
+
+
+def fuse_norms(root: nn.Module) -> int:
+    """Replace the forward of every RMSNorm below ``root``; how many were replaced."""
+    return sum(_fuse_norm(module) for module in root.modules() if "RMSNorm" in type(module).__name__)
+
+
+def _fuse_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
+        return False
+    x = _noise(3, len(weight), like=weight)
+    expected = module(x)
+    for offset in (0.0, 1.0):
+
+        def forward(x: Tensor, offset: float = offset) -> Tensor:
+            return rms_norm(x, weight, eps, offset)
+
+        if _close(forward(x), expected) and _close(forward(x.float()), module(x.float())):
+            module.forward = forward  # type: ignore[method-assign]
+            return True
+    return False
+
+
+def fuse_mlps(root: nn.Module) -> int:
+    """Replace the forward of every gated MLP below ``root``; how many were replaced."""
+    return sum(_fuse_mlp(module) for module in root.modules())
+
+
+def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
+    """The first of the named children where they are one group, in this order and nothing else."""
+    members = [getattr(module, name, None) for name in names]
+    first = members[0]
+    if not isinstance(first, GroupedLinear) or len(first.group.sites) != len(names):
+        return None
+    same = all(
+        isinstance(member, GroupedLinear) and member.group is first.group and member.member == place
+        for place, member in enumerate(members)
+    )
+    return first if same else None
+
+
+def _fuse_mlp(module: nn.Module) -> bool:
+    pair = _merged_siblings(module, "gate_proj", "up_proj") or _merged_siblings(module, "gate_up_proj")
+    down = getattr(module, "down_proj", None)
+    act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    kind = None if act is None else _activation_kind(act)
+    if pair is None or kind is None or not isinstance(down, GroupedLinear):
+        return False
+    merged = pair.group.merged
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = down(gated(merged(x), kind))
+        return out
+
+    x = _noise(3, pair.in_features, like=pair.weight)
+    if not _close(forward(x), module(x)):
+        return False
+    module.forward = forward  # type: ignore[method-assign]
+    return True
+
+
+def _activation_kind(act: Callable[[Tensor], Tensor]) -> int | None:
+    """Which of the compiled activations this is, judged in float32, where GELU's two forms differ."""
+    gate = torch.linspace(-6.0, 6.0, 100)
+    fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), act(gate)))
+    return next(fitting, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryAttention:
+    """Forward of an attention module: one product for q, k and v, rotation and attention in one pass.
+
+    Attributes:
+        project: to q, k and v side by side.
+        output: the output projection.
+        heads: how many.
+        rule: of the scores.
+        layer: place in the cache.
+    """
+
+    project: Callable[[Tensor], Tensor]
+    output: nn.Module
+    heads: Heads
+    rule: AttentionRule
+    layer: int
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        packed: MicrobatchContext,
+        tables: tuple[Tensor, Tensor],
+        **_other: Any,
+    ) -> tuple[Tensor, None]:
+        """(1, tokens, hidden) to (1, tokens, hidden), and None for the probabilities."""
+        qkv = self.project(hidden_states.squeeze(0))
+        if packed.cache is None:
+            out = packed_attention(qkv, self.heads, packed.layout, self.rule, tables)
+        else:
+            rotated = self._rotated(qkv, position_embeddings)
+            out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
+        return self.output(out).unsqueeze(0), None
+
+    def _rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+        """q and k rotated row by row: for rows whose positions do not start from 0."""
+        cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
+        size = cos.shape[-1]
+        x = qkv.view(len(qkv), self.heads.total, -1)
+        turned, values = x[:, : -self.heads.shared], x[:, -self.heads.shared :]
+        moving, still = turned[..., :size], turned[..., size:]
+        swapped = torch.cat((-moving[..., size // 2 :], moving[..., : size // 2]), dim=-1)
+        turned = torch.cat((moving * cos + swapped * sin, still), dim=-1)
+        return torch.cat((turned, values), dim=1).flatten(1)
+
+
+class _Observer:
+    """Stands in for a cache and notes what an attention module asks for."""
+
+    def __init__(self) -> None:
+        self.asked: tuple[int, Heads, AttentionRule] | None = None
+
+    def attend(
+        self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
+    ) -> Tensor:
+        """Note the question, and answer it."""
+        self.asked = (layer, heads, rule)
+        return packed_attention(qkv, heads, context.layout, rule)
+
+
+def fuse_attentions(root: nn.Module, context: MicrobatchContext, rotation: Mapping[str, Any]) -> int:
+    """Replace the forward of every rotary attention below ``root``; how many were replaced.
+
+    Args:
+        root: a decoder layer.
+        context: a few packed tokens to try it on.
+        rotation: the layer's keyword arguments ``position_embeddings`` and ``tables``.
+    """
+    return sum(_fuse_attention(module, context, rotation) for module in root.modules())
+
+
+def _fuse_attention(module: nn.Module, context: MicrobatchContext, rotation: Mapping[str, Any]) -> bool:
+    project = _merged_siblings(module, "q_proj", "k_proj", "v_proj") or _merged_siblings(module, "qkv_proj")
+    output = getattr(module, "o_proj", None)
+    if project is None or not isinstance(output, GroupedLinear) or not rotation:
+        return False
+    x = _noise(1, len(context.token_ids), project.in_features, like=project.weight)
+    observer = _Observer()
+    observed = replace(context, cache=observer)
+    expected = module(hidden_states=x, attention_mask=None, packed=observed, **rotation)[0]
+    if observer.asked is None:
+        return False
+    layer, heads, rule = observer.asked
+    forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
+    if not all(
+        _close(forward(x, packed=tried, **rotation)[0], expected) for tried in (context, observed)
+    ):
+        return False
+    module.forward = forward  # type: ignore[method-assign]
+    return True
+
+
+def _noise(*shape: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).to(like)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    return error <= ROUNDING[expected.dtype]
