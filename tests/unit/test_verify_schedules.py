@@ -303,6 +303,13 @@ def test_the_bubble_lemma_needs_a_distance_of_all_stages(stages: int) -> None:
         assert any("stage 0: step 0 of a" in fault for fault in faults)
 
 
+def test_a_forward_on_old_weights_is_named() -> None:
+    items, batches = two_steps(1, 1)
+    late = [items[0], items[2], items[1], items[3]]
+    faults = violations(late, batches, stages={0: 1}, capacity=4)
+    assert faults == ["replica 0 stage 0: forward of microbatch 1, a step 1, sees weights after 0 steps"]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_one_job_alone_waits_by_noops_and_steps_at_once(stages: int) -> None:
     batches = {"a": [global_batch("a", step, [8, 8], 10 * step) for step in range(3)]}
