@@ -1,0 +1,83 @@
+"""LobRA's 7B deployment on 16 A100-40GB beside Plait's, under one cost model, by assumed lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from plait.bench.figures import Figure, Report
+from plait.bench.lobra_workload import (
+    Assumption,
+    Task,
+    Workload,
+    costs_of,
+    read_assumptions,
+    read_tasks,
+    replicas,
+)
+from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.cost.replica import ReplicaCost
+from plait.jobs import JobSpec
+from plait.planner.deployment import Deployment, DeployOptions, deploy
+from plait.planner.dispatch import dispatch
+from plait.planner.solver import Limits
+from plait.settings import RunSettings
+
+SOURCE = "LobRA §5.2, Table 2"
+SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in the paper
+LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """The published deployment's seconds over the best one's, for each assumption about lengths.
+
+    Options: ``tasks``, ``assumptions`` and ``deployment`` (rows [tp, pp, replicas]).
+    """
+    del jobs
+    profile = cluster_profile(settings.cluster.options)
+    published = cast("Sequence[Sequence[int]]", options["deployment"])
+    tasks, figures = read_tasks(options), []
+    for assumption in read_assumptions(options):
+        figures += compare(profile, tasks, assumption, published)
+    return Report(
+        "LobRA, 7B on 16 A100-40GB: the published deployment beside Plait's",
+        tuple(figures),
+        (
+            f"cost model: {profile.source}",
+            f"most tokens of a microbatch: table {profile.table!r} of {', '.join(profile.tables)}",
+            "makespan: T(⌈d/p⌉) of LobRA Eq. 2, integer program within 0.5 % of its bound",
+        ),
+    )
+
+
+def compare(
+    profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Sequence[Sequence[int]]
+) -> list[Figure]:
+    """Figures of one assumption: with every configuration, and without pipelines as in LobRA's plan."""
+    workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
+    buckets = workload.buckets(profile)
+    counts = workload.expected(buckets)
+    costs = costs_of(profile, buckets.lengths, profile.devices.count)
+    theirs = dispatch(replicas(costs, published), counts, LIMITS)
+    figures = []
+    for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
+        ours = best(allowed, counts, profile.devices.count)
+        figures.append(
+            Figure(
+                f"{assumption}; {name}: published slower by",
+                100.0 * (theirs.makespan / ours.makespan - 1.0),
+                "%",
+                "computed",
+                0.0,
+                SOURCE,
+                10.0,
+                f"Plait: {ours}, {ours.makespan:.2f} s, bound {ours.bound:.2f} s; "
+                f"published {theirs.makespan:.2f} s",
+            )
+        )
+    return figures
+
+
+def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
+    """Plait's deployment judged as LobRA judges, with the integer program's bound."""
+    return deploy(costs, counts, devices, DeployOptions(equal_shares=True, exact=True, limits=LIMITS))

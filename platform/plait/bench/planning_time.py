@@ -1,0 +1,108 @@
+"""Seconds that planning takes: deployment by devices, dispatch and bucketing by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from time import perf_counter
+from typing import cast
+
+from plait.bench.figures import Figure, Report
+from plait.bench.lobra_workload import (
+    Workload,
+    costs_of,
+    limits,
+    read_assumptions,
+    read_tasks,
+    replicas,
+)
+from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.jobs import JobSpec
+from plait.planner.buckets import dynamic_buckets
+from plait.planner.deployment import deploy
+from plait.planner.dispatch import dispatch, spread
+from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.solver import Limits
+from plait.samples import Int64
+from plait.settings import RunSettings
+
+SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
+SAMPLE_STEPS = 100
+ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Planning seconds beside the published ones, with each plan's distance to its proved bound.
+
+    Options: ``tasks``, ``assumptions`` (the first is used), ``devices`` (number: published seconds or
+    null), ``kinds`` (rows [tp, pp, replicas] of the dispatch), ``steps``.
+    """
+    del jobs
+    profile = cluster_profile(settings.cluster.options)
+    assumption = read_assumptions(options)[0]
+    workload = Workload.draw(read_tasks(options), assumption, SAMPLE_STEPS)
+    figures = []
+    for devices, theirs in cast("Mapping[int, float | None]", options["devices"]).items():
+        figures += _deployment_figures(profile, workload, int(devices), theirs)
+    kinds = cast("Sequence[Sequence[int]]", options["kinds"])
+    figures += _dispatch_figures(profile, workload.batches[: int(cast("int", options["steps"]))], kinds)
+    return Report("Planning time", tuple(figures), (f"{assumption}", f"cost model: {profile.source}"))
+
+
+def _deployment_figures(
+    profile: ClusterProfile, workload: Workload, devices: int, theirs: float | None
+) -> list[Figure]:
+    """One batch whatever the devices, as published; and a batch that grows with them."""
+    buckets = workload.buckets(profile)
+    costs = costs_of(profile, buckets.lengths, devices)
+    figures = []
+    per_devices = profile.devices.count
+    for name, factor in (("one batch", 1.0), ("batch by devices", devices / per_devices)):
+        counts = tuple(-(-int(count * factor * 1000) // 1000) for count in workload.expected(buckets))
+        begin = perf_counter()
+        plan = deploy(costs, counts, devices)
+        seconds = perf_counter() - begin
+        case = f"deployment, {devices} devices, {name}"
+        source = SOURCE if theirs is not None else ""
+        note = (
+            f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {plan.relaxation:.3f} s"
+        )
+        note += f"; limit hit: {plan.limit_hit}" if plan.limit_hit else ""
+        figures.append(Figure(case, seconds, "s", "measured", theirs, source, note=note))
+        figures.append(Figure(f"{case}: above the bound", 100.0 * plan.gap, "%", "computed"))
+    return figures
+
+
+def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Sequence[Sequence[int]]) -> list[Figure]:
+    """Median milliseconds of a step's bucketing and dispatch, with the median distance to the bound."""
+    seconds: dict[str, list[float]] = {"bucketing": [], "search": [], "by replica": [], "program": []}
+    gaps: dict[str, list[float]] = {"search": [], "by replica": [], "program": []}
+    for batch in batches:
+        begin = perf_counter()
+        buckets = dynamic_buckets(batch, required=limits(profile))
+        seconds["bucketing"].append(perf_counter() - begin)
+        costs = costs_of(profile, buckets.lengths, _devices(rows))
+        kinds: list[ReplicaKind] = replicas(costs, rows)
+        begin = perf_counter()
+        found = dispatch(kinds, buckets.counts)
+        seconds["search"].append(perf_counter() - begin)
+        begin = perf_counter()
+        each = spread(kinds, buckets.counts, found)
+        seconds["by replica"].append(perf_counter() - begin)
+        begin = perf_counter()
+        exact = dispatch(kinds, buckets.counts, ILP)
+        seconds["program"].append(perf_counter() - begin)
+        for name, result in (("search", found), ("by replica", each), ("program", exact)):
+            gaps[name].append(result.gap)
+    case = f"dispatch, {len(rows)} kinds of replica"
+    return [
+        *(Figure(f"{case}: {name}", 1e3 * median(each), "ms", "measured") for name, each in seconds.items()),
+        *(
+            Figure(f"{case}: {name} above the bound", 100.0 * median(each), "%", "computed")
+            for name, each in gaps.items()
+        ),
+    ]
+
+
+def _devices(rows: Sequence[Sequence[int]]) -> int:
+    return sum(tp * pp * count for tp, pp, count in rows)
