@@ -7,6 +7,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,16 +40,14 @@ def free_port() -> int:
         return port
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an MLflow server that runs in a process of its own, keeping artifacts itself."""
-    folder = tmp_path_factory.mktemp("server")
-    settings = TrackingSettings(root=folder)
-    arguments = ["--port", str(free_port()), "--artifacts-destination", str(folder / "kept")]
-    command = ui_command(settings, arguments)
+@contextmanager
+def running_server(folder: Path, port: int) -> Iterator[str]:
+    """The address of an MLflow server in a process of its own, that keeps artifacts itself."""
+    arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
+    command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
     environment = os.environ | command.environment
     del environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"]
-    with (folder / "log").open("wb") as log:
+    with (folder / "log").open("ab") as log:
         process = subprocess.Popen(command.command, env=environment, stdout=log, stderr=log)
         try:
             wait_for(command.url, process, folder / "log")
@@ -56,6 +55,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_server(tmp_path_factory.mktemp("server"), free_port()) as url:
+        yield url
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -362,3 +367,28 @@ def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
     tracker.handle(ended("trial-0000", "finished", tmp_path / "gone"))
     with pytest.raises(StorageError, match=r"gone is not there to be kept as adapter"):
         tracker.close()
+
+
+@pytest.mark.slow
+def test_a_server_that_restarts_during_a_search_misses_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    with running_server(tmp_path, port) as url:
+        settings = TrackingSettings(uri=url, root=tmp_path, experiment="tests", flush_seconds=0.05)
+        tracker = Tracker(settings)
+        tracker.start_search(facts(settings))
+        tracker.start_job(job(0), 0)
+        tracker.handle(progress("trial-0000", 1))
+        tracker.flush()
+    for step in range(2, STEPS + 1):
+        tracker.handle(progress("trial-0000", step))
+    tracker.start_job(job(1), 1)
+    tracker.handle(progress("trial-0001", 1))
+    with pytest.raises(StorageError, match="are not in"):
+        tracker.flush()
+    with running_server(tmp_path, port):
+        tracker.end_search()
+        tracker.close()
+        _, children = runs_of(settings)
+        losses = curve(settings, children["trial-0000"], "train/loss")
+        assert losses == [(step, 3.0 / step) for step in range(1, STEPS + 1)]
+        assert curve(settings, children["trial-0001"], "train/loss") == [(1, 3.0)]

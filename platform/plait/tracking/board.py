@@ -121,7 +121,7 @@ class Board:
         return min(done, key=self.rank, default=None)
 
     def rank(self, record: JobRecord) -> tuple[int, float, int]:
-        """Sorting key: finished jobs by objective, then others that have one, then the rest; then by trial."""
+        """Sorting key: finished by objective, others that have one, then the rest; ties by trial number."""
         if record.objective is None:
             return 2, 0.0, record.trial
         value = record.objective if self.direction == "minimize" else -record.objective

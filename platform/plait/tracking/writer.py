@@ -1,14 +1,16 @@
 """The one background thread that talks to MLflow, so that training never waits for it.
 
 Operations wait in an outbox and leave it only when the store has taken them. A store that does not answer
-is tried again, later and later; what waits is kept. What the store refuses for good (a changed parameter, a
-run that somebody deleted) is set aside, so that it does not hold up the rest. Both come to light as a
-StorageError when somebody flushes or closes.
+is tried again, later and later; what waits is kept. A store that is slow for the number of runs is written
+to less often, more at a time. What the store refuses for good (a changed parameter, a run that somebody
+deleted) is set aside, so that it does not hold up the rest. Both come to light as a StorageError when
+somebody flushes or closes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from itertools import islice
 from typing import Protocol
@@ -16,8 +18,9 @@ from typing import Protocol
 from plait.errors import StorageError
 from plait.tracking.operations import LogPoints, Operation, Request, count_points, gather
 
-BATCH = 2000  # operations that are gathered into one round of requests
-WAKE_AT = 500  # operations that wake the thread before its time
+BATCH = 16_000  # operations that are gathered into one set of requests
+SHARE = 0.02  # of the time may go into sending while nobody waits for it
+LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
 ATTEMPTS = 4  # of one request, before flush() or close() give up
 FIRST_DELAY = 0.5  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 30.0
@@ -77,7 +80,8 @@ class Writer:
 
     Args:
         sender: carries requests out, in the background thread only.
-        flush_seconds: longest time that an operation waits while the store answers.
+        flush_seconds: time that an operation waits, so that several go out together; longer where sending
+            would take more than a small share of the time.
         address: of the store, for messages.
         outbox: where operations wait.
         first_delay: seconds before a request is tried a second time.
@@ -100,6 +104,7 @@ class Writer:
         self._condition = threading.Condition()
         self._requests: deque[Request] = deque()  # of the batch in hand, not yet taken by the store
         self._in_hand = 0  # operations of that batch
+        self._round_seconds = 0.0  # that the last round of sending took
         self._flushing = 0  # callers that wait for an empty outbox
         self._closing = False
         self._failures = 0  # attempts in a row that failed
@@ -114,8 +119,6 @@ class Writer:
             if self._closing:
                 raise RuntimeError("the tracking writer is closed")
             self._outbox.append(operation)
-            if len(self._outbox) == WAKE_AT:
-                self._condition.notify_all()
 
     @property
     def waiting(self) -> int:
@@ -179,25 +182,33 @@ class Writer:
                 self._condition.wait_for(self._due, self._pause())
                 if self._closing:
                     return
-                if not self._requests and len(self._outbox):
-                    batch = self._outbox.peek(BATCH)
-                    self._requests.extend(gather(batch))
-                    self._in_hand = len(batch)
-            self._send_batch()
+            started = time.monotonic()
+            while self._take_batch() and self._send_batch():
+                pass
+            self._round_seconds = time.monotonic() - started
+
+    def _take_batch(self) -> bool:
+        """Have requests in hand: those that are left, or a new batch. False where nothing waits."""
+        with self._condition:
+            if not self._requests:
+                batch = self._outbox.peek(BATCH)
+                self._requests.extend(gather(batch))
+                self._in_hand = len(batch)
+            return self._in_hand > 0
 
     def _due(self) -> bool:
         if self._closing:
             return True
         if self._failures:
             return False  # the pause before the next attempt runs its full length
-        return len(self._outbox) >= WAKE_AT or bool(self._flushing and self._outbox)
+        return bool(self._flushing and self._outbox)
 
     def _pause(self) -> float:
         if not self._failures:
-            return self._flush_seconds
+            return max(self._flush_seconds, min(self._round_seconds / SHARE, LONGEST_PAUSE))
         return min(self._first_delay * 2.0 ** (self._failures - 1), LONGEST_DELAY)
 
-    def _send_batch(self) -> None:
+    def _send_batch(self) -> bool:
         """Send the requests in hand until one fails; drop the batch when all are through."""
         while self._requests:
             try:
@@ -209,10 +220,11 @@ class Writer:
                     self._error = error
                     self._failures += 1
                     self._condition.notify_all()
-                return
+                return False
             self._requests.popleft()
             self._failures = 0
         with self._condition:
             self._outbox.drop(self._in_hand)
             self._in_hand = 0
             self._condition.notify_all()
+        return True
