@@ -21,7 +21,7 @@ Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 MAX_MOVES = 200
-CHAINS = 40  # two-step moves looked at before a local optimum is accepted
+CHAINS = 20  # two-step moves looked at before a local optimum is accepted
 EPSILON = 1e-9
 
 

@@ -1,0 +1,139 @@
+"""Which jobs train now (DESIGN §5.8, mLoRA §3.4): priority, then arrival, as far as predicted memory goes.
+
+Pure functions over plain data. They are asked at the end of an iteration; a job that has to make room is
+parked with its state and goes on later from where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from plait.cost.memory import MemoryModel
+from plait.cost.shapes import MicrobatchShape
+from plait.errors import CapacityError, ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """One job that wants to train.
+
+    Attributes:
+        name: unique.
+        priority: higher goes first.
+        arrival: order of submission; a parked job keeps its own.
+        adapter_bytes: exact bytes of its adapter: masters, gradients, moments, copies.
+        rank: of its adapter.
+        running: it trains at present.
+    """
+
+    name: str
+    priority: int
+    arrival: int
+    adapter_bytes: int
+    rank: int
+    running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The jobs that train in the next iteration.
+
+    Attributes:
+        training: in the order of admission.
+        started: of those, the ones that did not run before.
+        parked: ran before and must make room.
+        waiting: did not run and still do not.
+        bytes: predicted peak of the group.
+    """
+
+    training: tuple[str, ...]
+    started: tuple[str, ...]
+    parked: tuple[str, ...]
+    waiting: tuple[str, ...]
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """Predicted peak of a group of jobs on one device.
+
+    Attributes:
+        model: fitted; its margin is included.
+        base_bytes: exact bytes of the frozen weights.
+        capacity: most tokens of a microbatch.
+        longest: longest sample.
+    """
+
+    model: MemoryModel
+    base_bytes: int
+    capacity: int
+    longest: int
+
+    def __call__(self, jobs: Sequence[Applicant]) -> float:
+        """Base and adapters, and the heaviest microbatch that may come: full, labelled, largest rank."""
+        static = self.base_bytes + sum(job.adapter_bytes for job in jobs)
+        if not jobs:
+            return float(static)
+        full, rest = divmod(self.capacity, self.longest)
+        lengths = [self.longest] * full + ([rest] if rest else [])
+        shape = MicrobatchShape.of(lengths, ranks=max(job.rank for job in jobs))
+        return self.model.safe_peak(shape, static=static)
+
+
+def admit(
+    applicants: Iterable[Applicant],
+    *,
+    available: float,
+    predict: Callable[[Sequence[Applicant]], float],
+    max_jobs: int | None = None,
+) -> Admission:
+    """Choose the jobs of the next iteration.
+
+    Jobs are taken by priority, then arrival; one that does not fit beside those before it is passed over,
+    and later ones may use the room. A job passed over comes first again next time, so whoever took its room
+    is parked as soon as it fits: nobody waits for ever behind later jobs.
+
+    Args:
+        available: bytes that may be used.
+        predict: peak bytes of a group; must not fall when a job joins.
+        max_jobs: most jobs at once; None leaves it to memory.
+
+    Raises:
+        ConfigError: two jobs of one name.
+        CapacityError: a job does not fit even alone.
+    """
+    ordered = sorted(applicants, key=lambda job: (-job.priority, job.arrival, job.name))
+    if len({job.name for job in ordered}) < len(ordered):
+        raise ConfigError("two jobs of one name", "Names of jobs must be unique.")
+    chosen: list[Applicant] = []
+    for job in ordered:
+        check_fits_alone(job, available=available, predict=predict)
+        if (max_jobs is None or len(chosen) < max_jobs) and predict([*chosen, job]) <= available:
+            chosen.append(job)
+    names = {job.name for job in chosen}
+    return Admission(
+        training=tuple(job.name for job in chosen),
+        started=tuple(job.name for job in chosen if not job.running),
+        parked=tuple(job.name for job in ordered if job.running and job.name not in names),
+        waiting=tuple(job.name for job in ordered if not job.running and job.name not in names),
+        bytes=predict(chosen),
+    )
+
+
+def check_fits_alone(
+    job: Applicant, *, available: float, predict: Callable[[Sequence[Applicant]], float]
+) -> None:
+    """A job that would never be admitted is refused at once.
+
+    Raises:
+        CapacityError: naming the job, what it needs and what there is.
+    """
+    needed = predict([job])
+    if needed > available:
+        raise CapacityError(
+            f"job {job.name} needs {needed / 2**30:.2f} GiB",
+            f"{available / 2**30:.2f} GiB may be used.",
+            "Lower engine.capacity, adapter.rank or model.max_length, raise planner.memory_share, or "
+            "turn on engine.checkpointing.",
+        )
