@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,7 @@ def alone(family: str, tokens: Tensor, offsets: list[int], tmp_path: Path) -> Te
     model.set_attn_implementation("eager")  # sdpa leaves the softcap out
     with torch.no_grad():
         parts = [
-            model(tokens[low:high].unsqueeze(0), use_cache=False).logits[0]
-            for low, high in zip(offsets, offsets[1:], strict=False)
+            model(tokens[low:high].unsqueeze(0), use_cache=False).logits[0] for low, high in pairwise(offsets)
         ]
     return torch.cat(parts)
 
@@ -90,7 +90,7 @@ def test_gradients_equal_transformers_on_each_sample(family: str, tmp_path: Path
 
     model = transformers_model(settings_of(family), cache=tmp_path).requires_grad_(False)
     model.set_attn_implementation("eager")
-    for low, high in zip(offsets, offsets[1:], strict=False):
+    for low, high in pairwise(offsets):
         rows = model.get_input_embeddings()(tokens[low:high]).requires_grad_()
         logits = model(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits[0]
         (logits * weight[low:high]).sum().backward()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from plait_kernels import Site
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +17,7 @@ from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
 from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
 from plait.models.observe import Observed, observe
 from plait.models.targets import LinearInfo
+from plait_kernels import Site
 
 # Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding alone gives about 1e-6 in float32
 # and 1e-2 in bfloat16; a missing scale, a wrong position or a wrong mask gives more than 0.1.
@@ -70,7 +70,8 @@ class BaseModel:
         self.tokeniser = tokeniser
         self.identity = identity
         self.max_length = max_length
-        self._model = model.eval().requires_grad_(False)
+        self._model = model.requires_grad_(False)
+        self._model.train(False)
         self._parts: Parts = find_parts(model)
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
@@ -118,6 +119,14 @@ class BaseModel:
         return self._parts.head.weight.device
 
     @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text: the configuration's and the tokeniser's."""
+        named = self._model.config.eos_token_id
+        listed = list(named) if isinstance(named, (list, tuple)) else [named]
+        found = {token for token in [*listed, self.tokeniser.eos_token_id] if token is not None}
+        return tuple(sorted(found))
+
+    @property
     def config(self) -> Any:
         """The transformers configuration."""
         return self._model.config
@@ -126,7 +135,7 @@ class BaseModel:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Every linear layer as a site, siblings next to each other; ``module`` is its place in ``linears``."""
+        """Every linear layer as a site, siblings together; ``module`` is its place in ``linears``."""
         return tuple(site for groups in self._groups for group in groups for site in group.sites)
 
     def install(self, *, backend: str) -> None:
@@ -163,12 +172,12 @@ class BaseModel:
         head = self._parts.head
         return HeadParameters(head.weight, head.bias, self._parts.softcap)
 
-    def logits(self, context: MicrobatchContext) -> Tensor:
-        """Logits of every row, block by block: for tests and evaluation of a few tokens."""
+    def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
+        """Logits (rows, vocabulary) of chosen rows, or of all, block by block."""
         hidden = self.embed(context)
         for index in range(self.layer_count):
             hidden = self.layer(index, hidden, context)
-        return self.head(hidden)
+        return self.head(hidden if rows is None else hidden.index_select(0, rows))
 
     def _run(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:
         for group in self._groups[index]:
@@ -243,4 +252,6 @@ class BaseModel:
         wanted = expected.float().repeat(2, 1)
         error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
-            raise unusable(self._model, f"{block} gives another result than in the whole model (by {error:.1e})")
+            raise unusable(
+                self._model, f"{block} gives another result than in the whole model (by {error:.1e})"
+            )

@@ -48,8 +48,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
         ModelError: a part is missing, or there are several that it could be.
     """
     children = dict(model.base_model.named_children())
-    embedding = cast(nn.Module, model.get_input_embeddings())
-    head = cast(nn.Module, model.get_output_embeddings())
+    embedding = model.get_input_embeddings()
+    head = cast(Any, model).get_output_embeddings()
     lists = {name: child for name, child in children.items() if isinstance(child, nn.ModuleList)}
     norms = [
         child
@@ -88,7 +88,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -102,7 +102,7 @@ def attention_forward(
         query: (1, heads, tokens, head size).
         key: (1, key heads, tokens, head size).
         value: as key.
-        attention_mask: unused: the context's sample boundaries are the mask.
+        _attention_mask: unused: the context's sample boundaries are the mask.
         scaling: of the scores; 1/sqrt(head size) where it is None.
         sliding_window: how many keys back a query sees, its own included.
         softcap: of the scores.

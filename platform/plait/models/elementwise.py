@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from plait_kernels.compiled import cache_folder, compile_library
 from torch import Tensor
 from torch.nn import functional
+
+from plait_kernels.compiled import cache_folder, compile_library
 
 SILU, GELU_TANH = 0, 1
 MOST_KEYS = 512  # of the compiled softmax: KEYS in elementwise.c
@@ -28,7 +29,7 @@ _ARGUMENTS = {
     "gated": [_POINTER] * 2 + [_LONG, _LONG, _INT, _INT],
     "gated_back": [_POINTER] * 3 + [_LONG, _LONG, _INT, _INT],
     "rotate": [_POINTER] * 3 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
-    "softmax": [_POINTER] + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
+    "softmax": [_POINTER, _LONG, _LONG, _LONG, _LONG, _REAL, _INT],
     "softmax_back": [_POINTER] * 2 + [_LONG, _LONG, _LONG, _LONG, _REAL, _INT],
 }
 
@@ -126,7 +127,7 @@ class _Gated(torch.autograd.Function):
         width = x.shape[-1] // 2
         function = compiled("gated", x)
         if function is None:
-            gate, up = x.split(width, dim=-1)
+            gate, up = x[..., :width], x[..., width:]
             return activation(gate, kind) * up
         out = x.new_empty(*x.shape[:-1], width)
         function(out.data_ptr(), x.data_ptr(), out.numel() // width, width, kind, torch.get_num_threads())
@@ -138,7 +139,7 @@ class _Gated(torch.autograd.Function):
         grad, width = grad.contiguous(), grad.shape[-1]
         function = compiled("gated_back", x, grad)
         if function is None:
-            gate, up = x.split(width, dim=-1)
+            gate, up = x[..., :width], x[..., width:]
             with torch.enable_grad():
                 leaf = gate.detach().requires_grad_()
                 act = activation(leaf, ctx.kind)
@@ -198,7 +199,7 @@ def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: floa
 def causal_softmax_back_(
     grad: Tensor, probabilities: Tensor, length: int, window: int | None, scale: float
 ) -> bool:
-    """Turn the gradient of the probabilities into that of the scores, in place; as :func:`causal_softmax_`."""
+    """Turn the gradient of the probabilities into that of the scores, in place: see `causal_softmax_`."""
     function = compiled("softmax_back", grad, probabilities) if grad.shape[-1] <= MOST_KEYS else None
     if function is None:
         return False

@@ -41,7 +41,7 @@ def _fuse_norm(module: nn.Module) -> bool:
             return rms_norm(x, weight, eps, offset)
 
         if _close(forward(x), expected) and _close(forward(x.float()), module(x.float())):
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
             return True
     return False
 
@@ -80,7 +80,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
     x = _noise(3, pair.in_features, like=pair.weight)
     if not _close(forward(x), module(x)):
         return False
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return True
 
 
@@ -176,11 +176,9 @@ def _fuse_attention(module: nn.Module, context: MicrobatchContext, rotation: Map
         return False
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
-    if not all(
-        _close(forward(x, packed=tried, **rotation)[0], expected) for tried in (context, observed)
-    ):
+    if not all(_close(forward(x, packed=tried, **rotation)[0], expected) for tried in (context, observed)):
         return False
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     return True
 
 

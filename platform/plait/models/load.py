@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -28,7 +28,14 @@ from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 from plait.settings import ModelSettings
 
 # Keys of a configuration that say where it was made, not what it computes.
-_INCIDENTAL = ("transformers_version", "_name_or_path", "_model_name_or_path", "dtype", "torch_dtype", "use_cache")
+_INCIDENTAL = (
+    "transformers_version",
+    "_name_or_path",
+    "_model_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | s
         StorageError: the cache cannot be written.
     """
     found = _find(settings, cache)
-    model = transformers_model(settings, cache=cache).to(device)
+    model = cast(Any, transformers_model(settings, cache=cache)).to(device)
     return BaseModel(model, load_tokeniser(settings, cache=cache), found.identity, found.max_length)
 
 
@@ -81,7 +88,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     """
     found = _find(settings, cache)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(found.config)
+        model = cast(Any, AutoModelForCausalLM).from_config(found.config)
     parts = find_parts(model)
     return ModelShape(
         linears=find_linears(model, parts.prefix),
@@ -110,7 +117,7 @@ def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedMod
     if settings.kind == "tiny":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            model = AutoModelForCausalLM.from_config(_find(settings, cache).config)
+            model = cast(Any, AutoModelForCausalLM).from_config(_find(settings, cache).config)
             _shake(model)
     else:
         source = find_source(settings, cache)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from plait_kernels import Routing, Site, multi_lora_linear
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from plait.models.targets import LinearInfo
+from plait_kernels import Routing, Site, multi_lora_linear
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class LinearGroup:
             return self.merged(x)
         if self._input is not x:
             self._input = x
-            self._outputs = dict(enumerate(self.merged(x).split(self.widths, dim=-1)))
+            self._outputs = dict(enumerate(torch.split(self.merged(x), self.widths, dim=-1)))
         found = self._outputs.pop(member, None)
         if found is None:  # asked a second time with the same input
             self.forget()
@@ -124,16 +125,17 @@ def merge_siblings(
 
 
 def _merged_weights(modules: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None]:
-    weights, biases = [], []
-    for module in modules:
-        weight = module.get_parameter("weight").detach()
-        weights.append(weight.t() if isinstance(module, Conv1D) else weight)
-        biases.append(module.bias)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if all(bias is None for bias in biases):
-        return weight, None
-    parts = [
-        torch.zeros(len(weight), dtype=weight.dtype, device=weight.device) if bias is None else bias.detach()
-        for bias, weight in zip(biases, weights, strict=True)
+    weights = [module.get_parameter("weight").detach() for module in modules]
+    rows = [
+        weight.t() if isinstance(module, Conv1D) else weight
+        for module, weight in zip(modules, weights, strict=True)
     ]
-    return weight, torch.cat(parts)
+    merged = rows[0] if len(rows) == 1 else torch.cat(rows)
+    biases = [cast("Tensor | None", module.bias) for module in modules]
+    if all(bias is None for bias in biases):
+        return merged, None
+    parts = [
+        merged.new_zeros(len(row)) if bias is None else bias.detach()
+        for bias, row in zip(biases, rows, strict=True)
+    ]
+    return merged, torch.cat(parts)

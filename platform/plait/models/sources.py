@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,7 +79,9 @@ def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
-        raise ModelError(f"model.path={settings.path!r}", f"A GGUF file starts with GGUF, this with {magic!r}.")
+        raise ModelError(
+            f"model.path={settings.path!r}", f"A GGUF file starts with GGUF, this with {magic!r}."
+        )
     version = _stamp([path])
     folder = cache / "models" / f"{path.stem}-{version[:16]}-{settings.dtype}"
     if not folder.exists():
@@ -105,7 +107,9 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
         )
         tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
-        raise ModelError(f"{path}: {error}", "The GGUF file must be of a kind that transformers reads.") from error
+        raise ModelError(
+            f"{path}: {error}", "The GGUF file must be of a kind that transformers reads."
+        ) from error
     packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
     if packed:
         raise ModelError(f"{path}: {packed[0]} stays quantised", "Weights must be made dense.")
@@ -113,7 +117,7 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
     config = copy.deepcopy(model.config)
     del config.quantization_config
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config)
+        plain = cast(Any, AutoModelForCausalLM).from_config(config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.to(getattr(torch, dtype)).save_pretrained(folder)
@@ -154,7 +158,7 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
         try:
             fill(draft)
             draft.chmod(0o755)
-            os.rename(draft, folder)
+            draft.rename(folder)
         finally:
             if draft.exists():
                 shutil.rmtree(draft)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
@@ -61,7 +61,7 @@ def byte_tokeniser() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    fast = PreTrainedTokenizerFast(
+    fast: PreTrainedTokenizerFast = cast(Any, PreTrainedTokenizerFast)(
         tokenizer_object=tokenizer, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
     )
     fast.chat_template = TEMPLATE

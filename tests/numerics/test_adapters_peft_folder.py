@@ -1,0 +1,138 @@
+"""An exported adapter is the same model in PEFT, for every family, and comes back as it went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from plait.adapters import export_adapter, import_adapter, initialise
+from plait.errors import InputError, ModelError
+from plait.jobs import AdapterSpec
+from plait.models import BaseModel, MicrobatchContext, check_rank, load_model, transformers_model
+from plait.models.tiny import FAMILIES
+from plait.settings import ModelSettings
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
+
+LENGTHS = (7, 13)
+TARGETS: dict[str, tuple[str, ...] | str] = {
+    "phi3": ("qkv_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense"),
+    "gpt2": ("c_attn", "c_proj"),
+    "llama": r".*\.[12]\.mlp\.(gate|up)_proj",
+    "qwen3": "all-linear",
+}
+
+
+def settings_of(family: str) -> ModelSettings:
+    return ModelSettings(kind="tiny", family=family, dtype="float32", seed=11)
+
+
+def attach(base: BaseModel, name: str, spec: AdapterSpec, bank: Bank, seed: int) -> None:
+    bank.attach(
+        name, rank=spec.rank, scale=spec.scale, dropout=0.0, seed=seed, sites=check_rank(spec, base.linears)
+    )
+    initialise(bank, name, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b in bank.weights(name).values():  # as if it had been trained
+        b.copy_(torch.randn(b.shape, generator=generator) * 0.05)
+    bank.refresh([name])
+
+
+def routing_of(bank: Bank, names: list[str]) -> Routing:
+    offsets = [0]
+    for length in LENGTHS:
+        offsets.append(offsets[-1] + length)
+    zero = torch.zeros(offsets[-1], dtype=torch.int64)
+    segments = [
+        RoutedSegment(name, low, high) for name, low, high in zip(names, offsets, offsets[1:], strict=False)
+    ]
+    return Routing.build(bank, segments, RowCounters(zero, zero, zero, zero), training=False)
+
+
+def joint_logits(base: BaseModel, bank: Bank, names: list[str], tokens: Tensor) -> Tensor:
+    context = MicrobatchContext.of(tokens, (0, LENGTHS[0], sum(LENGTHS)), routing=routing_of(bank, names))
+    with torch.no_grad():
+        return base.logits(context)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_two_exported_adapters_give_the_same_logits_in_peft(family: str, tmp_path: Path) -> None:
+    base = load_model(settings_of(family), cache=tmp_path)
+    base.install(backend="reference")
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    targets = TARGETS.get(family, ("q_proj", "v_proj", "down_proj"))
+    specs = {
+        "first": AdapterSpec(rank=3, alpha=12.0, target_modules=targets),
+        "second": AdapterSpec(rank=8, target_modules=targets, rslora=True),
+    }
+    tokens = torch.randint(3, base.vocabulary, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    for seed, (name, spec) in enumerate(specs.items()):
+        attach(base, name, spec, bank, seed)
+    found = joint_logits(base, bank, list(specs), tokens)
+    for (name, spec), low, high in zip(
+        specs.items(), (0, LENGTHS[0]), (LENGTHS[0], sum(LENGTHS)), strict=True
+    ):
+        folder = tmp_path / name
+        export_adapter(folder, spec, bank.weights(name), base=base.identity.name, linears=base.linears)
+        plain = transformers_model(settings_of(family), cache=tmp_path)
+        plain.set_attn_implementation("eager")
+        with torch.no_grad():
+            without = plain(tokens[low:high].unsqueeze(0), use_cache=False).logits[0]
+            expected = PeftModel.from_pretrained(plain, folder)(
+                tokens[low:high].unsqueeze(0), use_cache=False
+            ).logits[0]
+        assert (expected - without).norm() > 1e-3 * without.norm(), "the adapter must do something"
+        assert float((found[low:high] - expected).norm() / expected.norm()) < 1e-5
+        torch.testing.assert_close(found[low:high], expected, rtol=1e-5, atol=2e-5)
+
+
+def test_a_folder_comes_back_as_it_went(tmp_path: Path) -> None:
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    spec = AdapterSpec(rank=3, alpha=12.0, dropout=0.25, target_modules=("o_proj", "q_proj"))
+    attach(base, "one", spec, bank, 4)
+    export_adapter(tmp_path / "one", spec, bank.weights("one"), base="tiny", linears=base.linears)
+    stored = import_adapter(tmp_path / "one")
+    assert stored.spec == spec
+    assert stored.base == "tiny"
+    weights = bank.weights("one")
+    assert stored.weights.keys() == weights.keys()
+    for module, pair in weights.items():
+        assert all(torch.equal(kept, now) for kept, now in zip(stored.weights[module], pair, strict=True))
+
+
+def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
+    base = load_model(settings_of("llama"), cache=tmp_path)
+    bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
+    for name, targets in (("many", ("v_proj", "q_proj", "down_proj")), ("one", ("q_proj",))):
+        sites = check_rank(AdapterSpec(rank=8, target_modules=targets), base.linears)
+        bank.attach(name, rank=8, scale=1.0, dropout=0.0, seed=9, sites=sites)
+        initialise(bank, name, 9)
+    many, one = bank.weights("many"), bank.weights("one")
+    for module, (a, b) in one.items():
+        assert torch.equal(a, many[module][0])
+        assert not b.any()
+    flat = torch.cat([a.flatten() for a, _ in one.values()])
+    peft = get_peft_model(
+        transformers_model(settings_of("llama"), cache=tmp_path), LoraConfig(r=8, target_modules=["q_proj"])
+    )
+    theirs = torch.cat([p.detach().flatten() for name, p in peft.named_parameters() if "lora_A" in name])
+    assert flat.shape == theirs.shape
+    assert float(flat.abs().max()) <= 64**-0.5
+    assert float(flat.std()) == pytest.approx(float(theirs.std()), rel=0.05)
+    assert len({float(a[0, 0]) for a, _ in one.values()}) == len(one)
+
+
+def test_other_methods_than_plain_lora_are_refused(tmp_path: Path) -> None:
+    plain = transformers_model(settings_of("llama"), cache=tmp_path)
+    get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)).save_pretrained(
+        tmp_path / "dora"
+    )
+    with pytest.raises(ModelError, match="use_dora"):
+        import_adapter(tmp_path / "dora")
+    with pytest.raises(InputError, match="adapter_config"):
+        import_adapter(tmp_path / "nothing")
