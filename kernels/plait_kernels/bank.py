@@ -18,6 +18,7 @@ from torch import Tensor
 from plait_kernels.errors import KernelError
 
 _ALIGNMENT = 16  # elements: 32 bytes in bfloat16, 64 in float32
+ABSENT = -(2**62)
 WEIGHTS, GRADIENTS, FIRST_MOMENT, SECOND_MOMENT = range(4)
 
 Pair = tuple[Tensor, Tensor]
@@ -43,7 +44,8 @@ class Site:
 @dataclass
 class Block:
     """One adapter's memory and constants. `offsets` maps a site to the element offsets of its A and B, `rows`
-    to its output features.
+    to its output features; `local` holds the offsets of all the bank's sites, (sites, 2) int64, ABSENT where
+    the adapter does not sit.
     """
 
     adapter: str
@@ -56,6 +58,7 @@ class Block:
     a_size: int
     state: Tensor
     copy: Tensor
+    local: Tensor
     _views: dict[tuple[str, int], Pair] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
@@ -148,6 +151,7 @@ class Bank:
         # Autograd records an operation only where an input needs a gradient; the input of the first layer
         # does not, so the anchor stands for the adapters' own weights.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
+        self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend
         if len(self.site_index) != len(self.sites):
             names = [site.name for site in self.sites]
             repeated = sorted({name for name in names if names.count(name) > 1})
@@ -197,9 +201,22 @@ class Bank:
             copy = torch.zeros(b_offset, dtype=self.compute_dtype, device=self.device)
         rows = {site.name: site.out_features for site in chosen}
         self.blocks[adapter] = Block(
-            *(adapter, rank, float(scale), float(dropout), seed % 2**32),
-            *(offsets, rows, a_offset, state, copy),
+            adapter=adapter,
+            rank=rank,
+            scale=float(scale),
+            dropout=float(dropout),
+            seed=seed % 2**32,
+            offsets=offsets,
+            rows=rows,
+            a_size=a_offset,
+            state=state,
+            copy=copy,
+            local=self._local(offsets),
         )
+
+    def _local(self, offsets: dict[str, tuple[int, int]]) -> Tensor:
+        absent = (ABSENT, ABSENT)
+        return torch.tensor([offsets.get(site.name, absent) for site in self.sites], dtype=torch.int64)
 
     def _check(self, adapter: str, rank: int, dropout: float, sites: Collection[str]) -> None:
         if adapter in self.blocks:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels import grouped, reference
+from plait_kernels import grouped, reference, triton_backend
 from plait_kernels.bank import Bank
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
@@ -37,7 +37,7 @@ class Backend(Protocol):
         """Add the gradients of A and B to the bank; return that of x where it is needed."""
 
 
-BACKENDS: dict[str, Backend] = {"reference": reference, "grouped": grouped}
+BACKENDS: dict[str, Backend] = {"reference": reference, "grouped": grouped, "triton": triton_backend}
 
 
 class _MultiLora(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -42,12 +43,14 @@ class Routing:
         tokens: rows of the microbatch.
         spans: the segments that have an adapter and at least one row, in order of their rows.
         counters: (tokens, 3) int64 counter words.
+        tables: what a backend lays out on the device, made once.
     """
 
     bank: Bank
     tokens: int
     spans: tuple[Span, ...]
     counters: Tensor
+    tables: dict[object, Any] = field(default_factory=dict)
 
     @classmethod
     def build(

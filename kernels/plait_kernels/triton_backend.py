@@ -1,0 +1,209 @@
+"""The Triton backend: launches of `triton_kernels` with the tables of `tables`.
+
+The graph is split at S, which is small: (1) dropout and down-projection of each row's owner only; (2) base
+product plus up-projection; (3) dS and dB from one read of dh; (4) dA; (5) base dx plus low-rank dx with the
+mask made again. (2) and (5) are one Triton product, or the vendor's product with an epilogue, whichever was
+measured to be faster (`tuning`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from plait_kernels.layer import LayerCall
+from plait_kernels.tables import block_table, site_table, span_table, tile_table
+from plait_kernels.tuning import Choice, Tiles, choice
+
+_SUM_BLOCK = 1024
+
+
+def available(device: torch.device) -> bool:
+    """Whether Triton can run on the device: a CUDA one, or any in Triton's interpreter."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+class _Launcher:
+    """The launches of one call of one layer; holds what they have in common."""
+
+    def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
+        from plait_kernels import triton_kernels
+
+        self.kernels: Any = triton_kernels
+        self.call, self.x, self.weight, self.chosen = call, x, weight, chosen
+        self.table = span_table(call.routing)
+        self.sites = site_table(call)
+        self.site_count = len(call.placed)
+        self.features = x.shape[1]
+        self.bank_sites = len(call.bank.sites)
+        self.precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        self.rank_block = min(64, max(16, 1 << (self.table.max_rank - 1).bit_length()))
+        self.rank_blocks = _blocks(self.table.max_rank, self.rank_block)
+        self.counters = call.routing.counters
+
+    def common(self, tiles: Tiles) -> dict[str, Any]:
+        return {
+            "BR": self.rank_block,
+            "PRECISION": self.precision,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+
+    def packed(self, splits: int) -> Tensor:
+        """Room for S or dS; float32 parts where several splits are summed afterwards."""
+        shape = (self.site_count, self.table.packed)
+        if splits == 1:
+            return self.x.new_empty(shape)
+        return self.x.new_empty((splits, *shape), dtype=torch.float32)
+
+    def summed(self, parts: Tensor, splits: int) -> Tensor:
+        if splits == 1:
+            return parts
+        out = self.packed(1)
+        grid = (_blocks(out.numel(), _SUM_BLOCK),)
+        self.kernels.sum_splits[grid](parts, out, out.numel(), out.numel(), SPLITS=splits, BLOCK=_SUM_BLOCK)
+        return out
+
+    def down(self) -> Tensor:
+        tiles, table = self.chosen.down, self.table
+        rows = tile_table(self.call.routing, tiles.rows)
+        s = self.packed(tiles.splits)
+        depth = _blocks(_blocks(self.features, tiles.splits), tiles.depth) * tiles.depth
+        self.kernels.down[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+            *(self.x, self.x.stride(0), s, table.packed, self.site_count * table.packed, table.origin),
+            *(rows.tiles, table.spans, self.sites, self.site_count, table.addresses, self.bank_sites),
+            *(self.counters, self.features, depth),
+            **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.depth, **self.common(tiles)},
+        )
+        return self.summed(s, tiles.splits)
+
+    def up(self, s: Tensor, bias: Tensor | None) -> Tensor:
+        if self.chosen.fused_forward is not None:
+            return self._linear_up(s, bias, self.chosen.fused_forward)
+        out = linear(self.x, self.weight, bias)
+        tiles, table = self.chosen.up, self.table
+        rows = tile_table(self.call.routing, tiles.rows)
+        blocks = block_table(self.call, tiles.columns)
+        self.kernels.up[(blocks.shape[0], rows.count)](
+            *(out, out.stride(0), s, table.packed, table.origin, rows.tiles, table.spans, table.scales),
+            *(self.sites, table.addresses, self.bank_sites, blocks),
+            **{"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
+        )
+        return out
+
+    def _linear_up(self, s: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+        table, weight = self.table, self.weight
+        out = self.x.new_empty(self.x.shape[0], weight.shape[0])
+        rows = tile_table(self.call.routing, tiles.rows, base=True)
+        blocks = block_table(self.call, tiles.columns, weight.shape[0])
+        self.kernels.linear_up[(rows.count * blocks.shape[0],)](
+            *(self.x, self.x.stride(0), weight, weight.stride(0), weight.stride(1)),
+            *(weight if bias is None else bias, out, out.stride(0), s, table.packed, table.origin),
+            *(rows.tiles, rows.count, table.spans, table.scales, self.sites, table.addresses),
+            *(self.bank_sites, blocks, blocks.shape[0], self.features),
+            **{"BIAS": bias is not None, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth},
+            **{"GROUP": 8, **self.common(tiles)},
+        )
+        return out
+
+    def up_gradient(self, grad: Tensor, s: Tensor) -> Tensor:
+        """Add dB to the bank; return dS."""
+        tiles, table = self.chosen.up_gradient, self.table
+        rows = tile_table(self.call.routing, tiles.rows)
+        widest = max(site.out_features for site, _ in self.call.placed)
+        width = _blocks(_blocks(widest, tiles.splits), tiles.columns) * tiles.columns
+        ds = self.packed(tiles.splits)
+        partial = grad.new_empty(max(1, rows.slots * self.weight.shape[0]), dtype=torch.float32)
+        if tiles.splits > 1 and len({site.out_features for site, _ in self.call.placed}) > 1:
+            ds.zero_()  # a narrower site has fewer splits, the rest stay unwritten
+        self.kernels.up_gradient[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+            *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
+            *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
+            *(self.site_count, table.addresses, table.gradients, self.bank_sites, rows.slots, width),
+            **{"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
+        )
+        self._sum_partials(partial, rows.shared, rows.slots, widest, is_b=True)
+        return self.summed(ds, tiles.splits)
+
+    def down_gradient(self, ds: Tensor) -> None:
+        """Add dA to the bank."""
+        tiles, table = self.chosen.down_gradient, self.table
+        chunk = tiles.rows * tiles.splits
+        chunks = tile_table(self.call.routing, chunk)
+        partial = ds.new_empty(max(1, chunks.slots * self.features * self.site_count), dtype=torch.float32)
+        grid = (_blocks(self.features, tiles.columns), chunks.count, self.site_count * self.rank_blocks)
+        self.kernels.down_gradient[grid](
+            *(self.x, self.x.stride(0), ds, table.packed, table.gradient_origin, partial, chunks.tiles),
+            *(table.spans, self.sites, self.site_count, table.gradients, self.bank_sites, chunks.slots),
+            *(self.counters, self.features),
+            **{"DROPOUT": table.dropout, "ROWS": chunk, "BM": tiles.rows, "BK": tiles.columns},
+            **self.common(tiles),
+        )
+        self._sum_partials(partial, chunks.shared, chunks.slots, self.features, is_b=False)
+
+    def _sum_partials(self, partial: Tensor, shared: Tensor, slots: int, widest: int, *, is_b: bool) -> None:
+        if slots == 0:
+            return
+        table = self.table
+        grid = (_blocks(widest * table.max_rank, _SUM_BLOCK), shared.shape[0], self.site_count)
+        self.kernels.sum_partials[grid](
+            *(partial, table.gradient_origin, shared, table.spans, self.sites, table.gradients),
+            *(self.bank_sites, slots),
+            **{"IS_B": int(is_b), "BLOCK": _SUM_BLOCK},
+        )
+
+    def dx(self, grad: Tensor, ds: Tensor) -> Tensor:
+        table, weight = self.table, self.weight
+        tail = (self.sites, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)
+        tiles = self.chosen.fused_backward
+        if tiles is not None:
+            dx = grad.new_empty(self.x.shape)
+            rows = tile_table(self.call.routing, tiles.rows, base=True)
+            blocks = _blocks(self.features, tiles.depth)
+            self.kernels.dx_linear[(rows.count * blocks,)](
+                *(grad, grad.stride(0), weight, weight.stride(0), weight.stride(1), dx, dx.stride(0), ds),
+                *(table.packed, table.origin, rows.tiles, rows.count, table.spans, *tail),
+                *(weight.shape[0], blocks),
+                **{"DROPOUT": table.dropout, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth},
+                **{"GROUP": 8, **self.common(tiles)},
+            )
+            return dx
+        dx, tiles = grad @ weight, self.chosen.dx
+        rows = tile_table(self.call.routing, tiles.rows)
+        self.kernels.dx_low_rank[(_blocks(self.features, tiles.columns), rows.count)](
+            *(dx, dx.stride(0), ds, table.packed, table.origin, rows.tiles, table.spans, *tail),
+            **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.columns, **self.common(tiles)},
+        )
+        return dx
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
+    """Output (tokens, out) and S, packed."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    launcher = _Launcher(call, x, weight, choice(call, x, weight))
+    s = launcher.down()
+    return launcher.up(s, bias), [s]
+
+
+def backward(
+    grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
+) -> Tensor | None:
+    """Add the gradients of A and B to the bank; return that of x where it is needed."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    launcher = _Launcher(call, x, weight, choice(call, x, weight))
+    ds = launcher.up_gradient(grad, saved[0])
+    launcher.down_gradient(ds)
+    return launcher.dx(grad, ds) if need_dx else None
