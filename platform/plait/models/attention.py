@@ -143,7 +143,7 @@ def _rotate(
 
 
 def _keeps(length: int, rule: AttentionRule) -> bool:
-    return length <= KEEP_UP_TO and rule.softcap is None
+    return length <= min(KEEP_UP_TO, ROWS) and rule.softcap is None
 
 
 def _blocks(length: int, rule: AttentionRule) -> list[tuple[int, int, int]]:

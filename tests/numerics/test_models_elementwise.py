@@ -1,0 +1,94 @@
+"""The compiled passes are the plain formulas, and their gradients; the torch way computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plait.models import elementwise
+from plait.models.elementwise import GELU_TANH, SILU, gated, rms_norm
+
+EPS = 1e-5
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(elementwise, "_library", lambda: None)
+    elif elementwise._library() is None:
+        pytest.skip("no C compiler")
+    return str(request.param)
+
+
+def compare(
+    function: Callable[[Tensor], Tensor], formula: Callable[[Tensor], Tensor], x: Tensor, tolerance: float
+) -> None:
+    """Value and gradient against float64."""
+    given, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    found, expected = function(given), formula(exact)
+    assert found.dtype == x.dtype
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, other in ((found.detach(), expected.detach()), (given.grad, exact.grad)):
+        assert one is not None
+        assert other is not None
+        assert float((one.double() - other).norm() / other.norm()) < tolerance
+
+
+def noise(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+
+
+DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float, way: str) -> None:
+    x = noise(5, 3, 67, dtype=dtype)
+    weight = noise(67, dtype=dtype)
+
+    def formula(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (offset + weight.double())
+
+    compare(lambda x: rms_norm(x, weight, EPS, offset), formula, x, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("kind", [SILU, GELU_TANH])
+def test_gated(dtype: torch.dtype, tolerance: float, kind: int, way: str) -> None:
+    x = noise(5, 7, 2 * 37, dtype=dtype)
+
+    def formula(x: Tensor) -> Tensor:
+        gate, up = x.split(37, dim=-1)
+        act = functional.silu(gate) if kind == SILU else functional.gelu(gate, approximate="tanh")
+        return act * up
+
+    compare(lambda x: gated(x, kind), formula, x, tolerance)
+
+
+def test_extreme_values_stay_finite_and_nan_stays_nan(way: str) -> None:
+    x = torch.tensor([[-1e4, 1e4, 0.0, -90.0, 1.0, 1.0, 1.0, 1.0]])
+    out = gated(x, SILU)
+    assert out[0].tolist() == pytest.approx([0.0, 1e4, 0.0, 0.0], abs=1e-30)
+    x[0, 0] = torch.nan
+    assert bool(gated(x, SILU)[0, 0].isnan())
+    assert bool(rms_norm(x, torch.ones(8), EPS, 0.0).isnan().all())
+
+
+def test_threads_change_no_bit() -> None:
+    x = noise(64, 2 * 96, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append((gated(x, SILU), rms_norm(x, x[0].clone(), EPS, 0.0)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))

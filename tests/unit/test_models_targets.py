@@ -1,0 +1,60 @@
+"""Target modules mean what PEFT means by them."""
+
+from __future__ import annotations
+
+import pytest
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from plait.errors import ModelError
+from plait.jobs import AdapterSpec
+from plait.models.targets import LinearInfo, check_rank, resolve_targets
+
+NAMES = [
+    f"model.layers.{layer}.{part}"
+    for layer in range(12)
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+]
+LINEARS = [LinearInfo(name, 64, 32 if "k_proj" in name else 128) for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ("q_proj",),
+        ("down_proj", "q_proj"),
+        ("self_attn.q_proj",),
+        ("1.self_attn.q_proj",),
+        ("model.layers.3.mlp.up_proj", "k_proj"),
+        r".*\.(q|k)_proj",
+        r"model\.layers\.1\..*",
+        ".*attn.*proj",
+    ],
+)
+def test_the_same_modules_as_peft(targets: str | tuple[str, ...]) -> None:
+    config = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
+    expected = tuple(name for name in NAMES if check_target_module_exists(config, name))
+    assert expected
+    assert resolve_targets(targets, LINEARS) == expected
+
+
+def test_all_linear_is_every_layer_there_is() -> None:
+    assert resolve_targets("all-linear", LINEARS) == tuple(NAMES)
+
+
+@pytest.mark.parametrize("targets", [("c_attn",), ("q_proj", "proj"), "q_proj", ()])
+def test_what_matches_nothing_is_refused_with_what_there_is(targets: str | tuple[str, ...]) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_targets(targets, LINEARS)
+    assert "down_proj, k_proj, o_proj, q_proj, up_proj" in caught.value.remedy
+
+
+def test_a_broken_expression_is_refused() -> None:
+    with pytest.raises(ModelError, match="regular expression"):
+        resolve_targets("(q_proj", LINEARS)
+
+
+def test_a_rank_above_the_smallest_targeted_layer_is_refused() -> None:
+    assert len(check_rank(AdapterSpec(rank=64, target_modules=("q_proj",)), LINEARS)) == 12
+    with pytest.raises(ModelError, match=r"k_proj[\s\S]*at most 32"):
+        check_rank(AdapterSpec(rank=33, target_modules=("q_proj", "k_proj")), LINEARS)
