@@ -1,5 +1,6 @@
 """Kernels that train many LoRA adapters over one frozen linear layer. They need torch; Triton is optional."""
 
+from plait_kernels.backends import Selection, choose_backend
 from plait_kernels.bank import Bank, Site
 from plait_kernels.dropout import RowCounters, dropout_mask
 from plait_kernels.errors import KernelError
@@ -15,9 +16,11 @@ __all__ = [
     "RoutedSegment",
     "Routing",
     "RowCounters",
+    "Selection",
     "Site",
     "StepResult",
     "adamw_step",
+    "choose_backend",
     "dropout_mask",
     "labelled_cross_entropy",
     "multi_lora_linear",

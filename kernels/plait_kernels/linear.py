@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels import grouped, reference, triton_backend
+from plait_kernels.backends import BACKENDS, Backend, check_backend
 from plait_kernels.bank import Bank
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
 from plait_kernels.routing import Routing
-
-
-class Backend(Protocol):
-    """What a backend's module offers."""
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Output and what backward needs beside x."""
-
-    def backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        saved: list[Tensor],
-        weight: Tensor,
-        call: LayerCall,
-        *,
-        need_dx: bool,
-    ) -> Tensor | None:
-        """Add the gradients of A and B to the bank; return that of x where it is needed."""
-
-
-BACKENDS: dict[str, Backend] = {"reference": reference, "grouped": grouped, "triton": triton_backend}
 
 
 class _MultiLora(torch.autograd.Function):
@@ -114,5 +90,4 @@ def _check(x: Tensor, weight: Tensor, bank: Bank, routing: Routing, backend: str
         )
     if x.dtype != bank.compute_dtype:
         raise KernelError(f"x of {x.dtype}", f"x has the bank's compute dtype, {bank.compute_dtype}")
-    if backend not in BACKENDS:
-        raise KernelError(f"backend {backend!r}", "a backend is one of those there are", ", ".join(BACKENDS))
+    check_backend(backend, x.device, x.dtype)

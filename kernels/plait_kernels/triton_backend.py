@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from plait_kernels import grouped
 from plait_kernels.layer import LayerCall
 from plait_kernels.tables import block_table, site_table, span_table, tile_table
 from plait_kernels.tuning import Choice, Tiles, choice
@@ -35,7 +36,7 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-class _Launcher:
+class Launcher:
     """The launches of one call of one layer; holds what they have in common."""
 
     def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
@@ -54,6 +55,7 @@ class _Launcher:
         self.counters = call.routing.counters
 
     def common(self, tiles: Tiles) -> dict[str, Any]:
+        """What every product's launch is given."""
         return {
             "BR": self.rank_block,
             "PRECISION": self.precision,
@@ -69,6 +71,7 @@ class _Launcher:
         return self.x.new_empty((splits, *shape), dtype=torch.float32)
 
     def summed(self, parts: Tensor, splits: int) -> Tensor:
+        """The sum over splits, in order, in the compute dtype."""
         if splits == 1:
             return parts
         out = self.packed(1)
@@ -77,6 +80,7 @@ class _Launcher:
         return out
 
     def down(self) -> Tensor:
+        """S, packed."""
         tiles, table = self.chosen.down, self.table
         rows = tile_table(self.call.routing, tiles.rows)
         s = self.packed(tiles.splits)
@@ -90,6 +94,7 @@ class _Launcher:
         return self.summed(s, tiles.splits)
 
     def up(self, s: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output: base product and up-projection."""
         if self.chosen.fused_forward is not None:
             return self._linear_up(s, bias, self.chosen.fused_forward)
         out = linear(self.x, self.weight, bias)
@@ -126,8 +131,6 @@ class _Launcher:
         width = _blocks(_blocks(widest, tiles.splits), tiles.columns) * tiles.columns
         ds = self.packed(tiles.splits)
         partial = grad.new_empty(max(1, rows.slots * self.weight.shape[0]), dtype=torch.float32)
-        if tiles.splits > 1 and len({site.out_features for site, _ in self.call.placed}) > 1:
-            ds.zero_()  # a narrower site has fewer splits, the rest stay unwritten
         self.kernels.up_gradient[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
             *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
             *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
@@ -165,6 +168,7 @@ class _Launcher:
         )
 
     def dx(self, grad: Tensor, ds: Tensor) -> Tensor:
+        """The gradient of x: base product and low-rank part."""
         table, weight = self.table, self.weight
         tail = (self.sites, self.site_count, table.addresses, self.bank_sites, self.counters, self.features)
         tiles = self.chosen.fused_backward
@@ -192,7 +196,10 @@ class _Launcher:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
     """Output (tokens, out) and S, packed."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    launcher = _Launcher(call, x, weight, choice(call, x, weight))
+    chosen = choice(call, x)
+    if chosen.vendor:
+        return grouped.forward(x, weight, bias, call)
+    launcher = Launcher(call, x, weight, chosen)
     s = launcher.down()
     return launcher.up(s, bias), [s]
 
@@ -203,7 +210,10 @@ def backward(
     """Add the gradients of A and B to the bank; return that of x where it is needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    launcher = _Launcher(call, x, weight, choice(call, x, weight))
+    chosen = choice(call, x)
+    if chosen.vendor:
+        return grouped.backward(grad, x, saved, weight, call, need_dx=need_dx)
+    launcher = Launcher(call, x, weight, chosen)
     ds = launcher.up_gradient(grad, saved[0])
     launcher.down_gradient(ds)
     return launcher.dx(grad, ds) if need_dx else None

@@ -1,12 +1,29 @@
-"""Which tiles each kernel runs with: sensible ones, or those measured on this device and kept in a file."""
+"""Which tiles each kernel runs with: sensible ones, or those measured on this device and kept in a file.
+
+On a CUDA device the first call of a shape measures (PLAIT_KERNELS_TUNE=0 turns that off) and writes what
+it found to `tuned.json` in the cache folder, by device, versions and shape. The same file gives the same
+choice again, and so the same bits.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from plait_kernels.compiled import cache_folder
 from plait_kernels.layer import LayerCall
+
+if TYPE_CHECKING:
+    from plait_kernels.triton_backend import Launcher
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,10 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Choice:
-    """The tiles of every kernel of a layer; without fused tiles the vendor's product has an epilogue."""
+    """The tiles of every kernel of a layer; without fused tiles the vendor's product has an epilogue.
+
+    `vendor`: the vendor's products do all of it (`grouped`), which may be fastest for a single adapter.
+    """
 
     down: Tiles = Tiles(rows=64, depth=64, splits=2)
     up: Tiles = Tiles(rows=64, columns=128)
@@ -41,9 +61,185 @@ class Choice:
     dx: Tiles = Tiles(rows=64, columns=128)
     fused_forward: Tiles | None = None
     fused_backward: Tiles | None = None
+    vendor: bool = False
 
 
-def choice(call: LayerCall, x: Tensor, weight: Tensor) -> Choice:
-    """The tiles for a layer's call."""
-    del call, x, weight
-    return Choice()
+DEFAULT = Choice()
+_PRODUCT = (
+    Tiles(rows=128, columns=128, depth=64, warps=8, stages=3),
+    Tiles(rows=128, columns=256, depth=64, warps=8, stages=3),
+)
+# For each stage of a layer what may replace the default; the stages are measured one after the other.
+CANDIDATES: dict[str, tuple[tuple[str, Tiles], ...]] = {
+    "down": tuple(
+        ("down", Tiles(rows=rows, depth=depth, splits=splits))
+        for rows in (32, 64, 128)
+        for depth in (64, 128)
+        for splits in (1, 4)
+    ),
+    "up": (
+        ("up", Tiles(rows=128, columns=128, warps=8)),
+        ("up", Tiles(rows=32, columns=256)),
+        *(("fused_forward", tiles) for tiles in _PRODUCT),
+    ),
+    "up_gradient": tuple(
+        ("up_gradient", Tiles(rows=rows, columns=columns, splits=splits, warps=8))
+        for rows in (128, 256)
+        for columns in (64, 128)
+        for splits in (4, 8)
+    ),
+    "down_gradient": tuple(
+        ("down_gradient", Tiles(rows=64, columns=columns, splits=splits))
+        for columns in (64, 128)
+        for splits in (8, 32)
+    ),
+    "dx": (
+        ("dx", Tiles(rows=128, columns=128, warps=8)),
+        ("dx", Tiles(rows=32, columns=256)),
+        ("fused_backward", Tiles(rows=128, columns=64, depth=128, warps=8, stages=3)),
+        ("fused_backward", Tiles(rows=128, columns=64, depth=256, warps=8, stages=3)),
+    ),
+}
+Measure = Callable[[Choice, str], float]
+
+
+def tune(measure: Measure, *, single: bool = False) -> Choice:
+    """The fastest choice: each stage's candidates in turn, the others as found so far.
+
+    Args:
+        measure: seconds of one stage under a choice, or of "layer", the whole; infinity where it cannot run.
+        single: whether there is one adapter only, for which the vendor's products may do all.
+    """
+    chosen = DEFAULT
+    for stage, candidates in CANDIDATES.items():
+        options = [chosen, *(replace(chosen, **{field: tiles}) for field, tiles in candidates)]
+        chosen = min(options, key=partial(_stage_seconds, measure, stage))
+    if single:
+        chosen = min((chosen, replace(chosen, vendor=True)), key=partial(_stage_seconds, measure, "layer"))
+    return chosen
+
+
+def _stage_seconds(measure: Measure, stage: str, option: Choice) -> float:
+    return measure(option, stage)
+
+
+def load(path: Path) -> dict[str, Choice]:
+    """The choices that a file holds; none where it is missing or not readable as such."""
+    try:
+        stored = json.loads(path.read_text())
+        return {key: _choice(value) for key, value in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _choice(value: dict[str, Any]) -> Choice:
+    return Choice(
+        **{field: Tiles(**tiles) if isinstance(tiles, dict) else tiles for field, tiles in value.items()}
+    )
+
+
+def save(path: Path, key: str, chosen: Choice) -> None:
+    """Add a choice to the file; a reader sees the file before or after, never half of it."""
+    known = load(path)
+    known[key] = chosen
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    text = json.dumps({name: asdict(found) for name, found in sorted(known.items())}, indent=1)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
+        scratch.write(text)
+    Path(scratch.name).replace(path)
+
+
+_known: dict[str, Choice] = {}
+
+
+def choice(call: LayerCall, x: Tensor) -> Choice:
+    """The tiles for a layer's call: known, from the file, or measured now."""
+    if x.device.type != "cuda" or os.environ.get("PLAIT_KERNELS_TUNE") == "0":
+        return DEFAULT
+    key = _key(call, x)
+    if key not in _known:
+        path = cache_folder() / "tuned.json"
+        found = load(path).get(key)
+        if found is None:
+            found = tune(_on_device(call, x), single=len(call.routing.spans) == 1)
+            save(path, key, found)
+        _known[key] = found
+    return _known[key]
+
+
+def _bucket(number: int) -> int:
+    """The power of two at or above."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _key(call: LayerCall, x: Tensor) -> str:
+    import triton
+
+    spans = call.routing.spans
+    widths = "+".join(str(site.out_features) for site, _ in call.placed)
+    shape = (
+        f"{x.shape[1]}>{widths} tokens<={_bucket(x.shape[0])} spans<={_bucket(len(spans))}"
+        f" rank<={_bucket(max(span.block.rank for span in spans))}"
+        f" dropout={any(span.threshold for span in spans)}"
+    )
+    return f"{torch.cuda.get_device_name(x.device)} | triton {triton.__version__} | {x.dtype} | {shape}"
+
+
+def _on_device(call: LayerCall, x: Tensor) -> Measure:
+    """Seconds of a stage on a copy of the call's sizes, so that no gradient of the bank is touched."""
+    from plait_kernels.layer import layer_call
+    from plait_kernels.synthetic import Shape, problem
+    from plait_kernels.timing import median_seconds
+    from plait_kernels.triton_backend import Launcher
+
+    spans = call.routing.spans
+    shape = Shape(
+        *(x.shape[0], x.shape[1], tuple(site.out_features for site, _ in call.placed)),
+        *(tuple(span.block.rank for span in spans), 0.1 if any(span.threshold for span in spans) else 0.0),
+    )
+    made = problem(shape, device=x.device, dtype=x.dtype)
+    own = layer_call(made.bank, made.routing, made.sites, made.weight.shape[0])
+    plain = made.x.detach()
+
+    def measure(chosen: Choice, stage: str) -> float:
+        launcher = Launcher(own, plain, made.weight, chosen)
+        try:
+            if stage == "layer":
+                return median_seconds(partial(_layer, launcher, made.grad), x.device)
+            s = launcher.down()
+            ds = s if stage in ("down", "up") else launcher.up_gradient(made.grad, s)
+            stages: dict[str, Callable[[], object]] = {
+                "down": launcher.down,
+                "up": lambda: launcher.up(s, None),
+                "up_gradient": lambda: launcher.up_gradient(made.grad, s),
+                "down_gradient": lambda: launcher.down_gradient(ds),
+                "dx": lambda: launcher.dx(made.grad, ds),
+            }
+            return median_seconds(stages[stage], x.device)
+        except _too_large():
+            return float("inf")
+
+    return measure
+
+
+def _layer(launcher: Launcher, grad: Tensor) -> None:
+    """Forward and backward with a launcher's choice."""
+    from plait_kernels import grouped
+
+    x, weight, call = launcher.x, launcher.weight, launcher.call
+    if launcher.chosen.vendor:
+        _, saved = grouped.forward(x, weight, None, call)
+        grouped.backward(grad, x, saved, weight, call, need_dx=True)
+        return
+    s = launcher.down()
+    launcher.up(s, None)
+    ds = launcher.up_gradient(grad, s)
+    launcher.down_gradient(ds)
+    launcher.dx(grad, ds)
+
+
+def _too_large() -> tuple[type[Exception], ...]:
+    """What Triton raises where tiles need more shared memory or registers than there are."""
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return OutOfResources, PTXASError
