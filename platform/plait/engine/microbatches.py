@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 from torch import Tensor
 
 from plait.engine.messages import JobLoss
 from plait.models import MicrobatchContext
 from plait.plans import Microbatch, Segment
 from plait.samples import Int64, Split
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ class LoadedMicrobatch:
 
     def losses(self, nll: Tensor) -> tuple[JobLoss, ...]:
         """Each segment's loss, summed in float64 in the order of its rows, in one transfer to the host."""
-        sums = torch.stack([part.double().sum() for part in nll.split(self.counts)]).tolist()
+        sums = torch.stack([part.double().sum() for part in torch.split(nll, list(self.counts))]).tolist()
         return tuple(
             JobLoss(segment.job, segment.step, total, count, segment.tokens)
             for segment, total, count in zip(self.segments, sums, self.counts, strict=True)

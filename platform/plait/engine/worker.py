@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
 from torch import Tensor
 
-from plait.engine.adapter_tensors import initialise, named_tensors
+from plait.adapters import export_adapter, initialise, named_tensors
 from plait.engine.admission import WorkerFacts
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Origin, read_state, write_state
@@ -25,7 +24,6 @@ from plait.engine.messages import (
     Evaluate,
     Export,
     Generate,
-    Generated,
     JobFailed,
     MicrobatchDone,
     RunMicrobatches,
@@ -43,6 +41,7 @@ from plait.models import BaseModel, check_rank, load_model
 from plait.plans import Microbatch, Segment
 from plait.samples import Split
 from plait.settings import EngineSettings, RunSettings
+from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
 
 
 class LocalWorker:
@@ -256,7 +255,13 @@ class LocalWorker:
     # ---- results --------------------------------------------------------------------------------------
 
     def _export(self, command: Export) -> WorkerEvent:
-        command.directory.mkdir(parents=True, exist_ok=True)
+        export_adapter(
+            command.directory,
+            self._jobs[command.job].job.adapter,
+            self.bank.weights(command.job),
+            base=self._model.identity.name,
+            linears=self._model.linears,
+        )
         return Saved(command.job, command.directory, 0, exported=True)
 
     def _generate(self, command: Generate) -> WorkerEvent:
