@@ -16,12 +16,11 @@ EPS = 1e-5
 
 
 @pytest.fixture(params=["compiled", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
         monkeypatch.setattr(elementwise, "_library", lambda: None)
     elif elementwise._library() is None:
         pytest.skip("no C compiler")
-    return str(request.param)
 
 
 def compare(
@@ -47,9 +46,10 @@ def noise(*shape: int, dtype: torch.dtype) -> Tensor:
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float, way: str) -> None:
+def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float) -> None:
     x = noise(5, 3, 67, dtype=dtype)
     weight = noise(67, dtype=dtype)
 
@@ -59,9 +59,10 @@ def test_rms_norm(dtype: torch.dtype, tolerance: float, offset: float, way: str)
     compare(lambda x: rms_norm(x, weight, EPS, offset), formula, x, tolerance)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("kind", [SILU, GELU_TANH])
-def test_gated(dtype: torch.dtype, tolerance: float, kind: int, way: str) -> None:
+def test_gated(dtype: torch.dtype, tolerance: float, kind: int) -> None:
     x = noise(5, 7, 2 * 37, dtype=dtype)
 
     def formula(x: Tensor) -> Tensor:
@@ -72,7 +73,8 @@ def test_gated(dtype: torch.dtype, tolerance: float, kind: int, way: str) -> Non
     compare(lambda x: gated(x, kind), formula, x, tolerance)
 
 
-def test_extreme_values_stay_finite_and_nan_stays_nan(way: str) -> None:
+@pytest.mark.usefixtures("way")
+def test_extreme_values_stay_finite_and_nan_stays_nan() -> None:
     x = torch.tensor([[-1e4, 1e4, 0.0, -90.0, 1.0, 1.0, 1.0, 1.0]])
     out = gated(x, SILU)
     assert out[0].tolist() == pytest.approx([0.0, 1e4, 0.0, 0.0], abs=1e-30)

