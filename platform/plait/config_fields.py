@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -32,10 +33,17 @@ def build(cls: type[T], values: Mapping[str, object], path: str) -> T:
     """
     hints = get_type_hints(cls)
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # any dataclass
+    required = [field.name for field in fields(cls) if _is_required(field)]  # type: ignore[arg-type]  # any dataclass
+    if missing := [name for name in required if name not in values]:
+        raise ConfigError(f"{path} has no {missing[0]}", f"{path} must have {', '.join(required)}.")
     for name in values:
         if name not in names:
             raise unknown_key(f"{path}.{name}", [f"{path}.{known}" for known in names])
     return cls(**{name: convert(hints[name], value, f"{path}.{name}") for name, value in values.items()})
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is NO_DEFAULT and field.default_factory is NO_DEFAULT
 
 
 def unknown_key(key: str, known: Sequence[str]) -> ConfigError:

@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import (
     ChoiceSweep,
     IntervalSweep,
     Override,
+    Quote,
     QuotedString,
     RangeSweep,
     Sweep,
@@ -148,7 +149,24 @@ def _domain(override: Override, *, whole: bool) -> Domain:
 
 
 def _choice(elements: Sequence[Any]) -> Choice:
-    return Choice(tuple(map(_stored, elements)), tuple(Transformer.str(element) for element in elements))
+    return Choice(tuple(map(_stored, elements)), tuple(map(_text, elements)))
+
+
+def _text(element: Any) -> str:
+    """The element as override text. Hydra loses the quotes inside choice(...), so text that would be read
+    as something else is quoted again."""
+    text = str(Transformer.str(element))
+    if isinstance(element, str) and not _reads_as(text, element):
+        return QuotedString(element, Quote.single).with_quotes()
+    return text
+
+
+def _reads_as(text: str, value: str) -> bool:
+    try:
+        read = OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException:
+        return False
+    return isinstance(read, str) and read == value
 
 
 def _stored(element: Any) -> Value:

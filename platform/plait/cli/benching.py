@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 
-from plait.bench.figures import Report
+from plait.bench.figures import Figure, Report
 from plait.config import Config
-from plait.config_fields import unknown_key
-from plait.errors import EXIT_DONE, ConfigError
+from plait.config_fields import build, unknown_key
+from plait.errors import EXIT_DONE, ConfigError, choices
 from plait.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
@@ -37,9 +38,46 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
         if key not in ("run", "options"):
             raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
     benchmark = find_benchmark(section.get("run"), str(composed["mode"]))
-    report = benchmark(command.settings, draw_jobs(command), _options(composed))
+    options = dict(section.get("options") or {})
+    report = benchmark(command.settings, draw_jobs(command), options)
+    report, unmatched = beside_published(report, _published(composed))
     Console().print(report.table())
+    if unmatched:
+        raise ConfigError(
+            f"published: {', '.join(unmatched)}",
+            "Each published figure must bear the name of a figure that the benchmark gives.",
+            f"There are: {choices([figure.name for figure in report.figures])}.",
+        )
     return EXIT_DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A paper's figure, as ``published:`` in a file of sweeps/ gives it."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    tolerance: float | None = None
+
+
+def beside_published(report: Report, published: Sequence[Published]) -> tuple[Report, list[str]]:
+    """The report with each published figure beside ours of the same name and unit; names without one."""
+    given = {(item.name, item.unit): item for item in published}
+    figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
+    return replace(report, figures=figures), [item.name for item in given.values()]
+
+
+def _beside(figure: Figure, item: Published | None) -> Figure:
+    if item is None:
+        return figure
+    return replace(figure, published=item.value, source=item.source, tolerance=item.tolerance)
+
+
+def _published(composed: Config) -> list[Published]:
+    entries = composed.get("published") or []
+    return [build(Published, item, f"published[{index}]") for index, item in enumerate(entries)]
 
 
 def find_benchmark(path: Any, mode: str) -> Benchmark:
@@ -60,9 +98,3 @@ def find_benchmark(path: Any, mode: str) -> Benchmark:
         raise ConfigError(f"bench.run={path!r}", rule)
     benchmark: Benchmark = function
     return benchmark
-
-
-def _options(composed: Config) -> dict[str, object]:
-    """``bench.options``, with the file's published figures beside them."""
-    options = dict(composed["bench"].get("options") or {})
-    return options | ({"published": composed["published"]} if composed.get("published") else {})

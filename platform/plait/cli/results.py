@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from plait.errors import EXIT_DONE
+from plait.errors import EXIT_DONE, ConfigError, choices
 from plait.settings import TrackingSettings
+
+if TYPE_CHECKING:
+    from plait.tracking import JobRecord
 
 FORMATS = ("table", "csv", "json")
 
@@ -35,8 +40,30 @@ def leaderboard(arguments: Sequence[str]) -> int:
     from plait.tracking import load_search, print_leaderboard
 
     result = load_search(_settings(known), known.name)
+    if known.sort:
+        result = replace(result, records=sort_records(result.records, known.sort))
     print_leaderboard(result, known.format, Console())
     return EXIT_DONE
+
+
+def sort_records(records: Sequence[JobRecord], column: str) -> tuple[JobRecord, ...]:
+    """The records by a column of the table, "-COLUMN" in falling order; those without a value last.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    from plait.tracking.leaderboard import columns
+
+    names, rows = columns(records)
+    name = column.removeprefix("-")
+    if name not in names:
+        raise ConfigError(f"--sort {column}", "There is no such column.", f"There are: {choices(names)}.")
+    at = names.index(name)
+    paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
+    present = [(value, record) for value, record in paired if value is not None]
+    number = all(isinstance(value, (int, float)) for value, _ in present)
+    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=column.startswith("-"))
+    return tuple(record for _, record in [*present, *(pair for pair in paired if pair[0] is None)])
 
 
 def export(arguments: Sequence[str]) -> int:

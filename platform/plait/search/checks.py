@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from plait.data import check_data
+from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.memory_estimate import ActivationShape
 from plait.jobs import JobSpec
 from plait.paths import cache_dir
-from plait.settings import ModelSettings
+from plait.settings import ModelSettings, RunSettings
+
+if TYPE_CHECKING:
+    from plait.models import ModelShape
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:
@@ -20,11 +29,11 @@ def check_jobs(jobs: Sequence[JobSpec]) -> None:
         check_data(spec)
 
 
-def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> int:
+def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
     """Every adapter that a job may ask for fits the model's layers, by its configuration alone.
 
     Returns:
-        the longest sample that the model takes, in tokens.
+        the model's shape.
 
     Raises:
         ModelError: the model is not there, a target matches nothing, or a rank is above a layer's size.
@@ -35,4 +44,34 @@ def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> int:
     shape = inspect_model(settings, cache=cache_dir())
     for adapter in dict.fromkeys(job.adapter for job in jobs):
         check_rank(adapter, shape.linears)
-    return shape.max_length
+    return shape
+
+
+def check_memory(
+    settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], memory_bytes: int
+) -> None:
+    """Every job that may be asked for fits into memory by itself, by the coordinator's own estimate.
+
+    Raises:
+        CapacityError: one does not.
+    """
+    admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings)
+    for job in jobs:
+        splits = data.of(job.data)
+        longest = max(int(split.lengths.max(initial=0)) for split in (splits.train, splits.validation))
+        admission.demand(job.adapter, longest)
+
+
+def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
+    """What a worker with this model would say of itself."""
+    element_bytes = ELEMENT_BYTES[settings.dtype]
+    activations = ActivationShape(
+        layers=shape.layer_count,
+        hidden=shape.hidden_size,
+        heads=shape.heads,
+        vocabulary=shape.vocabulary,
+        linear_features=sum(linear.in_features + linear.out_features for linear in shape.linears),
+        weight_bytes=shape.parameters * element_bytes,
+        element_bytes=element_bytes,
+    )
+    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes)

@@ -57,6 +57,15 @@ def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -
     return LoadedData(catalogue, facts)
 
 
+def free_memory(settings: RunSettings) -> int:
+    """Bytes that the run's device has, as its worker will count them."""
+    import torch
+
+    from plait.engine.peaks import device_bytes
+
+    return device_bytes(torch.device(choose_device(settings.engine.device)))
+
+
 def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) -> Coordinator:
     """Load the model and put the engine together.
 

@@ -12,9 +12,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from plait.errors import EXIT_DONE
-from plait.search.checks import check_jobs, check_model
+from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
-from plait.search.engine import LoadedData, build_coordinator, open_data
+from plait.search.engine import LoadedData, build_coordinator, free_memory, open_data
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.recorder import SearchRecorder
@@ -38,16 +38,19 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_jobs(command.probes)
     location = check_tracking(settings.tracking)
     source = _open_study(command)
-    console.print(
-        f"Search {source.name}, tracked in {location}", markup=False, highlight=False, soft_wrap=True
-    )
     done = SearchResult(tuple(source.finished()))
+    line = f"Search {source.name}, tracked in {location}"
+    if source.left_over or 0 < len(done.finished) < source.total:
+        line += f"; {len(done.finished)} of {source.total} trials are over, {source.left_over} go on"
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(done.finished) >= source.total:
         write_result(done, settings.search.direction, command.directory)
         for line in describe_result(done, settings.search, source.name):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return EXIT_DONE
-    data = open_data(settings, check_model(settings.model, command.probes), command.probes)
+    shape = check_model(settings.model, command.probes)
+    data = open_data(settings, shape.max_length, command.probes)
+    check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))
     return _Launch(command, source, console).run(data)
 
 
@@ -70,6 +73,11 @@ def _open_study(command: SearchCommand) -> StudyTrials:
     storage = open_storage(settings.search.storage, settings.tracking.root)
     identity = identify(command.space, command.base, settings)
     return StudyTrials(settings.search, command.space, identity, storage)
+
+
+def going_on(command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command line that goes on with a search: the same, but not anew."""
+    return tuple(word for word in command if word.lstrip("+").partition("=")[0] != "search.fresh")
 
 
 class _Launch:
@@ -122,5 +130,5 @@ class _Launch:
     def _report(self, result: SearchResult, tracker: Tracker) -> None:
         facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
         if result.interrupted:
-            facts["go on with"] = redact(shlex.join(self._command.command))
+            facts["go on with"] = redact(shlex.join(going_on(self._command.command)))
         print_summary(self._console, tracker.board, facts)

@@ -18,15 +18,13 @@ def describe_result(result: SearchResult, settings: SearchSettings, name: str) -
     count = len(result.finished)
     lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed."]
     best = result.best(settings.direction)
-    if best is not None:
-        values = ", ".join(f"{key}={value}" for key, value in best.trial.values.items())
-        lines.append(
-            f"Best: {best.trial.name}, {settings.metric} {best.outcome.value:.6g}. {values}".rstrip()
-        )
-    lines.append(
-        "search.fresh=true starts it anew, search.trials=N adds to it; `plait leaderboard` shows it."
-    )
-    return lines
+    more = "search.fresh=true starts it anew"
+    if best is not None and best.outcome.value is not None:
+        values = " ".join(f"{key}={value}" for key, value in best.trial.values.items())
+        figure = f"{settings.metric} {best.outcome.value:.6g}"
+        lines.append(" ".join(part for part in (f"Best: {best.trial.name},", figure, values) if part))
+        more += ", search.trials=N adds to it" if values else ""
+    return [*lines, f"{more}; `plait leaderboard` shows it."]
 
 
 def write_result(result: SearchResult, direction: str, folder: Path) -> None:

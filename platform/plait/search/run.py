@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plait.engine.messages import Event, JobEnded, JobEvaluated
-from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError
+from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
 from plait.jobs import JobSpec
 from plait.search.objective import Observed
 from plait.search.trials import Finished, Outcome, State, Trial, TrialSource
@@ -88,7 +88,7 @@ class SearchRun:
 
     Attributes:
         source: draws the trials.
-        make_job: the job of a trial; an InputError fails that trial only.
+        make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
         stop: asked after every iteration; True ends the search in order.
     """
 
@@ -131,12 +131,16 @@ class SearchRun:
     def _start(self, trial: Trial) -> None:
         try:
             job = self.make_job(trial)
+        except StorageError:
+            raise
         except InputError as error:  # nobody has heard of this job yet
             self._tell(trial, Outcome("failed", None, str(error)))
             return
         self.recorder.start_job(job, trial.number)
         try:
             self.coordinator.submit(job, resume_from=trial.resume_from)
+        except StorageError:
+            raise
         except InputError as error:
             self._over(trial, "failed", None, str(error))
         else:

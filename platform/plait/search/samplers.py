@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,16 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
 
 from plait.errors import SearchError
 from plait.search.feasibility import check_sampler, grid
 from plait.search.space import Choice, Domain, Space, Whole
 from plait.settings import SearchSettings
+
+# A quasi-random sequence and a shuffled grid are numbered by their seed, so it must stay the same.
+ONE_SEQUENCE = ("qmc", "grid")
 
 Distributions = dict[str, BaseDistribution]
 
@@ -55,8 +60,7 @@ def make_sampler(settings: SearchSettings, space: Space, existing: int) -> BaseS
         SearchError: the sampler cannot do the space, or does not know an option.
     """
     check_sampler(settings, space)
-    # A quasi-random sequence is one sequence: its seed must not change on the way.
-    seed = settings.seed if settings.sampler == "qmc" else derived_seed(settings.seed, existing)
+    seed = settings.seed if settings.sampler in ONE_SEQUENCE else derived_seed(settings.seed, existing)
     factory = _FACTORIES[settings.sampler]
     options = {"seed": seed} | dict(settings.sampler_options)
     with warnings.catch_warnings():
@@ -79,7 +83,17 @@ def _random(_: Space, options: Mapping[str, Any]) -> BaseSampler:
 
 
 def _grid(space: Space, options: Mapping[str, Any]) -> BaseSampler:
-    return optuna.samplers.GridSampler(grid(space), **options)
+    return _Grid(grid(space), **options)
+
+
+class _Grid(optuna.samplers.GridSampler):
+    """Optuna's grid, that leaves it to the caller to stop: at the last point it would call ``Study.stop``,
+    which raises outside of ``Study.optimize``."""
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """Nothing: ``StudyTrials.total`` ends the search."""
 
 
 def _cmaes(_: Space, options: Mapping[str, Any]) -> BaseSampler:

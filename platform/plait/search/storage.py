@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     return _journal(path)
 
 
+def with_driver(url: str) -> str:
+    """A PostgreSQL URL that names its driver, where it names none.
+
+    SQLAlchemy 2.1 takes psycopg 3 for a bare "postgresql", 2.0 takes psycopg2: the one that is installed
+    is the one that is meant.
+    """
+    scheme, mark, rest = url.partition("://")
+    if scheme not in ("postgresql", "postgres"):
+        return url
+    drivers = [name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name) is not None]
+    return f"postgresql+{drivers[0]}{mark}{rest}" if drivers else f"postgresql{mark}{rest}"
+
+
 def masked(url: str) -> str:
     """A database URL without its password."""
     return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
@@ -52,7 +66,7 @@ def _journal(path: Path) -> BaseStorage:
 def _database(url: str) -> BaseStorage:
     arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
     try:
-        return RDBStorage(url, engine_kwargs={"connect_args": arguments})
+        return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments})
     except ImportError as error:
         raise StorageError(
             f"search.storage={masked(url)}",

@@ -90,8 +90,8 @@ class StudyTrials:
         value = outcome.value if outcome.value is not None and math.isfinite(outcome.value) else None
         if outcome.state == "complete" and value is not None:
             self._study.tell(trial.number, value)
-        elif outcome.state == "pruned":
-            self._study.tell(trial.number, value, state=TrialState.PRUNED)
+        elif outcome.state == "pruned":  # its value is the last one reported
+            self._study.tell(trial.number, state=TrialState.PRUNED)
         else:
             self._study.tell(trial.number, state=TrialState.FAIL)
 

@@ -1,0 +1,349 @@
+"""The search loop, on an engine that is a pure function of its jobs: no model, no clock."""
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import optuna
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optuna.trial import TrialState
+
+from plait.config_overrides import read_request
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
+from plait.errors import CapacityError, ConfigError, StorageError
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.search.identity import identify
+from plait.search.interrupt import Interrupts
+from plait.search.objective import METRICS, Observed, check_metric
+from plait.search.run import SearchResult, SearchRun
+from plait.search.study import StudyTrials
+from plait.search.trials import Finished, Outcome, Trial
+from plait.settings import RunSettings, SearchSettings
+
+SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
+
+
+def loss_of(job: JobSpec) -> float:
+    return abs(math.log10(job.train.lr) + 3) + 1 / job.adapter.rank
+
+
+@dataclass
+class Engine:
+    """Trains by arithmetic: losses depend on the job alone, and it takes as many steps as its rank."""
+
+    most: int = 4
+    broken: Callable[[JobSpec], str] = lambda _: ""
+    refused: Callable[[JobSpec], Exception | None] = lambda _: None
+    groups: list[list[str]] = field(default_factory=list)
+    resumed: dict[str, Path | None] = field(default_factory=dict)
+    _live: dict[str, tuple[JobSpec, int]] = field(default_factory=dict)
+    _stopping: bool = False
+
+    def submit(self, job: JobSpec, *, resume_from: Path | None = None) -> None:
+        if error := self.refused(job):
+            raise error
+        self._live[job.name] = (job, 0)
+        self.resumed[job.name] = resume_from
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def places(self) -> int:
+        return self.most - len(self._live)
+
+    def advance(self) -> Iterator[Event]:
+        self.groups.append(list(self._live))
+        for name, (job, step) in list(self._live.items()):
+            steps = job.adapter.rank
+            if self._stopping:
+                del self._live[name]
+                yield ended(name, "stopped", step, "interrupted", checkpoint=Path("state") / name)
+                continue
+            if step == 0:
+                yield JobAdmitted(job, 0, steps, "group-0")
+            self._live[name] = (job, step + 1)
+            yield JobProgress(
+                name, step + 1, loss_of(job) + 1 / (step + 1), 1.0, job.train.lr, 8 * (step + 1), 0.5, 16.0
+            )
+            if reason := self.broken(job):
+                del self._live[name]
+                yield ended(name, "failed", step, reason)
+            elif step + 1 >= steps:
+                del self._live[name]
+                yield JobEvaluated(name, step + 1, loss_of(job), 8)
+                yield ended(name, "finished", step + 1, "budget spent", loss_of(job))
+
+
+def ended(
+    name: str, state: str, step: int, reason: str, loss: float | None = None, checkpoint: Path | None = None
+) -> JobEnded:
+    return JobEnded(name, state, step, reason, loss, 8 * step, 0.5, 1.0, None, checkpoint)
+
+
+@dataclass
+class Notes:
+    """Keeps what it is told."""
+
+    started: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    judged: list[tuple[str, str, float | None, str]] = field(default_factory=list)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        assert job.name == f"trial-{trial:04d}"
+        self.started.append(job.name)
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
+        self.judged.append((job, state, objective, reason))
+
+    def run_id(self, job: str) -> str:
+        return f"run of {job}"
+
+
+def make_job(trial: Trial) -> JobSpec:
+    rank, lr = trial.values["adapter.rank"], trial.values["train.lr"]
+    assert isinstance(rank, int)
+    assert isinstance(lr, float)
+    return JobSpec(trial.name, AdapterSpec(rank=rank), TrainSpec(lr=lr))
+
+
+@dataclass
+class Bench:
+    """A search with its study, engine and notes."""
+
+    search: SearchSettings = field(
+        default_factory=lambda: SearchSettings(trials=12, parallel=4, sampler="random")
+    )
+    engine: Engine = field(default_factory=Engine)
+    notes: Notes = field(default_factory=Notes)
+    storage: optuna.storages.BaseStorage = field(default_factory=optuna.storages.InMemoryStorage)
+    make_job: Callable[[Trial], JobSpec] = make_job
+    stop: Callable[[], bool] = lambda: False
+
+    def run(self) -> SearchResult:
+        identity = identify(SPACE, JobSpec("base"), RunSettings(search=self.search))
+        source = StudyTrials(self.search, SPACE, identity, self.storage)
+        return SearchRun(source, self.make_job, self.engine, self.notes, self.search, self.stop).run()
+
+    @property
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
+        return optuna.load_study(study_name=None, storage=self.storage).get_trials()
+
+
+def test_every_trial_runs_once_and_its_value_is_in_the_study() -> None:
+    bench = Bench()
+    result = bench.run()
+    assert result.exit_status == 0
+    assert bench.notes.started == [f"trial-{number:04d}" for number in range(12)]
+    for item in bench.trials:
+        job = make_job(Trial(item.number, item.params))
+        assert item.state == TrialState.COMPLETE
+        assert item.value == loss_of(job)
+        assert item.intermediate_values == {job.adapter.rank: loss_of(job)}
+        assert item.user_attrs["mlflow.run_id"] == f"run of {job.name}"
+        assert sum(job.name in names for names in bench.engine.groups) == job.adapter.rank
+    best = result.best("minimize")
+    assert best is not None
+    assert best.outcome.value == min(item.value for item in bench.trials if item.value is not None)
+
+
+@pytest.mark.parametrize(("parallel", "most", "crowd"), [(4, 2, 2), (2, 4, 2), (1, 4, 1), (8, 8, 8)])
+def test_as_many_train_at_once_as_there_are_places(parallel: int, most: int, crowd: int) -> None:
+    bench = Bench(replace(Bench().search, parallel=parallel), Engine(most=most))
+    bench.run()
+    assert max(map(len, bench.engine.groups)) == crowd
+
+
+def test_a_free_place_is_filled_at_the_next_iteration() -> None:
+    """While trials are left, the group is never smaller than the places allow."""
+    bench = Bench()
+    bench.run()
+    groups = bench.engine.groups
+    last_joins = next(number for number, names in enumerate(groups) if "trial-0011" in names)
+    assert all(len(names) == 4 for names in groups[: last_joins + 1])
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+@settings(max_examples=10, deadline=None)
+def test_random_search_gives_the_same_result_however_many_train_at_once(parallel: int, most: int) -> None:
+    alone = Bench(replace(Bench().search, parallel=1))
+    together = Bench(replace(Bench().search, parallel=parallel), Engine(most=most))
+    assert {(item.trial, item.outcome.value) for item in _hashable(alone.run())} == {
+        (item.trial, item.outcome.value) for item in _hashable(together.run())
+    }
+
+
+def _hashable(result: SearchResult) -> list[Finished]:
+    return [replace(item, trial=item.trial.overrides) for item in result.finished]  # type: ignore[arg-type]
+
+
+def test_a_failed_job_is_told_as_failed_and_the_others_go_on() -> None:
+    bench = Bench(engine=Engine(broken=lambda job: "loss is nan at step 2" if job.adapter.rank > 32 else ""))
+    result = bench.run()
+    failed = [item for item in bench.trials if item.state == TrialState.FAIL]
+    assert 0 < len(failed) < 12
+    assert result.exit_status == 3
+    assert result.failed == len(failed)
+    for item in bench.trials:
+        if item.params["adapter.rank"] > 32:
+            assert item.value is None
+            assert item.user_attrs["plait.reason"] == "loss is nan at step 2"
+        else:
+            assert item.value == loss_of(make_job(Trial(item.number, item.params)))
+    assert {state for _, state, *_ in bench.notes.judged} == {"finished", "failed"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_objective_that_is_not_finite_is_a_failure(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "loss_of", lambda _: value)
+    bench = Bench(replace(Bench().search, trials=2))
+    assert bench.run().exit_status == 3
+    assert [item.state for item in bench.trials] == [TrialState.FAIL] * 2
+    assert bench.notes.judged[0][1:] == ("failed", None, f"eval/loss is {value}")
+
+
+def test_a_job_that_cannot_be_made_or_taken_fails_alone() -> None:
+    def refuse(job: JobSpec) -> Exception | None:
+        return CapacityError("too large") if job.name == "trial-0003" else None
+
+    def make(trial: Trial) -> JobSpec:
+        if trial.number == 5:
+            raise ConfigError("adapter.rank=0", "too small")
+        return make_job(trial)
+
+    bench = Bench(engine=Engine(refused=refuse), make_job=make)
+    assert bench.run().failed == 2
+    states = [item.state for item in bench.trials]
+    assert [number for number, state in enumerate(states) if state == TrialState.FAIL] == [3, 5]
+    assert "trial-0005" not in bench.notes.started
+    assert ("trial-0003", "failed", None, "too large") in bench.notes.judged
+
+
+def test_a_full_disk_ends_the_search() -> None:
+    def make(_: Trial) -> JobSpec:
+        raise StorageError("no space left")
+
+    with pytest.raises(StorageError):
+        Bench(make_job=make).run()
+
+
+@pytest.mark.parametrize(("rate", "failures"), [(0.0, 1), (0.25, 4), (1.0, 12)])
+def test_too_many_failures_end_the_search(rate: float, failures: int) -> None:
+    search = replace(Bench().search, max_failure_rate=rate, parallel=1)
+    bench = Bench(search, Engine(broken=lambda _: "broken"))
+    assert bench.run().failed == failures
+    assert len(bench.trials) == failures
+
+
+def test_a_stopped_search_saves_every_job_and_goes_on_later() -> None:
+    bench = Bench()
+    polls = iter([False] * 5)
+    bench.stop = lambda: next(polls, True)
+    first = bench.run()
+    assert first.interrupted
+    assert first.exit_status == 130
+    running = [item for item in bench.trials if item.state == TrialState.RUNNING]
+    assert len(running) == 4
+    for item in running:
+        assert item.user_attrs["plait.checkpoint"] == str(
+            (Path("state") / f"trial-{item.number:04d}").absolute()
+        )
+    assert not {name for name, *_ in bench.notes.judged} & {f"trial-{item.number:04d}" for item in running}
+
+    again = Bench(storage=bench.storage)
+    assert again.run().exit_status == 0
+    assert again.notes.started[:4] == [f"trial-{item.number:04d}" for item in running]
+    undisturbed = Bench()
+    undisturbed.run()
+    assert [(item.params, item.value, item.state) for item in again.trials] == [
+        (item.params, item.value, item.state) for item in undisturbed.trials
+    ]
+
+
+def test_a_job_stopped_from_outside_is_pruned() -> None:
+    class Stopped(Engine):
+        def advance(self) -> Iterator[Event]:
+            for event in super().advance():
+                yield (
+                    replace(event, state="stopped", reason="asked to")
+                    if isinstance(event, JobEnded)
+                    else event
+                )
+
+    bench = Bench(replace(Bench().search, trials=2), Stopped())
+    assert bench.run().exit_status == 0
+    assert [item.state for item in bench.trials] == [TrialState.PRUNED] * 2
+    assert {state for _, state, *_ in bench.notes.judged} == {"pruned"}
+
+
+def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None:
+    values = [2.0, 1.0, None, 1.0, 3.0, 3.0]
+    finished = tuple(
+        Finished(Trial(number), Outcome("failed" if value is None else "complete", value, ""))
+        for number, value in enumerate(values)
+    )
+    result = SearchResult(finished)
+    lowest, highest = result.best("minimize"), result.best("maximize")
+    assert lowest is not None
+    assert highest is not None
+    assert (lowest.trial.number, highest.trial.number) == (1, 4)
+    assert SearchResult(()).best("minimize") is None
+
+
+# ---- objective -----------------------------------------------------------------------------------------
+
+
+def test_each_metric_is_judged_by_its_last_value() -> None:
+    seen = Observed()
+    for step in (1, 2):
+        seen.handle(JobProgress("a", step, 10.0 / step, 3.0 / step, 1e-3, 100 * step, 0.1, 50.0 * step))
+        seen.handle(JobEvaluated("a", step, 20.0 / step, 5))
+        seen.handle(JobGenerated("a", step, 0.25 * step))
+    seen.handle(JobEnded("a", "finished", 2, "", 9.0, 222, 0.75, 4.0, None))
+    expected = {
+        "eval/loss": 9.0,
+        "eval/accuracy": 0.5,
+        "train/loss": 5.0,
+        "train/grad_norm": 1.5,
+        "train/tokens": 222.0,
+        "throughput/tokens_per_s": 100.0,
+        "cost/device_seconds": 0.75,
+        "job/completion_seconds": 4.0,
+    }
+    assert {metric: seen.value("a", metric) for metric in METRICS} == expected
+    assert seen.value("b", "eval/loss") is None
+
+
+def test_a_metric_that_was_not_measured_is_a_failure() -> None:
+    bench = Bench(replace(Bench().search, trials=1, metric="eval/accuracy"))
+    bench.run()
+    assert bench.notes.judged == [("trial-0000", "failed", None, "eval/accuracy was not measured")]
+
+
+def test_a_metric_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_metric("loss")
+    assert "eval/loss" in caught.value.rule
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
+    said = []
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts(lambda: said.append("ending")) as interrupts:
+        assert not interrupts.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.requested
+        assert said == ["ending"]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,290 @@
+"""The Optuna study as a source of trials: draws, states, values, going on."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from plait.config_overrides import read_request
+from plait.errors import SearchError, StorageError
+from plait.jobs import JobSpec
+from plait.search.identity import identify
+from plait.search.samplers import derived_seed, distributions, make_sampler
+from plait.search.space import Space
+from plait.search.storage import masked, open_storage, with_driver
+from plait.search.study import StudyTrials
+from plait.search.trials import Outcome, Trial
+from plait.settings import RunSettings, SearchSettings
+
+MIXED = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
+NUMBERS = ("adapter.rank=interval(4,64)", "train.lr=tag(log,interval(1e-5,1e-3))")
+COUNTED = ("adapter.rank=4,8,16", "train.steps=range(10,40,10)")
+SPACES = {"cmaes": NUMBERS, "qmc": NUMBERS, "grid": COUNTED}
+
+
+def space_of(arguments: Sequence[str]) -> Space:
+    return read_request(arguments, {}, {}).space
+
+
+def source(
+    arguments: Sequence[str] = MIXED, storage: BaseStorage | None = None, **settings: object
+) -> StudyTrials:
+    search = replace(SearchSettings(), **settings)  # type: ignore[arg-type]  # keyword by keyword
+    space = space_of(arguments)
+    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    return StudyTrials(search, space, identity, storage or optuna.storages.InMemoryStorage())
+
+
+def complete(trials: StudyTrials, trial: Trial, value: float = 1.0) -> None:
+    trials.tell(trial, Outcome("complete", value, ""))
+
+
+def loss(trial: Trial) -> float:
+    rank, lr = trial.values["adapter.rank"], trial.values.get("train.lr", 1e-4)
+    assert isinstance(rank, int)
+    assert isinstance(lr, float)
+    return 1.0 / rank + abs(math.log10(lr) + 4.0)
+
+
+def frozen(storage: BaseStorage) -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name=None, storage=storage).get_trials()
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"])
+def test_every_sampler_draws_in_batches_inside_the_space(sampler: str) -> None:
+    arguments = SPACES.get(sampler, MIXED)
+    trials = source(arguments, sampler=sampler, trials=9)
+    allowed = distributions(space_of(arguments))
+    seen = []
+    while batch := [trial for _ in range(3) if (trial := trials.ask()) is not None]:
+        seen += batch
+        for trial in batch:
+            complete(trials, trial, loss(trial))
+    assert [trial.number for trial in seen] == list(range(9))
+    for trial in seen:
+        assert trial.values.keys() == allowed.keys()
+        for key, value in trial.values.items():
+            assert allowed[key]._contains(allowed[key].to_internal_repr(value))
+    assert len({tuple(trial.values.items()) for trial in seen}) == 9
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "nsgaii"])
+def test_a_search_that_goes_on_draws_what_it_would_have_drawn(sampler: str, tmp_path: Path) -> None:
+    """Whether one process draws all, or a new one opens the study for every batch."""
+
+    def draw(reopen: bool, name: str) -> list[Trial]:
+        def opened() -> StudyTrials:
+            storage = open_storage(str(tmp_path / f"{name}.journal"), tmp_path)
+            return source(SPACES.get(sampler, MIXED), storage, sampler=sampler, trials=9, name="s", seed=3)
+
+        trials, drawn = opened(), []
+        for _ in range(3):
+            batch = [trial for _ in range(3) if (trial := trials.ask()) is not None]
+            for trial in batch:
+                complete(trials, trial, loss(trial))
+            drawn += batch
+            trials = opened() if reopen else trials
+        return drawn
+
+    assert draw(False, "whole") == draw(True, "pieces")
+
+
+def test_seeds_differ_from_draw_to_draw_and_from_search_to_search() -> None:
+    seeds = {derived_seed(seed, existing) for seed in range(20) for existing in range(50)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**32 for seed in seeds)
+    assert derived_seed(0, 1) == derived_seed(0, 1)
+
+
+def test_another_seed_draws_other_points() -> None:
+    first = [source(seed=0).ask(), source(seed=1).ask()]
+    assert first[0] != first[1]
+
+
+def test_overrides_say_what_the_values_say() -> None:
+    trial = source(("adapter.target_modules=[q],[q,v]", "data=reasoning_gym,jsonl")).ask()
+    assert trial is not None
+    assert trial.overrides == tuple(f"{key}={value}" for key, value in trial.values.items())
+    assert trial.name == "trial-0000"
+
+
+def test_a_grid_ends_with_its_last_point() -> None:
+    trials = source(COUNTED, sampler="grid", trials=100)
+    assert trials.total == 9
+    points = set()
+    while (trial := trials.ask()) is not None:
+        points.add(tuple(trial.values.items()))
+        complete(trials, trial)
+    assert len(points) == 9
+
+
+def test_states_and_values_in_the_study() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    trials = source(storage=storage, trials=6)
+    asked = [trials.ask() for _ in range(6)]
+    outcomes = [
+        Outcome("complete", 0.5, "", "run-0"),
+        Outcome("failed", None, "loss is nan at step 3"),
+        Outcome("complete", math.nan, ""),
+        Outcome("complete", math.inf, ""),
+        Outcome("pruned", 0.7, "rung 1"),
+        Outcome("pruned", None, "rung 1"),
+    ]
+    for trial, outcome in zip(asked, outcomes, strict=True):
+        assert trial is not None
+        trials.tell(trial, outcome)
+    held = frozen(storage)
+    states = [TrialState.COMPLETE, *[TrialState.FAIL] * 3, *[TrialState.PRUNED] * 2]
+    assert [item.state for item in held] == states
+    assert held[0].value == 0.5
+    assert held[0].user_attrs["mlflow.run_id"] == "run-0"
+    assert held[1].user_attrs["plait.reason"] == "loss is nan at step 3"
+    assert all(item.value is None or math.isfinite(item.value) for item in held)
+    assert [item.outcome.state for item in trials.finished()] == [
+        "complete",
+        *["failed"] * 3,
+        "pruned",
+        "pruned",
+    ]
+
+
+def test_intermediate_values_are_kept_once_and_finite() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    trials = source(storage=storage)
+    trial = trials.ask()
+    assert trial is not None
+    for step, value in ((5, 2.0), (5, 3.0), (10, math.nan), (15, 1.0)):
+        trials.report(trial, step, value)
+    assert frozen(storage)[0].intermediate_values == {5: 2.0, 15: 1.0}
+
+
+@pytest.fixture(params=["journal", "sqlite"])
+def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], BaseStorage]:
+    path = None if request.param == "journal" else str(tmp_path / "study.db")
+    return lambda: open_storage(path, tmp_path)
+
+
+def test_a_killed_search_takes_up_its_running_trials(
+    opener: Callable[[], BaseStorage], tmp_path: Path
+) -> None:
+    killed = source(storage=opener(), trials=5)
+    asked = [killed.ask() for _ in range(4)]
+    assert all(asked)
+    saved = tmp_path / "state"
+    saved.mkdir()
+    complete(killed, asked[0])  # type: ignore[arg-type]
+    killed.put_back(asked[2], saved)  # type: ignore[arg-type]
+    killed.put_back(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
+
+    again = source(storage=opener(), trials=5)
+    assert again.left_over == 3
+    taken = [again.ask() for _ in range(5)]
+    assert [trial.number for trial in taken if trial] == [1, 2, 3, 4]
+    assert [trial.resume_from for trial in taken if trial] == [None, saved, None, None]
+    assert [trial.values for trial in taken[:3] if trial] == [trial.values for trial in asked[1:] if trial]
+    for trial in taken:
+        if trial is not None:
+            complete(again, trial)
+    assert again.ask() is None
+    assert [item.trial.number for item in again.finished()] == [0, 1, 2, 3, 4]
+
+
+def test_more_trials_add_to_a_finished_search(opener: Callable[[], BaseStorage]) -> None:
+    for trials in (2, 5):
+        draws = source(storage=opener(), name="s", trials=trials)
+        while (trial := draws.ask()) is not None:
+            complete(draws, trial)
+        assert len(draws.finished()) == trials
+
+
+def test_a_study_of_another_space_is_refused_with_the_difference() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    source(storage=storage, name="s")
+    with pytest.raises(SearchError) as caught:
+        source(("adapter.rank=4,8", "train.steps=1,2"), storage, name="s")
+    assert "another search" in caught.value.value
+    assert "space.adapter.rank: was choice(4,8,16), now choice(4,8)" in caught.value.rule
+    assert "space.train.steps: was (not set), now choice(1,2)" in caught.value.rule
+    assert "search.fresh=true" in caught.value.remedy
+
+
+def test_another_sampler_may_go_on_with_a_study() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    source(storage=storage, name="s").ask()
+    assert source(storage=storage, name="s", sampler="random", seed=9).left_over == 1
+
+
+def test_fresh_starts_anew() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    first = source(storage=storage, name="s")
+    trial = first.ask()
+    assert trial is not None
+    complete(first, trial)
+    assert source(storage=storage, name="s", fresh=True).finished() == []
+
+
+def test_a_study_that_plait_did_not_make() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(study_name="s", storage=storage)
+    with pytest.raises(SearchError, match="did not make"):
+        source(storage=storage, name="s")
+
+
+def test_an_option_that_the_sampler_does_not_have() -> None:
+    with pytest.raises(SearchError, match="sampler_options"):
+        make_sampler(SearchSettings(sampler_options={"temperature": 1}), space_of(MIXED), 0)
+    make_sampler(SearchSettings(sampler_options={"n_startup_trials": 2}), space_of(MIXED), 0)
+
+
+# ---- storage -----------------------------------------------------------------------------------------------
+
+
+def test_the_default_storage_is_a_journal_under_the_root(tmp_path: Path) -> None:
+    source(storage=open_storage(None, tmp_path / "runs")).ask()
+    assert (tmp_path / "runs" / "optuna.journal").stat().st_size > 0
+
+
+def test_a_path_with_a_database_suffix_is_sqlite(tmp_path: Path) -> None:
+    source(storage=open_storage(str(tmp_path / "new" / "s.db"), tmp_path)).ask()
+    assert (tmp_path / "new" / "s.db").read_bytes().startswith(b"SQLite format 3")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be made"):
+        open_storage(None, tmp_path / "file" / "runs")
+
+
+def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "x.journal").mkdir()
+    with pytest.raises(StorageError, match=r"x\.journal"):
+        open_storage(str(tmp_path / "x.journal"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://someone:secret@127.0.0.1:1/none",
+        "nonsense://u:secret@h/d",
+        "sqlite:////nowhere/at/all.db",
+    ],
+)
+def test_a_database_that_does_not_answer(url: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        open_storage(url, tmp_path)
+    assert "search.storage" in caught.value.value
+    assert "secret" not in str(caught.value)
+
+
+def test_urls_name_a_driver_that_is_installed() -> None:
+    assert with_driver("sqlite:///x.db") == "sqlite:///x.db"
+    assert with_driver("postgresql+asyncpg://h/d") == "postgresql+asyncpg://h/d"
+    assert with_driver("postgresql://u@h/d").startswith("postgresql")
+    assert with_driver("postgres://u@h/d").endswith("://u@h/d")
+    assert masked("postgresql://u:p@h/d") == "postgresql://u:***@h/d"
+    assert masked("sqlite:///x.db") == "sqlite:///x.db"
