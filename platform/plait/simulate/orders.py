@@ -91,15 +91,13 @@ class OneFOneB:
     Attributes:
         batches: microbatches of each global batch, the pipeline being drained after each; one entry
             for all microbatches lets it run on.
-        extra: microbatches in flight beyond stages − s, which buys tolerance of uneven ones with memory.
     """
 
     batches: Sequence[int]
-    extra: int = 0
 
     def chooser(self, stage: int, stages: int) -> Chooser:
         """The list of one stage."""
-        ahead, actions, begin = stages - stage + self.extra, list[Action](), 0
+        ahead, actions, begin = stages - stage, list[Action](), 0
         for count in self.batches:
             for place in range(count + ahead):
                 if ahead <= place:

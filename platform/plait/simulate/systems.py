@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import StageTime, TimeModel
 from plait.planner.grouping import JobLoad, group_jobs, head_tail
-from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all
+from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
 from plait.plans import GlobalBatch, Microbatch
@@ -53,6 +53,10 @@ class Machine:
             for stage, layers in enumerate(self.layer_split)
         ]
         return Pipeline(works, seconds, order, self._transfer(works))
+
+    def in_order(self, works: Sequence[Work]) -> Pipeline:
+        """These microbatches in 1F1B order, never drained in between."""
+        return self.pipeline(works, OneFOneB([len(works)]))
 
     def _seconds(self, work: Work, layers: int, last: bool) -> StageTime:
         return self.time.stage(work.shape, tp=self.tp, layers=layers, last=last)
@@ -153,26 +157,32 @@ def plan_schedule(
     return Planned(grouping, items, capacity, tile)
 
 
-def greedy_schedule(trace: Trace, *, stages: int, capacity: int, tile: int, merging: bool) -> Planned:
-    """As :func:`plan_schedule` with first-fit decreasing alone."""
-    return plan_schedule(trace, stages=stages, capacity=capacity, tile=tile, limits=GREEDY, merging=merging)
+def planned_pipeline(planned: Planned, machine: Machine, *, padding: bool = False) -> Pipeline:
+    """The schedule in 1F1B order.
+
+    Args:
+        padding: compute the rows that round a segment up to the tile, as LoRAFusion does.
+    """
+    tile = planned.tile if padding else 1
+    works = [schedule_work(item, planned.tile, computed_tile=tile) for item in planned.microbatches]
+    return machine.in_order(works)
 
 
-def planned_works(planned: Planned) -> list[Work]:
-    """The schedule's microbatches for the simulator; only real tokens are computed."""
-    return [_work(microbatch, planned.tile) for microbatch in planned.microbatches]
+def schedule_work(
+    microbatch: Microbatch, tile: int, *, computed_tile: int = 1, labelled_share: float = 1.0
+) -> Work:
+    """A planned microbatch for the simulator.
 
-
-def planned_pipeline(planned: Planned, machine: Machine, *, extra: int = 0) -> Pipeline:
-    """The schedule in 1F1B order without draining between global batches."""
-    works = planned_works(planned)
-    return machine.pipeline(works, OneFOneB([len(works)], extra=extra))
-
-
-def _work(microbatch: Microbatch, tile: int) -> Work:
+    Args:
+        tile: padding multiple of the capacity.
+        computed_tile: multiple to which segments are computed.
+        labelled_share: share of the tokens that reach head and loss.
+    """
     lengths = [length for segment in microbatch.segments for length in segment.lengths]
+    computed = microbatch.padded(computed_tile)
+    shape = MicrobatchShape(computed, sum(length**2 for length in lengths), round(labelled_share * computed))
     parts = tuple((segment.job, segment.step) for segment in microbatch.segments)
-    return Work(parts, MicrobatchShape.of(lengths), microbatch.tokens, microbatch.padded(tile))
+    return Work(parts, shape, microbatch.tokens, microbatch.padded(tile))
 
 
 def _load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:

@@ -1,0 +1,68 @@
+"""Idle shares on the committed trace: what is claimed of Plait's schedule, and every figure as recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plait.bench.figures import Report
+from plait.bench.lorafusion import bubble_ratio
+from plait.bench.lorafusion_workload import Options, read_options
+from plait.paths import conf_dir, sweeps_dir
+from plait.settings import ClusterSettings, RunSettings
+
+RECORDED = Path(__file__).with_name("lorafusion_bubble_ratio.json")
+PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "published" / "lorafusion_h100.json"
+
+
+def file() -> dict[str, Any]:
+    loaded = yaml.safe_load((sweeps_dir() / "lorafusion" / "bubble_ratio.yaml").read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def options() -> Options:
+    return read_options(file()["bench"]["options"])
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    cluster = yaml.safe_load((conf_dir() / "cluster" / "h100_llama31_70b.yaml").read_text(encoding="utf-8"))
+    settings = RunSettings(cluster=ClusterSettings(**cluster))
+    return bubble_ratio(settings, (), file()["bench"]["options"] | {"alternatives": []})
+
+
+def test_the_trace_is_what_its_assumptions_draw(options: Options) -> None:
+    trace = options.lengths()
+    assert trace == options.drawn()
+    assert len(trace) == 4
+    assert all(len(own) >= 60 and all(len(batch) == 16 for batch in own) for own in trace.values())
+
+
+def test_plait_is_within_a_point_of_the_floor_and_gains_by_its_split(report: Report) -> None:
+    share = {figure.name: figure.ours for figure in report.figures}
+    floor = share["floor of whole layers per stage"]
+    assert floor == pytest.approx(3.36, abs=0.1)
+    assert floor <= share["Plait"] <= floor + 1
+    assert share["Plait"] < share["Plait, equal layers"]
+    assert share["Plait"] < share["LoRAFusion, 4 adapters"] < share["mLoRA, packed"]
+
+
+def test_figures_are_as_recorded(report: Report) -> None:
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert {figure.name: round(figure.ours, 2) for figure in report.figures} == pytest.approx(
+        recorded, abs=0.02
+    )
+
+
+def test_published_figures_are_the_papers() -> None:
+    if not PUBLISHED.exists():
+        pytest.skip(f"{PUBLISHED.name} is not beside the repository")
+    paper = json.loads(PUBLISHED.read_text(encoding="utf-8"))["claims"]["bubble_ratio_percent_70B_4gpu"]
+    ours = [item["value"] for item in file()["published"]]
+    assert ours == list(paper.values())

@@ -1,0 +1,91 @@
+"""The LoRAFusion and mLoRA benchmarks: their files compose with what the functions give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plait.bench.lorafusion import bubble_ratio, packing_gain, scheduler_time
+from plait.bench.lorafusion_workload import read_options
+from plait.bench.mlora import bubble_ratio as mlora_bubble_ratio
+from plait.errors import ConfigError
+from plait.paths import conf_dir, sweeps_dir
+from plait.settings import ClusterSettings, RunSettings
+
+SMALL = {"adapters": 2, "steps": 4, "workers": 1}
+
+
+def content(name: str) -> dict[str, Any]:
+    loaded = yaml.safe_load((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def h100() -> RunSettings:
+    cluster = yaml.safe_load((conf_dir() / "cluster" / "h100_llama31_70b.yaml").read_text(encoding="utf-8"))
+    return replace(RunSettings(), cluster=ClusterSettings(**cluster))
+
+
+def short_trace(tmp_path: Path) -> dict[str, str]:
+    trace = json.loads((sweeps_dir() / "lorafusion" / "mixed_lengths.json").read_text(encoding="utf-8"))
+    short = {job: own[:6] for job, own in trace["jobs"].items()}
+    (tmp_path / "short.json").write_text(json.dumps({"jobs": short}))
+    return {"trace": str(tmp_path / "short.json")}
+
+
+def test_every_published_idle_share_has_its_figure_and_a_timeline_is_written(tmp_path: Path) -> None:
+    file = content("lorafusion/bubble_ratio")
+    options = file["bench"]["options"] | SMALL | short_trace(tmp_path)
+    options["alternatives"] = options["alternatives"][-1:]
+    options["timeline"] = str(tmp_path / "plait.json")
+    report = bubble_ratio(h100(), (), options)
+    names = [figure.name for figure in report.figures]
+    assert len(set(names)) == len(names)
+    assert {(item["name"], item["unit"]) for item in file["published"]} <= {
+        (figure.name, figure.unit) for figure in report.figures
+    }
+    assert {figure.how for figure in report.figures} == {"simulated", "computed"}
+    assert all(0 < figure.ours < 100 for figure in report.figures)
+    assert any("attention beside" in name for name in names)
+    assert any("assumed, not published" in line for line in report.assumptions)
+    assert json.loads((tmp_path / "plait.json").read_text())["traceEvents"]
+
+
+def test_every_published_gain_has_its_figure(tmp_path: Path) -> None:
+    file = content("lorafusion/packing_gain")
+    report = packing_gain(h100(), (), file["bench"]["options"] | SMALL | short_trace(tmp_path))
+    assert {item["name"] for item in file["published"]} <= {figure.name for figure in report.figures}
+
+
+def test_planning_time_is_measured_by_samples() -> None:
+    options = content("lorafusion/scheduler_time")["bench"]["options"] | SMALL | {"batches": [2]}
+    report = scheduler_time(RunSettings(), (), options)
+    assert [(figure.name, figure.unit, figure.how) for figure in report.figures] == [
+        ("64 samples", "s", "measured")
+    ]
+
+
+def test_mlora_formulas_are_met() -> None:
+    options = {"stages": [2, 4], "jobs": [1, 3], "splits": [1, 2], "shown": [[4, 1, 2], [4, 3, 1]]}
+    report = mlora_bubble_ratio(RunSettings(), (), options)
+    assert [figure.ours for figure in report.figures[:2]] == [100, 100]
+    assert all(figure.within for figure in report.figures)
+    assert [figure.note for figure in report.figures[:2]] == ["8 of 8", "4 of 4"]
+    assert content("mlora/bubble_ratio")["bench"]["options"]["shown"]
+
+
+def test_wrong_options_and_clusters_are_refused() -> None:
+    options = content("lorafusion/bubble_ratio")["bench"]["options"]
+    with pytest.raises(ConfigError, match=r"bench\.options\.tiles"):
+        read_options({**options, "tiles": 3})
+    with pytest.raises(ConfigError, match=r"bench\.options\.capacity=0"):
+        read_options({**options, "capacity": 0})
+    with pytest.raises(ConfigError, match=r"bench\.options\.data_sets\[0\]"):
+        read_options({**options, "data_sets": [{"name": "x", "family": "normal", "mean": 1, "sigma": 1}]})
+    with pytest.raises(ConfigError, match=r"cluster\.kind=local"):
+        bubble_ratio(RunSettings(), (), options)
