@@ -44,6 +44,7 @@ def test_the_trace_is_what_its_assumptions_draw(options: Options) -> None:
     assert all(len(own) >= 60 and all(len(batch) == 16 for batch in own) for own in trace.values())
 
 
+@pytest.mark.slow
 def test_plait_is_within_a_point_of_the_floor_and_gains_by_its_split(report: Report) -> None:
     share = {figure.name: figure.ours for figure in report.figures}
     floor = share["floor of whole layers per stage"]
@@ -53,6 +54,7 @@ def test_plait_is_within_a_point_of_the_floor_and_gains_by_its_split(report: Rep
     assert share["Plait"] < share["LoRAFusion, 4 adapters"] < share["mLoRA, packed"]
 
 
+@pytest.mark.slow
 def test_figures_are_as_recorded(report: Report) -> None:
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     assert {figure.name: round(figure.ours, 2) for figure in report.figures} == pytest.approx(

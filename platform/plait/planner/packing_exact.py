@@ -42,7 +42,7 @@ class PackingLimits:
     exact_samples: int = 10
     exact_nodes: int = 200_000
     nodes: int = 50
-    gap: float = 0.05
+    gap: float = 0.1
     seconds: float = 10.0
 
 

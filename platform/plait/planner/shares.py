@@ -1,0 +1,120 @@
+"""Which samples of a turn go to which replica, before each replica packs its own (DESIGN §2, §5.5)."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from plait.errors import CapacityError
+from plait.plans import GlobalBatch
+
+Place = tuple[int, int]  # batch and position inside it
+
+
+def by_load(
+    batches: Sequence[GlobalBatch], speeds: Mapping[int, float], *, capacities: Mapping[int, int]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """Longest sample first, each to the replica that would be done with it first.
+
+    Args:
+        speeds: tokens a second of each replica, in any unit.
+        capacities: longest sample that each replica takes.
+
+    Returns:
+        By replica, its part of each global batch that has samples there.
+
+    Raises:
+        CapacityError: a sample is too long for every replica.
+    """
+    places = _places(batches)
+    places.sort(key=lambda place: (-_length(batches, place), place))
+    load = dict.fromkeys(speeds, 0.0)
+    chosen: dict[int, list[Place]] = {replica: [] for replica in speeds}
+    for place in places:
+        length = _length(batches, place)
+        able = [replica for replica in speeds if length <= capacities[replica]]
+        if not able:
+            raise _nowhere(batches, place, max(capacities.values(), default=0))
+        best = min(able, key=lambda replica: ((load[replica] + length) / speeds[replica], replica))
+        load[best] += length
+        chosen[best].append(place)
+    return _parts(batches, chosen)
+
+
+def by_bucket(
+    batches: Sequence[GlobalBatch], boundaries: Sequence[int], counts: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """As a dispatch says: counts[replica][j] samples of bucket j to each replica.
+
+    Inside a bucket the longest samples are dealt out first, to the replica that has the fewest tokens of
+    the bucket so far and still lacks samples of it.
+
+    Args:
+        boundaries: longest length of each bucket, ascending.
+
+    Raises:
+        CapacityError: a sample is longer than the last boundary.
+        ValueError: the counts of a bucket are not those of the samples.
+    """
+    buckets: list[list[Place]] = [[] for _ in boundaries]
+    for place in _places(batches):
+        j = bisect_left(boundaries, _length(batches, place))
+        if j == len(boundaries):
+            raise _nowhere(batches, place, boundaries[-1] if boundaries else 0)
+        buckets[j].append(place)
+    chosen: dict[int, list[Place]] = {replica: [] for replica in counts}
+    for j, places in enumerate(buckets):
+        lacking = {replica: own[j] for replica, own in counts.items() if own[j]}
+        if sum(lacking.values()) != len(places):
+            raise ValueError(f"bucket {j}: {len(places)} samples, {sum(lacking.values())} dispatched")
+        places.sort(key=lambda place: (-_length(batches, place), place))
+        heap = [(0, replica) for replica in sorted(lacking)]
+        for place in places:
+            tokens, replica = heapq.heappop(heap)
+            chosen[replica].append(place)
+            lacking[replica] -= 1
+            if lacking[replica]:
+                heapq.heappush(heap, (tokens + _length(batches, place), replica))
+    return _parts(batches, chosen)
+
+
+def _places(batches: Sequence[GlobalBatch]) -> list[Place]:
+    return [(a, p) for a, batch in enumerate(batches) for p in range(len(batch.lengths))]
+
+
+def _length(batches: Sequence[GlobalBatch], place: Place) -> int:
+    return batches[place[0]].lengths[place[1]]
+
+
+def _nowhere(batches: Sequence[GlobalBatch], place: Place, longest: int) -> CapacityError:
+    batch = batches[place[0]]
+    return CapacityError(
+        f"sample {batch.samples[place[1]]} of job {batch.job} ({batch.split}) has "
+        f"{batch.lengths[place[1]]} tokens",
+        f"No replica takes more than {longest}.",
+        "Use replicas with more devices, or shorten the samples with model.max_length.",
+    )
+
+
+def _parts(
+    batches: Sequence[GlobalBatch], chosen: Mapping[int, Sequence[Place]]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """Each replica's part of each global batch, samples in the global batch's order."""
+    parts = {}
+    for replica, places in chosen.items():
+        own: dict[int, list[int]] = {}
+        for batch, position in sorted(places):
+            own.setdefault(batch, []).append(position)
+        parts[replica] = tuple(_part(batches[batch], positions) for batch, positions in own.items())
+    return parts
+
+
+def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
+    return replace(
+        batch,
+        samples=tuple(batch.samples[position] for position in positions),
+        draws=tuple(batch.draws[position] for position in positions),
+        lengths=tuple(batch.lengths[position] for position in positions),
+    )

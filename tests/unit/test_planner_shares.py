@@ -1,0 +1,108 @@
+"""Samples shared out to replicas: all of them, once, where they fit, and evenly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.errors import CapacityError
+from plait.planner.packing_exact import packed_batches
+from plait.planner.schedule import build_schedule, turns
+from plait.planner.shares import by_bucket, by_load
+from plait.planner.verify import verify
+from plait.plans import GlobalBatch, Group, Plan, Replica
+from plait.simulate.planned import plan_pipelines, tensor_parallel
+from plait.simulate.report import measure
+
+
+def global_batch(job: str, lengths: list[int], step: int = 0) -> GlobalBatch:
+    count = len(lengths)
+    return GlobalBatch(
+        job,
+        step,
+        tuple(range(100 * step, 100 * step + count)),
+        (1,) * count,
+        tuple(lengths),
+        1.0 / sum(lengths),
+    )
+
+
+def rows(parts: dict[int, tuple[GlobalBatch, ...]]) -> list[tuple[str, int, int, int]]:
+    return sorted(
+        (part.job, *row)
+        for own in parts.values()
+        for part in own
+        for row in zip(part.samples, part.draws, part.lengths, strict=True)
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=3),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_by_load_shares_everything_once(lengths: list[list[int]], speeds: list[int]) -> None:
+    batches = [global_batch(f"j{a}", own) for a, own in enumerate(lengths)]
+    by_speed = dict(enumerate(map(float, speeds)))
+    parts = by_load(batches, by_speed, capacities=dict.fromkeys(by_speed, 50))
+    assert rows(parts) == sorted(row for batch in batches for row in rows({0: (batch,)}))
+    assert all(
+        part.loss_weight == batches[int(part.job[1:])].loss_weight for own in parts.values() for part in own
+    )
+    load = {r: sum(sum(part.lengths) for part in own) / by_speed[r] for r, own in parts.items()}
+    total = sum(sum(own) for own in lengths) / sum(speeds)
+    assert max(load.values()) <= total + 50 / min(speeds)
+
+
+def test_long_samples_go_only_where_they_fit() -> None:
+    parts = by_load([global_batch("a", [40, 40, 5, 5])], {0: 10.0, 1: 1.0}, capacities={0: 10, 1: 50})
+    assert [part.lengths for part in parts[1]] == [(40, 40)]
+    assert [part.lengths for part in parts[0]] == [(5, 5)]
+    with pytest.raises(CapacityError, match=r"sample 1 of job a \(train\) has 60 tokens"):
+        by_load([global_batch("a", [4, 60])], {0: 1.0}, capacities={0: 50})
+
+
+def test_by_bucket_follows_the_dispatch_and_evens_out_tokens() -> None:
+    batches = [global_batch("a", [10, 9, 8, 7, 30]), global_batch("b", [6, 25])]
+    parts = by_bucket(batches, [10, 30], {0: [2, 0], 1: [3, 2]})
+    assert rows(parts) == sorted(row for batch in batches for row in rows({0: (batch,)}))
+    lengths = {r: sorted(length for part in own for length in part.lengths) for r, own in parts.items()}
+    assert len(lengths[0]) == 2
+    assert max(lengths[0]) <= 10
+    assert sorted(lengths[1])[3:] == [25, 30]
+    with pytest.raises(ValueError, match="bucket 0: 5 samples, 4 dispatched"):
+        by_bucket(batches, [10, 30], {0: [2, 0], 1: [2, 2]})
+    with pytest.raises(CapacityError, match="sample 4 of job a"):
+        by_bucket(batches, [10, 26], {0: [5, 2]})
+
+
+def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
+    time = TimeModel(6, {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 6e-6)}, {1: HeadTime(0.0, 1e-5)})
+    replicas = (Replica(0, pp=3, layer_split=(2, 2, 2)), Replica(1, tp=2, pp=1, layer_split=(6,)))
+    stages = {replica.id: replica.pp for replica in replicas}
+    batches = {
+        job: [
+            global_batch(job, [7 * (step + place) % 40 + 1 for place in range(8)], step) for step in range(4)
+        ]
+        for job in ("a", "b", "c")
+    }
+    order = []
+    for turn in turns(batches, [["a", "b"], ["c"]]):
+        parts = by_load(turn, {0: 1.0, 1: 1.5}, capacities={0: 64, 1: 64})
+        order.append({r: packed_batches(own, capacity=64, tile=8) for r, own in parts.items() if own})
+    items = build_schedule(order, stages, capacity=64, tile=8)
+    verify(items, [b for own in batches.values() for b in own], stages=stages, capacity=64, tile=8)
+    plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
+    assert Plan.from_json(plan.to_json()) == plan
+    pipelines = plan_pipelines(plan, time, bandwidth=1e9, latency=1e-5, token_bytes=1024)
+    metrics, run = measure(pipelines, hidden_size=512, tp=tensor_parallel(plan))
+    assert len(run.steps) == 12
+    assert metrics.device_seconds == pytest.approx(5 * run.makespan)
+    assert metrics.tokens_per_second == pytest.approx(
+        sum(sum(b.lengths) for own in batches.values() for b in own) / run.makespan
+    )
+    assert metrics.peak_in_flight[0, 0] == 3
+    slower = plan_pipelines(plan, time, bandwidth=1e6, latency=1e-5, token_bytes=1024)
+    assert measure(slower)[0].makespan > metrics.makespan
