@@ -99,7 +99,8 @@ class ScriptedWorker:
                 return [self._step(step.job, step.step) for step in command.steps]
             case Generate():
                 return [
-                    Generated(command.job, command.samples, tuple("ab"[i % 2] for i in command.samples), 0.5)
+                    Generated(each.job, each.samples, tuple("ab"[i % 2] for i in each.samples), self._spend())
+                    for each in command.jobs
                 ]
             case SaveState() | Export():
                 return [Saved(command.job, command.directory, 0, isinstance(command, Export))]
@@ -353,7 +354,10 @@ def test_answers_are_generated_and_judged_at_the_end() -> None:
     catalogue = DataCatalogue(data, generation_limit=lambda _: 8, judge=judge)
     made = coordinator(worker := ScriptedWorker(), catalogue=catalogue)
     made.submit(job("a", steps=1, validation=(4, 4, 4, 4)))
+    made.submit(job("b", steps=1, validation=(4, 4)))
     events = drain(made)
-    assert [(e.step, e.accuracy) for e in of(JobGenerated, events)] == [(1, 0.5)]
-    assert asked["rows"] == [0, 1, 2, 3]
-    assert next(c for c in worker.commands if isinstance(c, Generate)).max_new_tokens == 8
+    assert [(e.job, e.step, e.accuracy) for e in of(JobGenerated, events)] == [("a", 1, 0.5), ("b", 1, 0.5)]
+    assert asked["rows"] == [0, 1, 2, 3, 0, 1]
+    (command,) = [c for c in worker.commands if isinstance(c, Generate)]
+    assert (command.max_new_tokens, [each.job for each in command.jobs]) == (8, ["a", "b"])
+    assert sum(round(e.device_seconds * 1e9) for e in of(JobEnded, events)) == made.device_ns

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from plait.engine.messages import Generated
+from plait.errors import ConfigError
 from plait.jobs import DataSpec
 from plait.samples import TokenisedData
+
+Judge = Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]]
 
 
 class DataCatalogue:
@@ -14,7 +18,7 @@ class DataCatalogue:
     Args:
         load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
         generation_limit: most new tokens of a generated answer, or None where none is asked for.
-        judge: scores answers to rows of the source (``plait.data.score``).
+        judge: scores answers to rows of the source (``plait.data.score``); needed where answers are.
     """
 
     def __init__(
@@ -22,11 +26,11 @@ class DataCatalogue:
         load: Callable[[DataSpec], TokenisedData],
         *,
         generation_limit: Callable[[DataSpec], int | None] = lambda _: None,
-        judge: Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self._load = load
         self.generation_limit = generation_limit
-        self.judge = judge
+        self._judge = judge
         self._by_spec: dict[DataSpec, TokenisedData] = {}
         self._by_digest: dict[str, TokenisedData] = {}
 
@@ -39,3 +43,14 @@ class DataCatalogue:
 
     def __getitem__(self, digest: str) -> TokenisedData:
         return self._by_digest[digest]
+
+    def scores(self, spec: DataSpec, data: TokenisedData, answers: Generated) -> Sequence[float]:
+        """The judge's scores of answers to validation samples.
+
+        Raises:
+            ConfigError: there is no judge.
+        """
+        if self._judge is None:
+            raise ConfigError(f"answers of job {answers.job!r}", "Generated answers need a judge.")
+        rows = [int(data.validation.rows[sample]) for sample in answers.samples]
+        return self._judge(spec, rows, answers.texts)

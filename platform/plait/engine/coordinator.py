@@ -23,6 +23,7 @@ from plait.engine.messages import (
     Event,
     Export,
     Generate,
+    GenerateJob,
     GroupStep,
     JobAdmitted,
     JobEvaluated,
@@ -253,24 +254,29 @@ class Coordinator:
 
     def _finish(self) -> list[Event]:
         """Generate with, export and let go every job whose budget is spent."""
-        events: list[Event] = []
-        for job in [job for job in self._live.values() if job.done]:
-            events += self._generate(job)
+        done = [job for job in self._live.values() if job.done]
+        events = self._generate(done)
+        for job in done:
             adapter = self._folder / "adapters" / job.name
             self._send(Export(job.name, adapter))
             events.append(self._end(job, "finished", "budget spent", adapter=adapter))
         return events
 
-    def _generate(self, job: LiveJob) -> list[Event]:
-        limit = self._data.generation_limit(job.spec.data)
-        split = job.data.validation
-        if limit is None or self._data.judge is None or len(split) == 0:
-            return []
-        samples = tuple(range(len(split)))
-        answers = self._send(Generate(job.name, samples, limit)).generated[job.name]
-        rows = [int(split.rows[sample]) for sample in answers.samples]
-        scores = self._data.judge(job.spec.data, rows, answers.texts)
-        return [JobGenerated(job.name, job.step, sum(scores) / len(scores))]
+    def _generate(self, jobs: Sequence[LiveJob]) -> list[Event]:
+        """Answers to the validation prompts of every job that asks for them, together, judged."""
+        asking: dict[int, list[LiveJob]] = {}
+        for job in jobs:
+            limit = self._data.generation_limit(job.spec.data)
+            if limit is not None and len(job.data.validation) > 0:
+                asking.setdefault(limit, []).append(job)
+        events: list[Event] = []
+        for limit, group in asking.items():
+            wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
+            answers = self._send(Generate(tuple(wanted), limit)).generated
+            for job in group:
+                scores = self._data.scores(job.spec.data, job.data, answers[job.name])
+                events.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
+        return events
 
 
 def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:

@@ -62,11 +62,18 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
-    """Greedy continuations of the validation samples' prompts (the tokens before the first label)."""
+class GenerateJob:
+    """Validation samples of one job whose prompts (the tokens before the first label) are gone on from."""
 
     job: str
     samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Greedy continuations, of several jobs together."""
+
+    jobs: tuple[GenerateJob, ...]
     max_new_tokens: int
 
 

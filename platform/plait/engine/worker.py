@@ -12,8 +12,10 @@ from torch import Tensor
 
 from plait.adapters import export_adapter, initialise, named_tensors
 from plait.engine.admission import WorkerFacts
+from plait.engine.answers import answer
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Origin, read_state, write_state
+from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.memory_estimate import ActivationShape
 from plait.engine.messages import (
     Attach,
@@ -24,6 +26,7 @@ from plait.engine.messages import (
     Evaluate,
     Export,
     Generate,
+    Generated,
     JobFailed,
     MicrobatchDone,
     RunMicrobatches,
@@ -36,7 +39,7 @@ from plait.engine.messages import (
 )
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.peaks import PeakMeter, device_bytes
-from plait.errors import CheckpointError, ConfigError
+from plait.errors import CheckpointError
 from plait.models import BaseModel, check_rank, load_model
 from plait.plans import Microbatch, Segment
 from plait.samples import Split
@@ -65,11 +68,12 @@ class LocalWorker:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
-        self._backend = choose_backend(settings.kernels)
+        self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
         self._model = model
         self._data = data
         self._checkpointing = settings.checkpointing
+        self._capacity = settings.capacity
         self._clock = clock
         self._peaks = PeakMeter(model.device)
         self._jobs: dict[str, Attach] = {}
@@ -115,7 +119,7 @@ class LocalWorker:
             case StepJobs():
                 return self._step(command.steps)
             case Generate():
-                return [self._generate(command)]
+                return self._generate(command)
             case SaveState():
                 return [self._save(command)]
             case Export():
@@ -264,13 +268,22 @@ class LocalWorker:
         )
         return Saved(command.job, command.directory, 0, exported=True)
 
-    def _generate(self, command: Generate) -> WorkerEvent:
-        raise NotImplementedError
-
-
-def choose_backend(kernels: str) -> str:
-    """The backend of the adapters' part."""
-    return "grouped" if kernels == "auto" else kernels
+    def _generate(self, command: Generate) -> list[WorkerEvent]:
+        """Answers of all jobs together; the time is shared out by tokens."""
+        started = self._clock()
+        splits = {each.job: self._data[self._jobs[each.job].data].validation for each in command.jobs}
+        answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
+        seconds = self._clock() - started
+        whole = sum(each.tokens for each in answers.values())
+        return [
+            Generated(
+                each.job,
+                each.samples,
+                answers[each.job].texts,
+                seconds * answers[each.job].tokens / whole,
+            )
+            for each in command.jobs
+        ]
 
 
 def local_worker(settings: RunSettings, data: DataCatalogue, *, cache: Path) -> LocalWorker:
@@ -278,19 +291,7 @@ def local_worker(settings: RunSettings, data: DataCatalogue, *, cache: Path) -> 
 
     Raises:
         ModelError: the model cannot be loaded.
-        ConfigError: the device is not there.
+        ConfigError: the device is not there, or the kernels do not run on it.
     """
     model = load_model(settings.model, cache=cache, device=choose_device(settings.engine.device))
     return LocalWorker(model, data, settings.engine)
-
-
-def choose_device(device: str) -> torch.device:
-    """The device named: "auto" takes a GPU where there is one.
-
-    Raises:
-        ConfigError: "cuda" where there is none.
-    """
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
-        raise ConfigError("engine.device='cuda'", "There is no CUDA device.", "Give engine.device=cpu.")
-    return torch.device("cuda" if device != "cpu" and there else "cpu")

@@ -1,0 +1,138 @@
+"""Promises 3 and 4: equal runs are bit-equal, and nothing that happens to one job reaches another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from plait.engine.messages import RunMicrobatches, StepJobs
+from plait.jobs import JobSpec
+
+KERNELS = ("reference", "grouped")
+TOLERANCE = 1e-5
+
+
+def with_steps(job: JobSpec, **train: Any) -> JobSpec:
+    return replace(job, train=replace(job.train, **train))
+
+
+def assert_undisturbed(together: Any, alone: Any, job: str) -> None:
+    assert together.losses(job) == pytest.approx(alone.losses(job), rel=TOLERANCE)
+    assert together.norms(job) == pytest.approx(alone.norms(job), rel=1e-3)
+    assert together.evaluations(job) == pytest.approx(alone.evaluations(job), rel=TOLERANCE)
+    assert together.difference(alone, job) <= 1e-4
+    assert together.ended(job).state == "finished"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_runs_of_one_plan_are_bit_equal(laboratory: Any, checkpointing: bool) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=5)
+    first, second = (lab.run(jobs, kernels="grouped", checkpointing=checkpointing) for _ in range(2))
+    for job in jobs:
+        assert first.losses(job.name) == second.losses(job.name)
+        assert first.norms(job.name) == second.norms(job.name)
+        for site, pair in first.end[job.name].items():
+            assert all(torch.equal(a, b) for a, b in zip(pair, second.end[job.name][site], strict=True))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_recomputing_activations_changes_nothing(laboratory: Any, kernels: str) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=3)[:4]
+    kept = lab.run(jobs, kernels=kernels)
+    recomputed = lab.run(jobs, kernels=kernels, checkpointing=True)
+    for job in jobs:
+        assert kept.losses(job.name) == recomputed.losses(job.name)
+        assert kept.difference(recomputed, job.name) <= 1e-6
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_weights_that_become_nan_end_their_job_only(laboratory: Any, kernels: str) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=8)
+    bad = jobs[2].name
+
+    def poison(worker: Any, command: object) -> None:
+        if isinstance(command, RunMicrobatches) and command.microbatches[0].segments[0].step == 4:
+            a, _ = next(iter(worker.bank.weights(bad).values()))
+            a[0, 0] = float("nan")
+            worker.bank.refresh([bad])
+
+    together = lab.run(jobs, kernels=kernels, before=poison)
+    assert (together.ended(bad).state, together.ended(bad).step) == ("failed", 3)
+    assert "nan" in together.ended(bad).reason
+    for job in jobs:
+        if job.name != bad:
+            assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_job_that_diverges_ends_alone(laboratory: Any, kernels: str) -> None:
+    """A rate so large that activations overflow: infinities and NaN go through every layer."""
+    lab = laboratory("llama")
+    jobs = lab.group(steps=8)
+    jobs[3] = with_steps(jobs[3], lr=1e30, clip_norm=None)
+    together = lab.run(jobs, kernels=kernels)
+    failed = together.ended(jobs[3].name)
+    assert failed.state == "failed"
+    assert failed.step < 8
+    for job in (*jobs[:3], *jobs[4:]):
+        assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exact(
+    laboratory: Any, kernels: str
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=6)
+    bad = jobs[0].name
+
+    def poison(worker: Any, command: object) -> None:
+        if isinstance(command, StepJobs) and command.steps[0].step == 3:
+            _, b = next(iter(worker.bank.gradients(bad).values()))
+            b[0, 0] = float("inf")
+
+    together = lab.run(jobs, kernels=kernels, before=poison)
+    assert (together.ended(bad).state, together.ended(bad).step) == ("failed", 2)
+    assert "gradient norm is inf" in together.ended(bad).reason
+    clean = lab.run(jobs, kernels=kernels)
+    for job in jobs[1:]:
+        assert together.losses(job.name)[:3] == clean.losses(job.name)[:3]
+        assert_undisturbed(together, clean, job.name)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_one_that_finishes_one_that_joins_and_one_that_is_cancelled_change_nothing(
+    laboratory: Any, kernels: str
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=12)
+    jobs[0] = with_steps(jobs[0], steps=4)  # ends early
+    late, dropped = jobs[4], jobs[5]
+
+    def between(turn: int, coordinator: Any) -> None:
+        if turn == 6:
+            coordinator.submit(late)
+        if turn == 3:
+            coordinator.cancel(dropped.name, "pruned")
+
+    together = lab.run([job for job in jobs if job is not late], kernels=kernels, between=between)
+    assert (together.ended(dropped.name).state, together.ended(dropped.name).step) == ("stopped", 3)
+    for job in jobs:
+        if job is not dropped:
+            assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+
+
+@pytest.mark.parametrize("capacity", [121, 200, 1000])
+def test_how_it_is_packed_does_not_matter(laboratory: Any, capacity: int) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=4)
+    here, there = lab.run(jobs, kernels="grouped", capacity=capacity), lab.run(jobs, kernels="grouped")
+    for job in jobs:
+        assert here.losses(job.name) == pytest.approx(there.losses(job.name), rel=TOLERANCE)
+        assert here.difference(there, job.name) <= 1e-4
