@@ -32,8 +32,8 @@ def h100() -> RunSettings:
 
 
 def short_trace(tmp_path: Path) -> dict[str, str]:
-    trace = json.loads((sweeps_dir() / "lorafusion" / "mixed_lengths.json").read_text(encoding="utf-8"))
-    short = {job: own[:6] for job, own in trace["jobs"].items()}
+    trace = read_options(content("lorafusion/bubble_ratio")["bench"]["options"]).lengths()
+    short = {job: own[:6] for job, own in trace.items()}
     (tmp_path / "short.json").write_text(json.dumps({"jobs": short}))
     return {"trace": str(tmp_path / "short.json")}
 

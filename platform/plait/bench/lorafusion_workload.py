@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from plait.config_fields import build
@@ -11,11 +12,11 @@ from plait.cost.lengths import Family, LengthGenerator
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.time import LayerTime, TimeModel
 from plait.errors import ConfigError
-from plait.paths import sweeps_dir
 from plait.settings import RunSettings
 from plait.simulate.systems import Machine
 from plait.simulate.traces import in_batches, mixed_lengths, read_trace
 
+TRACES = Path(__file__).parent / "traces"
 Lengths = dict[str, list[list[int]]]  # by adapter: the lengths of each global batch
 
 
@@ -52,7 +53,7 @@ class Options:
     """Of the benchmarks on this workload.
 
     Attributes:
-        trace: file of sweeps/ with the lengths.
+        trace: name of a trace that comes with Plait, or a file.
         data_sets: what the trace was drawn from.
         clip: longest length.
         seed: of the draws.
@@ -94,12 +95,13 @@ class Options:
                 raise ConfigError(f"bench.options.{name}={getattr(self, name)}", "It must be at least 1.")
 
     def lengths(self) -> Lengths:
-        """The committed trace.
+        """The trace.
 
         Raises:
             DataError: it cannot be read.
         """
-        return read_trace(sweeps_dir() / self.trace)
+        shipped = TRACES / f"{self.trace}.json"
+        return read_trace(shipped if shipped.exists() else Path(self.trace))
 
     def drawn(self, alternative: Alternative | None = None, steps: int | None = None) -> Lengths:
         """Lengths drawn anew under these assumptions, or an alternative's."""
