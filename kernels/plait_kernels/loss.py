@@ -40,6 +40,27 @@ class _Head:
         return grad.to(dtype) @ self.weight
 
 
+def _chunk(
+    hidden: Tensor,
+    head: _Head,
+    targets: Tensor,
+    weights: Tensor,
+    rows: slice,
+    nll: Tensor,
+    grad_hidden: Tensor | None,
+) -> None:
+    """Fill ``rows`` of nll and of the hidden rows' gradient; its logits are gone before the next chunk's."""
+    logits = head.logits(hidden[rows])
+    normaliser = logits.logsumexp(dim=1)
+    index = targets[rows, None]
+    nll[rows] = normaliser - logits.gather(1, index)[:, 0]
+    if grad_hidden is not None:
+        share = weights[rows, None]
+        grad = torch.exp(logits - normaliser[:, None]).mul_(share)
+        grad.scatter_add_(1, index, -share)
+        grad_hidden[rows] = head.hidden_gradient(grad, logits, hidden.dtype)
+
+
 class _LabelledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -49,16 +70,7 @@ class _LabelledCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needed else None
         nll = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = head.logits(hidden[rows])
-            normaliser = logits.logsumexp(dim=1)
-            index = targets[rows, None]
-            nll[rows] = normaliser - logits.gather(1, index)[:, 0]
-            if grad_hidden is not None:
-                share = weights[rows, None]
-                grad = torch.exp(logits - normaliser[:, None]).mul_(share)
-                grad.scatter_add_(1, index, -share)
-                grad_hidden[rows] = head.hidden_gradient(grad, logits, hidden.dtype)
+            _chunk(hidden, head, targets, weights, slice(start, start + chunk), nll, grad_hidden)
         ctx.save_for_backward(grad_hidden)
         ctx.mark_non_differentiable(nll)
         return (weights * nll).sum(), nll

@@ -1,0 +1,73 @@
+"""Counts live tensor storage: an honest peak on any device, and on none (meta tensors have no memory)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class StorageCounter:
+    """Bytes of all storages that operations inside the ``with`` block made or touched and that still live.
+
+    Every storage counts once, whatever views there are, and is taken off when its last tensor goes.
+
+    Attributes:
+        live: bytes at present.
+        peak: most bytes since :meth:`restart`.
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._mode = _Watch(self)
+
+    def __enter__(self) -> StorageCounter:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+
+    def restart(self) -> None:
+        """Forget the peak; what lives now counts on."""
+        self.peak = self.live
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        weakref.finalize(storage, self._gone, size)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+
+class _Watch(TorchDispatchMode):
+    """Hands every tensor that an operation takes or gives to the counter."""
+
+    def __init__(self, counter: StorageCounter) -> None:
+        super().__init__()
+        self._counter = weakref.proxy(counter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((out, args)):
+            if isinstance(leaf, torch.Tensor):
+                self._counter.add(leaf)
+        return out
