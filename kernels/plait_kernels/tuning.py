@@ -112,7 +112,8 @@ def tune(measure: Measure, *, single: bool = False) -> Choice:
     """
     chosen = DEFAULT
     for stage, candidates in CANDIDATES.items():
-        options = [chosen, *(replace(chosen, **{field: tiles}) for field, tiles in candidates)]
+        changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in candidates]
+        options = [chosen, *(replace(chosen, **change) for change in changes)]
         chosen = min(options, key=partial(_stage_seconds, measure, stage))
     if single:
         chosen = min((chosen, replace(chosen, vendor=True)), key=partial(_stage_seconds, measure, "layer"))
@@ -133,9 +134,10 @@ def load(path: Path) -> dict[str, Choice]:
 
 
 def _choice(value: dict[str, Any]) -> Choice:
-    return Choice(
-        **{field: Tiles(**tiles) if isinstance(tiles, dict) else tiles for field, tiles in value.items()}
-    )
+    fields: dict[str, Any] = {
+        field: Tiles(**tiles) if isinstance(tiles, dict) else tiles for field, tiles in value.items()
+    }
+    return Choice(**fields)
 
 
 def save(path: Path, key: str, chosen: Choice) -> None:

@@ -1,0 +1,97 @@
+"""The choice of tiles: what was measured to be fastest, kept in a file; and the tiles of every candidate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from plait_kernels import backends, choose_backend, triton_backend, tuning
+from plait_kernels.tuning import CANDIDATES, DEFAULT, Choice, Tiles, load, save, tune
+
+
+def test_each_stage_takes_its_fastest_and_leaves_the_others():
+    wanted = {"down": CANDIDATES["down"][3][1], "up": CANDIDATES["up"][2][1]}
+    asked = []
+
+    def measure(option, stage):
+        asked.append(stage)
+        if stage == "down":
+            return 1.0 if option.down == wanted["down"] else 2.0
+        if stage == "up":
+            return 1.0 if option.fused_forward == wanted["up"] else math.inf
+        return 3.0
+
+    found = tune(measure)
+    assert found == replace(DEFAULT, down=wanted["down"], fused_forward=wanted["up"])
+    assert set(asked) == set(CANDIDATES)
+
+
+@pytest.mark.parametrize(("vendor_seconds", "expected"), [(1.0, True), (3.0, False)])
+def test_a_single_adapter_may_take_the_vendors_products(vendor_seconds, expected):
+    def measure(option, stage):
+        return vendor_seconds if option.vendor and stage == "layer" else 2.0
+
+    assert tune(measure, single=True).vendor == expected
+    assert not tune(measure).vendor
+
+
+def test_choices_are_kept_in_a_file(tmp_path):
+    path = tmp_path / "folder" / "tuned.json"
+    first, second = DEFAULT, Choice(down=Tiles(16), fused_backward=Tiles(32, 64), vendor=True)
+    save(path, "first", first)
+    save(path, "second", second)
+    assert load(path) == {"first": first, "second": second}
+    assert [found.name for found in path.parent.iterdir()] == ["tuned.json"]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"a": {"unknown": 1}}', '{"a": 3}', "[1]"])
+def test_a_file_that_cannot_be_read_counts_as_empty(tmp_path, content):
+    path = tmp_path / "tuned.json"
+    if content is not None:
+        path.write_text(content)
+    assert load(path) == {}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["epilogues", "one product"])
+def test_other_tiles_give_the_same_result(make_layer, monkeypatch, fused):
+    if not triton_backend.available(torch.device("cpu")):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    small = Choice(
+        down=Tiles(16, depth=16, splits=3),
+        up=Tiles(16, columns=16),
+        up_gradient=Tiles(16, columns=16, splits=2),
+        down_gradient=Tiles(16, columns=16, splits=2),
+        dx=Tiles(16, columns=32),
+        fused_forward=Tiles(32, columns=16, depth=32) if fused else None,
+        fused_backward=Tiles(16, columns=32, depth=16) if fused else None,
+    )
+    layer = make_layer(ranks=[3, 20], lengths=[37, 20], dropout=[0.2, 0.0], gap=5)
+    monkeypatch.setattr(triton_backend, "choice", lambda *_: small)
+    layer.assert_accurate(layer.run("triton"))
+
+
+def test_a_vendor_choice_runs_grouped(make_layer, monkeypatch):
+    monkeypatch.setattr(triton_backend, "choice", lambda *_: replace(DEFAULT, vendor=True))
+    monkeypatch.setattr(backends.triton_backend, "available", lambda _: True)
+    layer = make_layer(ranks=[6], lengths=[37], dropout=0.2)
+    layer.run("triton").assert_equal(layer.run("grouped"))
+
+
+def test_on_a_cpu_nothing_is_measured(make_layer, monkeypatch):
+    layer = make_layer(ranks=[6], lengths=[5])
+    monkeypatch.setattr(tuning, "tune", None)
+    assert tuning.choice(None, layer.x) == DEFAULT
+    chosen = choose_backend("cpu", dtype=torch.bfloat16)
+    assert (chosen.backend, chosen.seconds) == ("grouped", {})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tuning_on_a_device_leaves_the_gradients_alone(make_layer, monkeypatch, tmp_path):
+    monkeypatch.setenv("PLAIT_KERNELS_CACHE", str(tmp_path))
+    layer = make_layer(ranks=[6, 3], lengths=[300, 40], widths=[64, 32], in_features=64, device="cuda")
+    layer.assert_accurate(layer.run("triton"))
+    assert len(load(tmp_path / "tuned.json")) == 1
