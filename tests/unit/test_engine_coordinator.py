@@ -324,7 +324,7 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     assert made.idle
     assert made.places() == 0
     assert (ends["a"].state, ends["a"].reason, ends["a"].step) == ("stopped", "interrupted", 1)
-    assert ends["a"].checkpoint == Path("run/checkpoints/a")
+    assert ends["a"].checkpoint == Path("run/checkpoints/a/step-00000001")
     assert ends["b"].checkpoint is None
     saved = next(c for c in worker.commands if isinstance(c, SaveState))
     assert saved.cursor.step == 1

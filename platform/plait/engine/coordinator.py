@@ -176,8 +176,9 @@ class Coordinator:
     def _interrupt(self) -> list[Event]:
         events = []
         for job in self._all():
-            checkpoint = self._folder / "checkpoints" / job.name if job.name in self._live else None
-            if checkpoint is not None:
+            checkpoint = None
+            if job.name in self._live:
+                checkpoint = self._folder / "checkpoints" / job.name / f"step-{job.step:08d}"
                 self._send(SaveState(job.name, checkpoint, job.cursor))
             events.append(self._end(job, "stopped", INTERRUPTED, checkpoint=checkpoint))
         return events

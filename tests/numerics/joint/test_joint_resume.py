@@ -1,0 +1,127 @@
+"""A saved state goes on exactly, knows no layout, and is refused where it is not what was written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait.engine.checkpoints import HEADER, TENSORS, Origin, read_state
+from plait.engine.messages import Cursor, JobAdmitted
+from plait.errors import CheckpointError
+
+
+def interrupted(lab: Any, jobs: Any, after: int) -> tuple[Any, dict[str, Path]]:
+    """Train ``after`` iterations, then stop as Ctrl-C does; the states by job."""
+
+    def between(turn: int, coordinator: Any) -> None:
+        if turn == after:
+            coordinator.stop()
+
+    history = lab.run(jobs, kernels="grouped", between=between)
+    return history, {job.name: history.ended(job.name).checkpoint for job in jobs}
+
+
+def test_an_interrupted_group_goes_on_bit_for_bit(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=9)[:5]
+    whole = lab.run(jobs, kernels="grouped")
+    first, states = interrupted(lab, jobs, after=4)
+    rest = lab.run(jobs, kernels="grouped", resume_from=states)
+    assert [e.step for e in rest.events if isinstance(e, JobAdmitted)] == [4] * 5
+    for job in jobs:
+        assert first.ended(job.name).reason == "interrupted"
+        assert first.losses(job.name) + rest.losses(job.name) == whole.losses(job.name)
+        assert rest.evaluations(job.name) == whole.evaluations(job.name)
+        assert rest.ended(job.name).tokens == whole.ended(job.name).tokens
+        assert rest.ended(job.name).device_seconds > first.ended(job.name).device_seconds
+        for site, pair in whole.end[job.name].items():
+            assert all(torch.equal(a, b) for a, b in zip(pair, rest.end[job.name][site], strict=True))
+
+
+def test_a_job_goes_on_in_another_group(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=9)
+    whole = lab.run(jobs[1:2], kernels="grouped")
+    first, states = interrupted(lab, jobs[:3], after=5)
+    name = jobs[1].name
+    rest = lab.run(jobs[1:2] + jobs[4:6], kernels="grouped", resume_from={name: states[name]})
+    assert first.losses(name) + rest.losses(name) == pytest.approx(whole.losses(name), rel=1e-5)
+    assert whole.difference(rest, name) <= 1e-4
+
+
+def test_the_state_is_whole_tensors_under_peft_names(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    job = lab.group(steps=3)[1]
+    _, states = interrupted(lab, [job], after=2)
+    tensors = load_file(states[job.name] / TENSORS)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    for kind in ("", "exp_avg.", "exp_avg_sq."):
+        assert tensors[kind + key].shape == (3, 64)
+        assert tensors[kind + key].dtype == torch.float32
+    assert tensors["exp_avg_sq." + key].abs().sum() > 0
+    header = json.loads((states[job.name] / HEADER).read_text())
+    assert header["cursor"]["step"] == 2
+
+
+def damage(kind: str, state: Path) -> None:
+    match kind:
+        case "cut short":
+            content = (state / TENSORS).read_bytes()
+            (state / TENSORS).write_bytes(content[: len(content) // 2])
+        case "altered":
+            content = bytearray((state / TENSORS).read_bytes())
+            content[-5] ^= 1
+            (state / TENSORS).write_bytes(content)
+        case "without tensors":
+            (state / TENSORS).unlink()
+        case "header not JSON":
+            (state / HEADER).write_text("{")
+        case "header without its keys":
+            (state / HEADER).write_text("{}")
+        case "another version":
+            header = json.loads((state / HEADER).read_text())
+            (state / HEADER).write_text(json.dumps(header | {"version": 99}))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cut short",
+        "altered",
+        "without tensors",
+        "header not JSON",
+        "header without its keys",
+        "another version",
+    ],
+)
+def test_a_damaged_state_fails_its_own_job(laboratory: Any, kind: str) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=3)[:2]
+    _, states = interrupted(lab, jobs, after=1)
+    damage(kind, states[jobs[0].name])
+    history = lab.run(jobs, kernels="grouped", resume_from=states)
+    assert history.ended(jobs[0].name).state == "failed"
+    assert "saved state must be complete" in history.ended(jobs[0].name).reason
+    assert history.ended(jobs[1].name).state == "finished"
+
+
+def test_a_state_of_another_job_is_refused_with_the_difference(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    job = lab.group(steps=3)[0]
+    _, states = interrupted(lab, [job], after=1)
+    state = states[job.name]
+    own = Origin.of(job, model=lab.model.config_digest, data=lab.data(job).digest)
+    cursor, _ = read_state(state, own)
+    assert cursor.step == 1
+    other = replace(job, train=replace(job.train, batch_size=7))
+    with pytest.raises(CheckpointError, match=r"'batch_size': 1.*'batch_size': 7"):
+        read_state(state, Origin.of(other, model=own.model, data=own.data))
+    with pytest.raises(CheckpointError, match="model was"):
+        read_state(state, replace(own, model="another"))
+    assert Cursor() != cursor
