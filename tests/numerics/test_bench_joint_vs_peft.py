@@ -84,6 +84,9 @@ def test_the_report_has_speed_memory_agreement_and_every_capacity():
         "capacity 512",
     }  # no sample fits into 16 tokens
     assert figures["Plait: peak memory"].ours > 0
+    shares = {name: figure.ours for name, figure in figures.items() if name.startswith("of a joint step: ")}
+    assert sum(shares.values()) == pytest.approx(100)
+    assert shares["of a joint step: matrix products"] > 5
 
 
 def test_sides_that_disagree_report_no_speed(monkeypatch):

@@ -19,6 +19,7 @@ from plait.bench.figures import Figure, Report
 from plait.bench.joint_side import JointRun, JointSide, load_joint_side
 from plait.bench.memory import Footprint
 from plait.bench.peft_baseline import BaselineRun, PeftBaseline
+from plait.bench.time_shares import share_figures, time_shares
 from plait.config_fields import build
 from plait.errors import PlaitError
 from plait.jobs import JobSpec
@@ -73,6 +74,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
         base = load_model(settings.model, cache=cache_dir(), device="cpu")
         points = measure_capacities(side, base, jobs, asked.capacities, asked.capacity_rounds)
         figures += capacity_figures(points)
+    figures += share_figures(time_shares(side, jobs))
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
 
