@@ -147,6 +147,28 @@ def test_subset_sums_and_their_combination() -> None:
     assert combine(most_tokens(sums, 2, 4), most_tokens(other, 2, 4)).tolist() == [0, 4, 8]
 
 
+def test_large_batches_and_capacities_stay_quick_to_pack() -> None:
+    rng = random.Random(16)
+    lengths = [[rng.randint(1, 900) for _ in range(400)] for _ in range(2)]
+    packing = solve_packing(lengths, capacity=8192, tile=1)
+    check(lengths, 8192, 1, packing.bins)
+    assert packing.optimal
+    wide = solve_packing(lengths, capacity=100_000, tile=16)
+    check(lengths, 100_000, 16, wide.bins)
+    assert len(wide.bins) == wide.bins_bound
+    one = solve_packing(lengths, capacity=1 << 20, tile=16)
+    assert (len(one.bins), one.optimal) == (1, True)
+
+
+def test_a_packing_says_how_far_it_may_be_from_the_optimum() -> None:
+    turn = [global_batch("a", [51, 49, 48, 47, 46, 35, 34]), global_batch("b", [28, 27, 26, 25, 24, 23, 22])]
+    packed = pack_all([turn], capacity=100, tile=8, limits=PackingLimits(rounds=0, exact_samples=0, nodes=0))
+    assert packed[0].gap is not None
+    assert packed[0].gap >= 0
+    exact = pack_all([turn], capacity=100, tile=8, limits=PackingLimits(exact_samples=14))
+    assert (exact[0].gap, exact[0].limit_hit) == (0, None)
+
+
 def global_batch(job: str, lengths: list[int]) -> GlobalBatch:
     count = len(lengths)
     return GlobalBatch(job, 0, tuple(range(count)), (0,) * count, tuple(lengths), 1.0 / sum(lengths))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from plait.errors import CapacityError
+from plait.planner.solver import Limit
 from plait.plans import GlobalBatch, Microbatch, Segment
 
 Item = tuple[int, int]  # (batch, position inside the batch)
@@ -22,10 +23,15 @@ class PackedBatches:
     Attributes:
         batches: one for each job of the group.
         bins: (batch, position inside it) of the samples of each microbatch.
+        gap: padded tokens by which the packing may lie above the optimum's least full microbatch; a whole
+            capacity where one microbatch less is not excluded; None where no bound was computed.
+        limit_hit: limit that stopped the solver ("time" makes a plan that may not repeat), else None.
     """
 
     batches: tuple[GlobalBatch, ...]
     bins: tuple[tuple[Item, ...], ...]
+    gap: int | None = None
+    limit_hit: Limit | None = None
 
     def microbatches(self, *, replica: int = 0, first_index: int = 0) -> tuple[Microbatch, ...]:
         """The bins as microbatches with consecutive indices."""

@@ -6,13 +6,16 @@ samples has exactly t tokens. They make subset sums of some tens of samples a ma
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.planner.packing import padded
 
+MOST_UNITS = 4096  # above so many tiles a bin, combining batches costs more than it saves
 Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, ... units tiles
 
 
@@ -52,14 +55,20 @@ def bins_bound(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1
 
 
 def _long_items_bound(items: Sequence[int], capacity: int) -> int:
-    """L2 (Martello and Toth, 1990): samples above half the capacity never share a bin with each other."""
+    """L2 (Martello and Toth, 1990): samples above half the capacity never share a bin with each other.
+
+    For each threshold a: samples above capacity − a are alone; those from there down to half the capacity
+    have a bin each; what those leave free takes the samples from a up to half the capacity, or more bins do.
+    """
+    ordered = sorted(items)
+    sums = [0, *accumulate(ordered)]
+    half = bisect_right(ordered, capacity // 2)
     best = 0
-    for least in {0, *(item for item in items if 2 * item <= capacity)}:
-        alone = sum(1 for item in items if item > capacity - least)
-        half = [item for item in items if capacity - least >= item and 2 * item > capacity]
-        small = sum(item for item in items if least <= item and 2 * item <= capacity)
-        over = small - (len(half) * capacity - sum(half))
-        best = max(best, alone + len(half) + max(0, -(-over // capacity)))
+    for least in {0, *ordered[:half]}:
+        shared = bisect_right(ordered, capacity - least)
+        free = (shared - half) * capacity - (sums[shared] - sums[half])
+        over = sums[half] - sums[bisect_left(ordered, least)] - free
+        best = max(best, len(ordered) - half + max(0, -(-over // capacity)))
     return best
 
 
@@ -69,12 +78,14 @@ def fill_bound(lengths: Sequence[Sequence[int]], bins: int, *, capacity: int, ti
     The other bins − 1 hold at most what some subset of the samples fills; the rest is left over, and
     what is left is itself a sum that some subset reaches.
     """
+    volume = sum(padded(sum(batch), tile) for batch in lengths)
+    if bins == 1:
+        return volume
     if tile == 1:
         lengths = [[length for batch in lengths for length in batch]]
     units = capacity // tile
     sums = [reachable_sums(batch, units * tile) for batch in lengths]
     rest = sum(map(sum, lengths)) - (bins - 1) * _fullest(sums, units, tile)
-    volume = sum(padded(sum(batch), tile) for batch in lengths)
     least = max(volume - (bins - 1) * units * tile, padded(max(rest, 1), tile)) // tile
     above = _reachable_tiles(sums, units, tile) >> least
     return (least + (above & -above).bit_length() - 1) * tile
@@ -84,6 +95,8 @@ def _fullest(sums: Sequence[int], units: int, tile: int) -> int:
     """Most real tokens in one bin."""
     if len(sums) == 1:
         return sums[0].bit_length() - 1
+    if units > MOST_UNITS:
+        return units * tile
     reach = most_tokens(sums[0], units, tile)
     for other in sums[1:]:
         reach = combine(reach, most_tokens(other, units, tile))

@@ -16,12 +16,13 @@ from functools import partial
 from typing import Literal
 
 from plait.planner.packing import Bin, PackedBatches, check_fits, first_fit_decreasing
-from plait.planner.packing_bounds import bins_bound, fill_bound
-from plait.planner.packing_fill import MOST_UNITS, bin_fill, fill_bins, least_fill
+from plait.planner.packing_bounds import MOST_UNITS, bins_bound, fill_bound
+from plait.planner.packing_fill import bin_fill, fill_bins, least_fill
 from plait.planner.packing_milp import emptiest, fits
 from plait.planner.solver import Limit, Limits
 from plait.plans import GlobalBatch, Microbatch
 
+MOST_FILLED = 1024  # samples times rounds of filling, where there is more than one round
 Method = Literal["greedy", "subset sums", "milp"]
 
 
@@ -30,12 +31,13 @@ class PackingLimits:
     """How much work the packer may spend on one global batch of a group.
 
     Attributes:
-        rounds: tries of filling by subset sums; 0 leaves it out.
+        rounds: tries of filling by subset sums, fewer above 128 samples; 0 leaves it out.
         exact_samples: up to so many samples SCIP proves the optimum (``exact_nodes`` as a guard).
         nodes: branch-and-bound nodes above that; 0 never asks SCIP there.
         gap: above ``exact_samples``, a least full microbatch within this share of the capacity of its
             bound is good enough.
         seconds: safety net for each call of SCIP.
+        variables: a program of more samples times microbatches is not asked.
     """
 
     rounds: int = 8
@@ -44,6 +46,7 @@ class PackingLimits:
     nodes: int = 50
     gap: float = 0.1
     seconds: float = 10.0
+    variables: int = 4000
 
 
 GREEDY = PackingLimits(rounds=0, exact_samples=0, nodes=0)
@@ -120,9 +123,9 @@ class _Search:
         self.bins = first_fit_decreasing(self.lengths, capacity=self.capacity, tile=self.tile)
 
     def subset_sums(self) -> None:
-        if self.capacity // self.tile > MOST_UNITS:
+        if self.tile > 1 and self.capacity // self.tile > MOST_UNITS:
             return
-        for turn in range(self.limits.rounds):
+        for turn in range(min(self.limits.rounds, max(1, MOST_FILLED // self.samples))):
             if self.settled():
                 return
             bins = fill_bins(self.lengths, capacity=self.capacity, tile=self.tile, turn=turn)
@@ -130,7 +133,7 @@ class _Search:
 
     def fewer_bins(self) -> None:
         """Stage 1: ask SCIP for one microbatch less until it proves that there is none."""
-        while len(self.bins) > self.bins_bound and self._solver_limits().nodes:
+        while len(self.bins) > self.bins_bound and self._may_solve():
             bins, solution = fits(
                 self.lengths,
                 len(self.bins) - 1,
@@ -148,7 +151,7 @@ class _Search:
 
     def emptier_bin(self) -> None:
         """Stage 2: ask SCIP to empty one microbatch, where the bound is open and worth it."""
-        if self.settled() or len(self.bins) == 1 or not self._solver_limits().nodes:
+        if self.settled() or len(self.bins) == 1 or not self._may_solve():
             return
         open_tokens = least_fill(self.bins, self.lengths, self.tile) - self.fill_bound()
         if self.samples > self.limits.exact_samples and open_tokens <= self.limits.gap * self.capacity:
@@ -193,6 +196,9 @@ class _Search:
     def _rank(self, bins: list[Bin]) -> tuple[int, int]:
         return len(bins), least_fill(bins, self.lengths, self.tile)
 
+    def _may_solve(self) -> bool:
+        return self._solver_limits().nodes > 0 and self.samples * len(self.bins) <= self.limits.variables
+
     def _solver_limits(self) -> Limits:
         small = self.samples <= self.limits.exact_samples
         nodes = self.limits.exact_nodes if small else self.limits.nodes
@@ -211,7 +217,8 @@ def packed_batches(
     if not any(batch.lengths for batch in batches):
         return PackedBatches(tuple(batches), ())
     packing = solve_packing([batch.lengths for batch in batches], capacity=capacity, tile=tile, limits=limits)
-    return PackedBatches(tuple(batches), packing.bins)
+    gap = packing.fill - packing.fill_bound if len(packing.bins) == packing.bins_bound else capacity
+    return PackedBatches(tuple(batches), packing.bins, gap, packing.limit_hit)
 
 
 def pack_exactly(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from plait.planner.packing import Bin, Item, padded
 from plait.planner.packing_bounds import Reach, combine, most_tokens
 
-MOST_UNITS = 1 << 16  # above so many tiles a bin, subset sums cost more than they save
+MOST_COMPANIONS = 96  # from so many samples, a bin can be filled as well as from more
 
 
 def least_fill(bins: Sequence[Bin], lengths: Sequence[Sequence[int]], tile: int) -> int:
@@ -39,6 +39,7 @@ def fill_bins(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int, tur
         first, others = left[0], left[1:]
         if turn:
             shuffler.shuffle(others)
+        others = others[:: -(-len(others) // MOST_COMPANIONS) or 1]  # of all lengths
         starts = [lengths[a][first[1]] if a == first[0] else 0 for a in range(len(lengths))]
         chosen = [first, *fullest_subset(others, lengths, starts, units=capacity // tile, tile=tile)]
         taken = set(chosen)
