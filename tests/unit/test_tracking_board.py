@@ -108,6 +108,7 @@ def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:
     assert listed[0]["parameters"]["train.lr"] == 1e-4
     split = json.loads(to_split_json(records()), parse_constant=pytest.fail)
     assert len(split["columns"]) == len(split["data"][0])
+    assert not any("." in name for name in split["columns"])
 
 
 def test_the_table_leaves_empty_columns_out() -> None:
@@ -122,7 +123,7 @@ def test_the_table_leaves_empty_columns_out() -> None:
 
 def test_an_unknown_form_lists_the_right_ones() -> None:
     result = SearchResult(
-        "demo", "finished", "minimize", "eval/loss", "", Location("", TrackingSettings().root, None), ()
+        "demo", "finished", "minimize", "eval/loss", "", "1", Location("", TrackingSettings().root, None), ()
     )
     with pytest.raises(ConfigError, match="csv, json, table"):
         print_leaderboard(result, "xml", Console(file=io.StringIO()))

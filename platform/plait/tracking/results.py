@@ -38,6 +38,7 @@ class SearchResult:
     direction: str
     metric: str
     run_id: str
+    experiment_id: str
     location: Location
     records: tuple[JobRecord, ...]
 
@@ -83,6 +84,7 @@ def _result(store: Store, run: Run) -> SearchResult:
         direction=board.direction,
         metric=tags.get(names.TAG_METRIC, ""),
         run_id=run.info.run_id,
+        experiment_id=store.experiment_id,
         location=store.location,
         records=tuple(board.ordered()),
     )
