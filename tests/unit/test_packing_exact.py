@@ -147,7 +147,7 @@ def test_subset_sums_and_their_combination() -> None:
     assert combine(most_tokens(sums, 2, 4), most_tokens(other, 2, 4)).tolist() == [0, 4, 8]
 
 
-def test_large_batches_and_capacities_stay_quick_to_pack() -> None:
+def test_large_batches_and_capacities() -> None:
     rng = random.Random(16)
     lengths = [[rng.randint(1, 900) for _ in range(400)] for _ in range(2)]
     packing = solve_packing(lengths, capacity=8192, tile=1)

@@ -22,7 +22,7 @@ from plait.planner.packing_milp import emptiest, fits
 from plait.planner.solver import Limit, Limits
 from plait.plans import GlobalBatch, Microbatch
 
-MOST_FILLED = 1024  # samples times rounds of filling, where there is more than one round
+MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
 Method = Literal["greedy", "subset sums", "milp"]
 
 
@@ -31,7 +31,7 @@ class PackingLimits:
     """How much work the packer may spend on one global batch of a group.
 
     Attributes:
-        rounds: tries of filling by subset sums, fewer above 128 samples; 0 leaves it out.
+        rounds: tries of filling by subset sums, fewer for large batches; 0 leaves it out.
         exact_samples: up to so many samples SCIP proves the optimum (``exact_nodes`` as a guard).
         nodes: branch-and-bound nodes above that; 0 never asks SCIP there.
         gap: above ``exact_samples``, a least full microbatch within this share of the capacity of its
@@ -125,7 +125,8 @@ class _Search:
     def subset_sums(self) -> None:
         if self.tile > 1 and self.capacity // self.tile > MOST_UNITS:
             return
-        for turn in range(min(self.limits.rounds, max(1, MOST_FILLED // self.samples))):
+        affordable = max(1, MOST_FILLED // self.samples) if self.tile > 1 else self.limits.rounds
+        for turn in range(min(self.limits.rounds, affordable)):
             if self.settled():
                 return
             bins = fill_bins(self.lengths, capacity=self.capacity, tile=self.tile, turn=turn)
