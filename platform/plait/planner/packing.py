@@ -96,28 +96,51 @@ def first_fit_decreasing(lengths: Sequence[Sequence[int]], *, capacity: int, til
     """
     items = [(a, position) for a, batch in enumerate(lengths) for position in range(len(batch))]
     items.sort(key=lambda item: (-lengths[item[0]][item[1]], item))
-    bins: list[Bin] = []
-    tokens: list[list[int]] = []  # of each batch in each bin
-    free: list[int] = []  # capacity left of each bin
-    for item in items:
-        batch, length = item[0], lengths[item[0]][item[1]]
-        for place, room in enumerate(free):
-            more = _growth(tokens[place][batch], length, tile)
-            if more <= room:
-                break
-        else:
-            place, more = len(bins), padded(length, tile)
-            bins.append([])
-            tokens.append([0] * len(lengths))
-            free.append(capacity)
-        bins[place].append(item)
-        tokens[place][batch] += length
+    bins: list[Bin] = [[] for _ in items]
+    tokens: list[dict[int, int]] = [{} for _ in items]  # of each batch in each bin
+    free = _Free(len(items), capacity)
+    for batch, position in items:
+        length, place, more = lengths[batch][position], -1, 0
+        while place < 0 or more > free[place]:
+            # a segment's last tile may have room for up to tile − 1 tokens of the sample
+            place = free.first(place + 1, length - tile + 1)
+            before = tokens[place].get(batch, 0)
+            more = padded(before + length, tile) - padded(before, tile)
+        bins[place].append((batch, position))
+        tokens[place][batch] = tokens[place].get(batch, 0) + length
         free[place] -= more
-    return bins
+    return [own for own in bins if own]
 
 
-def _growth(tokens: int, length: int, tile: int) -> int:
-    return padded(tokens + length, tile) - padded(tokens, tile)
+class _Free:
+    """Tokens left in each bin, in a tree of maxima: the first bin with enough is found in log time."""
+
+    def __init__(self, bins: int, capacity: int) -> None:
+        self.leaves = 1 << max(0, bins - 1).bit_length()
+        self.most = [capacity] * (2 * self.leaves)
+
+    def __getitem__(self, place: int) -> int:
+        return self.most[self.leaves + place]
+
+    def __setitem__(self, place: int, tokens: int) -> None:
+        node = self.leaves + place
+        self.most[node] = tokens
+        while node > 1:
+            node //= 2
+            self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
+
+    def first(self, start: int, least: int) -> int:
+        """The first bin from ``start`` on with at least ``least`` tokens left; an empty one always has."""
+        node = self.leaves + start
+        while self.most[node] < least:
+            while node % 2:  # a right child: nothing more under its parent
+                node //= 2
+            node += 1
+        while node < self.leaves:
+            node *= 2
+            if self.most[node] < least:
+                node += 1
+        return node - self.leaves
 
 
 def microbatch(batches: Sequence[GlobalBatch], items: Sequence[Item], replica: int, index: int) -> Microbatch:
