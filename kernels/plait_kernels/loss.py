@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from plait_kernels.errors import KernelError
 
-_CHUNK_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
+CHUNK_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
 
 
 class _Head:
@@ -125,6 +125,6 @@ def labelled_cross_entropy(
             "each labelled row has one target and one weight",
         )
     if chunk is None:
-        chunk = max(1, _CHUNK_LOGITS // head_weight.shape[0])
+        chunk = max(1, CHUNK_LOGITS // head_weight.shape[0])
     head = _Head(head_weight, head_bias, softcap, scale)
     return _apply(hidden, head, targets, weights.float(), chunk)

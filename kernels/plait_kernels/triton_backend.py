@@ -53,6 +53,9 @@ class Launcher:
         self.rank_block = min(64, max(16, 1 << (self.table.max_rank - 1).bit_length()))
         self.rank_blocks = _blocks(self.table.max_rank, self.rank_block)
         self.counters = call.routing.counters
+        # Where all columns begin at a multiple of 16, loads of several elements at once are allowed.
+        starts = [edge for _, columns in call.placed for edge in (columns.start, columns.stop)]
+        self.align = 16 if all(start % 16 == 0 for start in starts) else 1
 
     def common(self, tiles: Tiles) -> dict[str, Any]:
         """What every product's launch is given."""
@@ -104,7 +107,7 @@ class Launcher:
         self.kernels.up[(blocks.shape[0], rows.count)](
             *(out, out.stride(0), s, table.packed, table.origin, rows.tiles, table.spans, table.scales),
             *(self.sites, table.addresses, self.bank_sites, blocks),
-            **{"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
+            **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
         )
         return out
 
@@ -118,8 +121,8 @@ class Launcher:
             *(weight if bias is None else bias, out, out.stride(0), s, table.packed, table.origin),
             *(rows.tiles, rows.count, table.spans, table.scales, self.sites, table.addresses),
             *(self.bank_sites, blocks, blocks.shape[0], self.features),
-            **{"BIAS": bias is not None, "BM": tiles.rows, "BN": tiles.columns, "BK": tiles.depth},
-            **{"GROUP": 8, **self.common(tiles)},
+            **{"BIAS": bias is not None, "ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns},
+            **{"BK": tiles.depth, "GROUP": 8, **self.common(tiles)},
         )
         return out
 
@@ -135,7 +138,7 @@ class Launcher:
             *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
             *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
             *(self.site_count, table.addresses, table.gradients, self.bank_sites, rows.slots, width),
-            **{"BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
+            **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
         )
         self._sum_partials(partial, rows.shared, rows.slots, widest, is_b=True)
         return self.summed(ds, tiles.splits)

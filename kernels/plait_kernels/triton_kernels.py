@@ -161,7 +161,7 @@ def _low_rank(
 @triton.jit
 def up(
     out, out_stride, s, packed, origin, tiles, spans, scales, sites, addresses, bank_sites, blocks,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out += s S Bᵀ in the columns of one site; the epilogue of a vendor's product."""
     tile = tiles + tl.program_id(1) * TILE_FIELDS
@@ -171,20 +171,20 @@ def up(
     if (span < 0) | (site < 0):
         return
     span_first, rank, _, _, s_offset = _span(spans, span)
-    bank_site, _, column_first, column_count = _site(sites, site)
+    bank_site, _, column_first, _ = _site(sites, site)
     b_offset = tl.load(addresses + (span * bank_sites + bank_site) * 2 + 1)
     if b_offset < ABSENT:
         return
     rows = tl.load(tile) + tl.arange(0, BM)
     row_mask = rows < tl.load(tile + 1)
-    columns = tl.load(block + 1) - column_first + tl.arange(0, BN)
-    column_mask = columns < column_count
+    columns = tl.multiple_of(tl.load(block + 1), ALIGN) + tl.arange(0, BN)
+    column_mask = columns < tl.multiple_of(tl.load(block + 2), ALIGN)
     total = tl.zeros((BM, BN), tl.float32)
     total = _low_rank(
-        total, s, site * packed + s_offset, rows - span_first, row_mask, origin + b_offset, columns,
-        column_mask, rank, 1, rank, BR, PRECISION,
+        total, s, site * packed + s_offset, rows - span_first, row_mask, origin + b_offset,
+        columns - column_first, column_mask, rank, 1, rank, BR, PRECISION,
     )  # fmt: skip
-    target = out + rows[:, None] * out_stride + (column_first + columns)[None, :]
+    target = out + rows[:, None] * out_stride + columns[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
     value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + tl.load(scales + span) * total
     tl.store(target, value.to(out.dtype.element_ty), mask=mask)
@@ -194,17 +194,17 @@ def up(
 def linear_up(
     x, x_stride, w, w_out_stride, w_in_stride, bias, out, out_stride, s, packed, origin, tiles, tile_count,
     spans, scales, sites, addresses, bank_sites, blocks, block_count, features,
-    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BR: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = x Wᵀ + b + s S Bᵀ, the low-rank term added in the base product's accumulator."""
     tile_index, block_index = _swizzle(tl.program_id(0), tile_count, block_count, GROUP)
     tile, block = tiles + tile_index * TILE_FIELDS, blocks + block_index * BLOCK_FIELDS
-    span, site, column_start = tl.load(tile + 2), tl.load(block), tl.load(block + 1)
+    span, site, column_start = tl.load(tile + 2), tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
     rows = tl.load(tile) + tl.arange(0, BM)
     row_mask = rows < tl.load(tile + 1)
     columns = column_start + tl.arange(0, BN)
-    column_mask = columns < tl.load(block + 2)
+    column_mask = columns < tl.multiple_of(tl.load(block + 2), ALIGN)
     total = tl.zeros((BM, BN), tl.float32)
     for k in range(0, features, BK):
         inner = k + tl.arange(0, BK)
@@ -251,7 +251,7 @@ def _swizzle(program, tile_count, block_count, GROUP: tl.constexpr):
 def up_gradient(
     grad, grad_stride, s, ds, packed, split_stride, origin, gradient_origin, partial, tiles, spans, scales,
     sites, site_count, addresses, gradients, bank_sites, slots, split_columns,
-    BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dS = s dh B over one split of the columns, and dB = s dhᵀ S, from one read of dh.
 
@@ -273,6 +273,9 @@ def up_gradient(
     ranks = first_rank + tl.arange(0, BR)
     rank_mask = ranks < rank
     scale = tl.load(scales + span)
+    # Loaded here, not taken from _site: a hint holds for what it is given, and a call's results lose it.
+    first_column = tl.multiple_of(tl.load(sites + site * SITE_FIELDS + 2), ALIGN)
+    own_columns = tl.multiple_of(tl.load(sites + site * SITE_FIELDS + 3), ALIGN)
     packed_at = site * packed + s_offset + (rows - span_first)[:, None] * rank + ranks[None, :]
     packed_mask = row_mask[:, None] & rank_mask[None, :]
     own_s = tl.load(s + packed_at, mask=packed_mask, other=0.0)
@@ -281,13 +284,13 @@ def up_gradient(
     if slot >= 0:
         target = partial + slots * column_first + slot * column_count
     start = tl.program_id(2) * split_columns
-    end = tl.minimum(start + split_columns, column_count)
+    end = tl.minimum(start + split_columns, own_columns)
     total = tl.zeros((BM, BR), tl.float32)
     for n in range(start, end, BN):
         columns = n + tl.arange(0, BN)
         column_mask = columns < end
         dh = tl.load(
-            grad + rows[:, None] * grad_stride + (column_first + columns)[None, :],
+            grad + rows[:, None] * grad_stride + (first_column + columns)[None, :],
             mask=row_mask[:, None] & column_mask[None, :],
             other=0.0,
         )
