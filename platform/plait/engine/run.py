@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+from plait.data import generation_limit, load_data, score
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.ledger import Worker
 from plait.engine.messages import Event, JobEnded
 from plait.jobs import JobSpec
 from plait.settings import RunSettings
@@ -17,28 +18,43 @@ def train_jobs(
     jobs: Sequence[JobSpec],
     settings: RunSettings,
     *,
-    worker: Worker,
-    data: DataCatalogue,
     folder: Path,
+    cache: Path,
     on_event: Callable[[Event], None] = lambda _: None,
 ) -> list[JobEnded]:
-    """Train jobs jointly to their ends, as many at once as memory and ``planner.max_jobs`` allow.
+    """Load data and model and train jobs jointly, as many at once as memory and ``planner.max_jobs`` allow.
 
     Args:
         jobs: with names of their own.
         settings: of the run.
-        worker: owns the model: ``plait.engine.worker.local_worker(settings, data, cache=...)``.
-        data: the jobs' data sets, shared with an in-process worker.
         folder: finished adapters go to ``adapters/`` in it.
+        cache: for converted models and tokenised data.
         on_event: called with each event, at the end of the iteration that it belongs to.
 
     Returns:
         How each job ended, in the order of ``jobs``.
 
     Raises:
-        InputError: a job's data, targets or rank cannot be used, or it does not fit into memory alone.
+        InputError: model or data cannot be loaded; a job's targets or rank cannot be used; a job does not
+            fit into memory.
     """
-    coordinator = Coordinator(worker, data, settings, folder=folder)
+    from plait.engine.worker import local_worker
+    from plait.models import inspect_model, load_tokeniser
+
+    longest = min(settings.engine.capacity, inspect_model(settings.model, cache=cache).max_length)
+    tokeniser = load_tokeniser(settings.model, cache=cache)
+    load = partial(load_data, tokeniser=tokeniser, max_length=longest, cache=cache)
+    data = DataCatalogue(load, generation_limit=generation_limit, judge=score)
+    for job in jobs:
+        data.of(job.data)  # what is wrong with it shows before the model loads
+    worker = local_worker(settings, data, cache=cache)
+    return drive(Coordinator(worker, data, settings, folder=folder), jobs, on_event=on_event)
+
+
+def drive(
+    coordinator: Coordinator, jobs: Sequence[JobSpec], *, on_event: Callable[[Event], None] = lambda _: None
+) -> list[JobEnded]:
+    """Submit jobs to a coordinator and advance it until they have all ended; as :func:`train_jobs`."""
     for job in jobs:
         coordinator.submit(job)
     ended: dict[str, JobEnded] = {}
