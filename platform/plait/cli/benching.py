@@ -19,6 +19,7 @@ from plait.search.draw import draw_jobs
 from plait.settings import RunSettings
 
 HOME = "plait.bench."  # benchmarks are looked for here and nowhere else
+LOG_WIDTH = 180  # columns where output is not a terminal
 
 Benchmark = Callable[[RunSettings, Sequence[JobSpec], Mapping[str, object]], Report]
 
@@ -41,7 +42,9 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     options = dict(section.get("options") or {})
     report = benchmark(command.settings, draw_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
-    Console().print(report.table())
+    console = Console()
+    # A table cut to 80 columns cannot be read in a log.
+    (console if console.is_terminal else Console(width=LOG_WIDTH)).print(report.table())
     if unmatched:
         raise ConfigError(
             f"published: {', '.join(unmatched)}",

@@ -19,7 +19,7 @@ from plait.errors import ConfigError, choices
 from plait.paths import conf_dir
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
-_UNKNOWN_GROUP = re.compile(r"Could not override '([^']+)'\.\s*No match in the defaults list")
+_MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
 
 
 def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
@@ -39,7 +39,10 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(error)
     if match := _UNKNOWN_KEY.search(text):
-        return _unknown_key(match[1], arguments)
+        unknown = _unknown_key(match[1], arguments)
+        added = _MISSING_PLUS.search(text)
+        extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
+        return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
     if "requires --multirun" in text or "Ambiguous value for argument" in text:
         return ConfigError(
             text.splitlines()[0],
@@ -56,7 +59,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
 def _unknown_choice(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = list(error.options or ())
-    near = get_close_matches(name, options, n=1)
+    near = get_close_matches(name, options, n=1, cutoff=0.5)
     remedy = f"Did you mean {group}={near[0]}? " if near else ""
     return ConfigError(
         f"{group}={name}", f"{group} has no such choice.", f"{remedy}There are: {choices(options)}."
@@ -93,6 +96,6 @@ def _without(key: str, arguments: Sequence[str]) -> DictConfig:
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
         try:
-            return compose("config", kept)
+            return compose("config", kept, return_hydra_config=True)
         except HydraException:
-            return compose("config")
+            return compose("config", return_hydra_config=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from plait.cli.app import command_words
@@ -21,6 +22,13 @@ def train(config: DictConfig) -> int:
     Raises:
         InputError: anything that is wrong with it.
     """
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(
+            f"hydra/sweeper: {hydra.sweeper._target_}",
+            "Only Plait's own sweeper trains the adapters of a search together.",
+            "Leave hydra/sweeper out; search.sampler=grid tries every combination.",
+        )
     composed = plain(config)
     settings = settings_of(composed)
     if composed["mode"] != "train":
@@ -31,7 +39,6 @@ def train(config: DictConfig) -> int:
         )
     check_metric(settings.search.metric)
     base = job_of("base", composed)
-    hydra = HydraConfig.get()
     command = SearchCommand(
         settings=settings,
         space=Space(),

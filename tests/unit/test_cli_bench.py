@@ -1,0 +1,137 @@
+"""Named searches and benchmarks: each file of sweeps/ composes, and a function is found and shown."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf, open_dict
+
+from plait.bench import figures
+from plait.bench.figures import Figure, Report
+from plait.cli.bench import listing, named_sweeps
+from plait.cli.benching import Published, beside_published, find_benchmark
+from plait.cli.main import main
+from plait.config import plain, settings_of
+from plait.config_fields import build
+from plait.config_overrides import read_request
+from plait.errors import ConfigError
+from plait.jobs import JobSpec
+from plait.paths import conf_dir, sweeps_dir
+from plait.settings import RunSettings
+
+NAMES = [named.name for named in named_sweeps(sweeps_dir())]
+
+
+def composed(name: str) -> dict[str, Any]:
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        config = compose("config", [f"+sweeps={name}"])
+    OmegaConf.set_struct(config, False)
+    with open_dict(config):
+        config.pop("sweeps", None)
+    return plain(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
+    config = composed(name)
+    settings = settings_of(config)
+    assert config["description"]
+    search = settings.search
+    assert read_request([], search.params, search.default_params).space.dimensions
+    published = [build(Published, item, "published") for item in config["published"]]
+    assert len({(item.name, item.unit) for item in published}) == len(published)
+    if config["mode"] != "train":
+        assert callable(find_benchmark(config["bench"]["run"], config["mode"]))
+
+
+def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for named in named_sweeps(sweeps_dir()):
+        assert [line for line in lines if line.split()[:2] == [named.name, named.mode]]
+
+
+def test_files_that_say_too_little(tmp_path: Path) -> None:
+    assert listing(named_sweeps(tmp_path)) == "There is nothing in sweeps/."
+    (tmp_path / "a.yaml").write_text("description: x")
+    with pytest.raises(ConfigError, match="must say its mode"):
+        named_sweeps(tmp_path)
+    (tmp_path / "a.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not YAML"):
+        named_sweeps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        None,
+        3,
+        "os.system",
+        "plait.cli.main.main",
+        "plait.bench.nothing.run",
+        "plait.bench.figures.nothing",
+        "plait.bench.figures.__doc__",
+    ],
+)
+def test_only_functions_under_plait_bench_are_run(path: object) -> None:
+    with pytest.raises(ConfigError, match=r"bench\.run"):
+        find_benchmark(path, "bench")
+
+
+def test_published_figures_stand_beside_ours() -> None:
+    report = Report("r", (Figure("speed", 2.0, "x", "measured"), Figure("speed", 9.0, "s", "measured")))
+    beside, unmatched = beside_published(
+        report, [Published("speed", 3.0, "x", "paper", 0.5), Published("size", 1.0, "x", "paper")]
+    )
+    assert beside.figures[0] == Figure("speed", 2.0, "x", "measured", 3.0, "paper", 0.5)
+    assert beside.figures[1] == report.figures[1]
+    assert unmatched == ["size"]
+
+
+def counted(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    ranks = tuple(Figure(job.name, job.adapter.rank, "rank", "computed") for job in jobs)
+    return Report(f"{settings.model.kind} {options['word']}", ranks)
+
+
+def test_a_benchmark_gets_settings_jobs_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "counted", counted, raising=False)
+    arguments = [
+        "mode=bench",
+        "bench.run=plait.bench.figures.counted",
+        "+bench.options.word=hello",
+        "model=tiny",
+    ]
+    arguments += ["adapter.rank=3,5,7", "search.sampler=grid"]
+    assert main(["sweep", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "tiny hello" in out
+    shown = {
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in out.splitlines()
+        if "trial-" in line
+    }
+    assert sorted(shown) == ["trial-0000", "trial-0001", "trial-0002"]
+    assert sorted(shown.values()) == ["3", "5", "7"]
+
+
+def test_a_published_figure_that_nothing_matches_is_told_after_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(figures, "counted", counted, raising=False)
+    arguments = [
+        "mode=bench",
+        "bench.run=plait.bench.figures.counted",
+        "+bench.options.word=hello",
+        "adapter.rank=3,5",
+    ]
+    published = "published=[{name: none, value: 1, unit: s, source: paper}]"
+    assert main(["sweep", *arguments, published]) == 2
+    printed = capsys.readouterr()
+    assert "trial-0001" in printed.out
+    assert "published: none" in printed.err

@@ -1,0 +1,230 @@
+"""Hydra's flags and complaints through `plait`, and hydra.sweeper.* beside search.*."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plait.cli.app import show_space, shows_only
+from plait.cli.main import main
+from plait.cli.sweeper_keys import merge
+from plait.errors import ConfigError
+from plait.paths import conf_dir, sweeps_dir
+from plait.settings import SearchSettings
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+# ---- flags ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["sweep", "train"])
+def test_cfg_shows_the_job(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, verb, "model=tiny", "adapter.rank=5", "--cfg", "job")
+    shown = yaml.safe_load(out)
+    assert status == 0
+    assert shown["adapter"]["rank"] == 5
+    assert shown["model"]["kind"] == "tiny"
+    assert "hydra" not in shown
+
+
+def test_cfg_of_a_sweep_shows_its_space(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "adapter.rank=4,8",
+        "train.schedule=choice(linear,'a b')",
+        "data=jsonl,reasoning_gym",
+        "--cfg",
+        "job",
+    ]
+    status, out, _ = run(capsys, "sweep", *arguments)
+    assert status == 0
+    assert yaml.safe_load(out)["search"]["params"] == {
+        "adapter.rank": "4,8",
+        "train.schedule": "choice(linear,'a b')",
+        "data": "jsonl,reasoning_gym",
+    }
+
+
+def test_help_says_what_to_do_and_lists_groups_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sweep", "--help")
+    assert status == 0
+    for words in (
+        "plait sweep",
+        "tag(log,interval",
+        "model: ",
+        "smollm2-135m",
+        "rank: 16",
+        "plait -sc install=bash",
+    ):
+        assert words in out
+
+
+def test_info_shows_where_things_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "sweep", "--info", "searchpath")
+    assert status == 0
+    assert str(conf_dir()) in out
+    assert str(sweeps_dir().parent) in out
+
+
+def test_of_the_folder_around_sweeps_nothing_else_is_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "sweep", "--help")
+    groups = out.split("Groups")[1].split("Settings")[0]
+    assert "sweeps: " in groups
+    assert not [line for line in groups.splitlines() if line.startswith(("  platform", "  tests", "  conf"))]
+
+
+def test_a_folder_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: tiny\nadapter: {rank: 3}\n"
+    )
+    status, out, _ = run(capsys, "sweep", "--config-dir", str(tmp_path), "+experiment=mine", "--cfg", "job")
+    assert status == 0
+    assert yaml.safe_load(out)["model"]["kind"] == "tiny"
+    assert yaml.safe_load(out)["adapter"]["rank"] == 3
+
+
+def test_a_group_of_ones_own_wants_a_plus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nadapter: {rank: 3}\n")
+    status, _, err = run(capsys, "sweep", "--config-dir", str(tmp_path), "experiment=mine")
+    assert status == 2
+    assert "+experiment=mine" in err
+
+
+def test_what_only_shows() -> None:
+    assert shows_only(["a=1", "--cfg", "job"])
+    assert shows_only(["--cfg=job"])
+    assert not shows_only(["a=1", "--config-dir", "x"])
+
+
+def test_a_swept_key_with_quotes_is_still_an_override() -> None:
+    assert show_space(["a=1", "train.x='a b',c"]) == ["a=1", r"++search.params={train.x: '\'a b\',c'}"]
+
+
+# ---- complaints ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sweep", "adapter.rnak=3"], ["unknown key adapter.rnak", "Did you mean adapter.rank"]),
+        (["sweep", "adapter.rnak=3,4"], ["unknown key adapter.rnak", "Did you mean adapter.rank"]),
+        (["sweep", "data.nothing=3"], ["unknown key data.nothing", "data.task"]),
+        (["sweep", "data=jsonl", "data.pth=x"], ["unknown key data.pth", "Did you mean data.path"]),
+        (["sweep", "+adapter.rnak=3"], ["unknown key adapter.rnak", "Did you mean adapter.rank"]),
+        (["sweep", "+nothing.at=3"], ["unknown key nothing"]),
+        (["sweep", "modl=tiny"], ["unknown key modl", "Did you mean model"]),
+        (["sweep", "model=tyni"], ["model=tyni", "Did you mean model=tiny", "smollm2-135m"]),
+        (["sweep", "data=a,b"], ["data=a", "jsonl, reasoning_gym"]),
+        (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
+        (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
+        (["sweep", "hydra/launcher=nothing"], ["hydra/launcher=nothing", "basic"]),
+        (["sweep", "hydra/sweeper=basic", "adapter.rank=1,2"], ["hydra/sweeper"]),
+        (["sweep", "experiment=mine"], ["unknown key experiment"]),
+        (["sweep", "hydra.sweeper.n_trails=3"], ["unknown key hydra.sweeper.n_trails", "n_trials"]),
+        (["train", "adapter.rank=1,2"], ["one adapter", "plait sweep"]),
+        (["train", "adapter.rank=choice(1,2)"], ["one adapter", "plait sweep"]),
+        (["train", "+sweeps=dropout_cost"], ["mode=bench", "plait bench"]),
+        (["sweep", "train.lr=${nothing}"], ["nothing"]),
+        (["sweep", "engine=default,default"], ["engine is swept", "belongs to the run"]),
+        (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),
+        (["sweep", "search.sampler=sobol"], ["search.sampler='sobol'", "qmc"]),
+        (["bench", "nothing"], ["plait bench nothing", "quickstart"]),
+    ],
+    ids=lambda value: (
+        " ".join(value) if isinstance(value, list) and value[0] in ("sweep", "train", "bench") else None
+    ),
+)
+def test_bad_input_ends_with_status_2_and_a_remedy(
+    arguments: list[str],
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert err.startswith("plait: ")
+    assert "Traceback" not in err
+    for words in said:
+        assert words in err
+    if arguments[0] == "sweep" and "hydra/sweeper=basic" not in arguments:
+        assert not list(tmp_path.iterdir()), "nothing is written for a search that cannot run"
+
+
+# ---- hydra.sweeper.* ---------------------------------------------------------------------------------------
+
+SEARCH: dict[str, Any] = {
+    "trials": 8,
+    "parallel": 8,
+    "sampler": "tpe",
+    "seed": 0,
+    "direction": "minimize",
+    "name": None,
+}
+SEARCH |= {"storage": None, "params": {}, "max_failure_rate": 1.0, "sampler_options": {}}
+LINKS: dict[str, Any] = {"n_trials": "${search.trials}", "direction": "${search.direction}", "_target_": "x"}
+LINKS |= {"sampler": {"name": "${search.sampler}", "seed": "${search.seed}"}}
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "changed"),
+    [
+        ({}, {}),
+        ({"n_trials": 20}, {"trials": 20}),
+        ({"n_jobs": 2}, {"parallel": 2}),
+        ({"direction": "maximize"}, {"direction": "maximize"}),
+        ({"direction": ["maximize"]}, {"direction": "maximize"}),
+        ({"storage": "sqlite:///s.db", "study_name": "s"}, {"storage": "sqlite:///s.db", "name": "s"}),
+        ({"params": {"adapter.rank": "1,2"}}, {"params": {"adapter.rank": "1,2"}}),
+        ({"max_failure_rate": 0.0}, {"max_failure_rate": 0.0}),
+        ({"sampler": {"name": "random", "seed": 3}}, {"sampler": "random", "seed": 3}),
+        (
+            {"sampler": {"name": "tpe", "seed": None, "n_startup_trials": 4, "group": None}},
+            {"sampler_options": {"n_startup_trials": 4}},
+        ),
+    ],
+)
+def test_what_is_set_there_counts_here(sweeper: dict[str, Any], changed: dict[str, Any]) -> None:
+    assert merge(LINKS | sweeper, SEARCH, ()) == SEARCH | changed
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "search", "given"),
+    [
+        ({"n_trials": 20}, {"trials": 9}, ()),
+        ({"n_trials": 20}, {}, ("trials",)),
+        ({"sampler": {"name": "random"}}, {"sampler": "grid"}, ()),
+        ({"params": {"adapter.rank": "1,2"}}, {"params": {"train.lr": "1,2"}}, ()),
+        ({"sampler": {"n_startup_trials": 4}}, {"sampler_options": {"n_startup_trials": 5}}, ()),
+        ({"direction": ["minimize", "maximize"]}, {}, ()),
+        ({"n_trails": 3}, {}, ()),
+    ],
+)
+def test_two_different_values_are_an_error(
+    sweeper: dict[str, Any], search: dict[str, Any], given: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError):
+        merge(LINKS | sweeper, SEARCH | search, given)
+
+
+def test_the_same_value_twice_is_none() -> None:
+    assert merge(LINKS | {"n_trials": 9}, SEARCH | {"trials": 9}, ("trials",))["trials"] == 9
+
+
+def test_every_sampler_has_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"):
+        status, out, _ = run(capsys, "sweep", f"hydra/sweeper/sampler={name}", "--cfg", "hydra")
+        assert status == 0
+        assert yaml.safe_load(out)["hydra"]["sweeper"]["sampler"]["name"] == name
+    assert SearchSettings().sampler == "tpe"

@@ -1,0 +1,166 @@
+"""The command itself: verbs, exit statuses, errors, completion, and what is not imported."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from plait import __version__
+from plait.cli import verbs as verb_module
+from plait.cli.main import main
+from plait.cli.verbs import OWN, find, verbs
+from plait.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def other_verb(arguments: Sequence[str]) -> int:
+    """Do something else.
+
+    At length.
+    """
+    print("other", *arguments)
+    return 7
+
+
+def test_the_overview_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert all(f"plait {verb.name}" in printed for verb in OWN)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"plait {__version__}\n"
+
+
+def test_an_unknown_verb_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swep"]) == 2
+    said = capsys.readouterr().err
+    assert "plait swep" in said
+    assert all(verb.name in said for verb in OWN)
+
+
+def test_every_own_verb_can_be_loaded() -> None:
+    for verb in OWN:
+        assert callable(verb.load())
+        assert verb.describe() == verb.summary
+
+
+def test_other_packages_add_verbs_by_entry_point(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = EntryPoint("other", f"{__name__}:other_verb", "plait.verbs")
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[other_verb.__module__])
+    monkeypatch.setattr(verb_module, "entry_points", lambda group: [point] if group == "plait.verbs" else [])
+    assert verbs()["other"].describe() == "Do something else."
+    assert main(["other", "a", "b"]) == 7
+    assert capsys.readouterr().out == "other a b\n"
+
+
+def test_a_verb_of_another_package_does_not_hide_plaits_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("sweep", "elsewhere:main", "plait.verbs")
+    monkeypatch.setattr(verb_module, "entry_points", lambda **_: [point])
+    assert find("sweep").target == "plait.cli.main:sweep"
+
+
+def test_an_error_is_three_parts_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "adapter.rank=0"]) == 2
+    said = capsys.readouterr().err
+    assert said == "plait: adapter.rank=0\n  adapter.rank must be at least 1.\n"
+
+
+def test_the_traceback_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main(["train", "adapter.rank=0"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_nothing_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plait.cli.main.train", interrupted)
+    assert main(["train"]) == 130
+    assert "Interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "offered", "not_offered"),
+    [
+        ("plait ", ["sweep", "leaderboard"], ["adapter."]),
+        ("plait sw", ["sweep"], []),
+        ("plait sweep adapter.r", ["adapter.rank=", "adapter.rslora="], ["train"]),
+        ("plait sweep model=", ["model=tiny", "model=smollm2-135m"], []),
+        ("plait train train.lr", ["train.lr="], []),
+        ("plait sweep +sweeps=q", ["+sweeps=quickstart"], []),
+        ("plait ui ", [], ["sweep"]),
+        ("plait nonsense ", [], ["sweep"]),
+    ],
+)
+def test_completion(
+    line: str,
+    offered: list[str],
+    not_offered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    words = capsys.readouterr().out.split()
+    assert set(offered) <= set(words)
+    assert not set(not_offered) & set(words)
+
+
+def test_completion_is_installed_for_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-sc", "install=bash"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("hydra_bash_completion plait")
+
+
+HEAVY = ("torch", "transformers", "mlflow", "optuna")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["bench"], 0),
+        (["sweep", "--help"], 0),
+        (["sweep", "--cfg", "job"], 0),
+        (["leaderboard", "--help"], 0),
+        (["sweep", "adapter.rnak=3"], 2),
+        (["sweep", "adapter.rank=0,1"], 2),
+        (["sweep", "model=a,b"], 2),
+        (["sweep", "search.sampler=cmaes"], 2),
+        (["sweep", "adapter.rank=4", "train.lr=1"], 2),
+        (["train", "adapter.rank=x"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_help_and_bad_configuration_import_nothing_heavy(arguments: list[str], status: int) -> None:
+    program = (
+        "import sys\nfrom plait.cli.main import main\n"
+        f"try:\n    status = main({arguments!r})\nexcept SystemExit as end:\n    status = end.code\n"
+        f"print('END', status or 0, [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    paths = [str(ROOT / name) for name in ("platform", "kernels", "dashboards")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\nsys.path[:0] = {paths!r}\n{program}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"END {status} []"
+
+
+def test_finding_a_verb_that_is_not_there() -> None:
+    with pytest.raises(ConfigError):
+        find("nothing")
