@@ -21,7 +21,8 @@ from plait.bench.memory import Footprint
 from plait.bench.peft_baseline import BaselineRun, PeftBaseline
 from plait.bench.time_shares import share_figures, time_shares
 from plait.config_fields import build
-from plait.errors import PlaitError
+from plait.engine.devices import choose_device
+from plait.errors import ConfigError, PlaitError
 from plait.jobs import JobSpec
 from plait.models import load_model, load_tokeniser
 from plait.models.load import transformers_model
@@ -61,10 +62,16 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     """Train ``jobs`` on both sides and compare.
 
     Raises:
-        ConfigError: no jobs, or an unknown option.
+        ConfigError: no jobs, an unknown option, or another device than the processor.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
     asked = build(Options, options, "bench.options")
+    if choose_device(settings.engine.device).type != "cpu":
+        raise ConfigError(
+            f"engine.device={settings.engine.device!r}",
+            "This benchmark measures the processor's time and memory.",
+            "Give engine.device=cpu.",
+        )
     with tempfile.TemporaryDirectory() as folder:
         side, race = run_race(settings, jobs, Path(folder))
     differences = loss_differences(race)
