@@ -1,0 +1,71 @@
+"""The default model, for real: fetched, converted, run as blocks, and as exact as transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from plait.errors import ModelError
+from plait.models import BaseModel, MicrobatchContext, load_model, load_tokeniser, transformers_model
+from plait.models.generate import Prompt, generate
+from plait.paths import cache_dir
+from plait.settings import ModelSettings
+
+FLOAT32 = ModelSettings(dtype="float32")
+TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "One, two, three, four,",
+)
+
+pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cache() -> Path:
+    try:
+        load_tokeniser(ModelSettings(), cache=cache_dir())
+    except ModelError as error:
+        if "cannot be downloaded" in error.value:
+            pytest.skip(error.value)
+        raise
+    return cache_dir()
+
+
+@pytest.fixture(scope="module")
+def exact(cache: Path) -> PreTrainedModel:
+    return transformers_model(FLOAT32, cache=cache)
+
+
+@pytest.fixture(scope="module")
+def base(cache: Path) -> BaseModel:
+    return load_model(FLOAT32, cache=cache)
+
+
+def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel, base: BaseModel) -> None:
+    samples = [torch.tensor(base.tokeniser(text).input_ids) for text in TEXTS]
+    lengths = [len(sample) for sample in samples]
+    rounded = transformers_model(ModelSettings(), cache=cache)
+    context = MicrobatchContext.of(torch.cat(samples), (0, lengths[0], sum(lengths)))
+    with torch.no_grad():
+        wanted, theirs = (
+            torch.cat([model(sample.unsqueeze(0), use_cache=False).logits[0] for sample in samples]).float()
+            for model in (exact, rounded)
+        )
+        ours = base.logits(context)
+        ours_rounded = load_model(ModelSettings(), cache=cache).logits(context).float()
+    assert float((ours - wanted).norm() / wanted.norm()) < 1e-5
+    # bfloat16 rounds some 400 times on the way: what matters is that it does no worse than the original.
+    assert float((ours_rounded - wanted).norm()) < 1.5 * float((theirs - wanted).norm())
+
+
+def test_its_continuations_are_transformers_own(exact: PreTrainedModel, base: BaseModel) -> None:
+    prompts = [Prompt(tuple(base.tokeniser(text).input_ids)) for text in TEXTS]
+    found = generate(base, prompts, None, max_new_tokens=4, capacity=200, stop=())
+    assert base.tokeniser.decode(found[0]).startswith(" Rome")
+    for prompt, new in zip(prompts, found, strict=True):
+        given = torch.tensor([prompt.tokens])
+        whole = exact.generate(given, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore[operator]
+        assert list(new) == whole[0, len(prompt.tokens) :].tolist()
