@@ -11,7 +11,7 @@ from plait.errors import CapacityError
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.shares import by_bucket, by_load
-from plait.planner.verify import verify
+from plait.planner.verify import verify, violations
 from plait.plans import GlobalBatch, Group, Plan, Replica
 from plait.simulate.planned import plan_pipelines, tensor_parallel
 from plait.simulate.report import measure
@@ -81,7 +81,7 @@ def test_by_bucket_follows_the_dispatch_and_evens_out_tokens() -> None:
 def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     time = TimeModel(6, {1: LayerTime(1e-4, 1e-5), 2: LayerTime(1e-4, 6e-6)}, {1: HeadTime(0.0, 1e-5)})
     replicas = (Replica(0, pp=3, layer_split=(2, 2, 2)), Replica(1, tp=2, pp=1, layer_split=(6,)))
-    stages = {replica.id: replica.pp for replica in replicas}
+    stages, room = {replica.id: replica.pp for replica in replicas}, {0: 56, 1: 96}
     batches = {
         job: [
             global_batch(job, [7 * (step + place) % 40 + 1 for place in range(8)], step) for step in range(4)
@@ -90,10 +90,12 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     }
     order = []
     for turn in turns(batches, [["a", "b"], ["c"]]):
-        parts = by_load(turn, {0: 1.0, 1: 1.5}, capacities={0: 64, 1: 64})
-        order.append({r: packed_batches(own, capacity=64, tile=8) for r, own in parts.items() if own})
-    items = build_schedule(order, stages, capacity=64, tile=8)
-    verify(items, [b for own in batches.values() for b in own], stages=stages, capacity=64, tile=8)
+        parts = by_load(turn, {0: 1.0, 1: 1.5}, capacities=room)
+        order.append({r: packed_batches(own, capacity=room[r], tile=8) for r, own in parts.items() if own})
+    items = build_schedule(order, stages, capacity=room, tile=8)
+    every = [b for own in batches.values() for b in own]
+    verify(items, every, stages=stages, capacity=room, tile=8)
+    assert violations(items, every, stages=stages, capacity={0: 56, 1: 40}, tile=8)
     plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
     assert Plan.from_json(plan.to_json()) == plan
     pipelines = plan_pipelines(plan, time, bandwidth=1e9, latency=1e-5, token_bytes=1024)

@@ -51,16 +51,22 @@ class ScheduleBuilder:
 
     Args:
         stages: pipeline stages of each replica.
-        capacity: most padded tokens of a microbatch.
+        capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
         tile: padding multiple P.
         merging: whether work moves forward into the microbatch before it.
     """
 
     def __init__(
-        self, stages: Mapping[int, int], *, capacity: int, tile: int = 1, merging: bool = True
+        self,
+        stages: Mapping[int, int],
+        *,
+        capacity: int | Mapping[int, int],
+        tile: int = 1,
+        merging: bool = True,
     ) -> None:
         self._stages = dict(stages)
-        self._capacity, self._tile, self._merging = capacity, tile, merging
+        self._capacity = dict.fromkeys(stages, capacity) if isinstance(capacity, int) else dict(capacity)
+        self._tile, self._merging = tile, merging
         self._streams: dict[int, list[Draft]] = {replica: [] for replica in self._stages}
         self._ready: dict[str, int] = {}  # the round from which a job's next global batch may come
         self._due: list[_Due] = []
@@ -98,7 +104,7 @@ class ScheduleBuilder:
         drafts = [Draft.of(packed.batches, items, self._tile) for items in packed.bins]
         if self._merging and stream and stream[-1].pieces:
             ready = {job for job in _jobs(packed) if self._ready.get(job, 0) < len(stream)}
-            merge(stream[-1], drafts, ready, capacity=self._capacity)
+            merge(stream[-1], drafts, ready, capacity=self._capacity[replica])
         if not drafts:
             return
         last = min(reversed(drafts), key=lambda draft: draft.fill)
@@ -126,7 +132,7 @@ def build_schedule(
     turn_list: Sequence[Turn],
     stages: Mapping[int, int],
     *,
-    capacity: int,
+    capacity: int | Mapping[int, int],
     tile: int = 1,
     merging: bool = True,
 ) -> tuple[ScheduleItem, ...]:

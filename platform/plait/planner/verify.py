@@ -28,7 +28,7 @@ def verify(
     batches: Iterable[GlobalBatch],
     *,
     stages: Mapping[int, int],
-    capacity: int,
+    capacity: int | Mapping[int, int],
     tile: int = 1,
 ) -> None:
     """Raise where ``schedule`` does not train exactly ``batches``, in order, with current weights.
@@ -36,6 +36,7 @@ def verify(
     Args:
         batches: every job's global batches; each job's steps ascend by 1.
         stages: pipeline stages of each replica.
+        capacity: most padded tokens of a microbatch, of all replicas or of each.
 
     Raises:
         ScheduleError: with all violations found.
@@ -54,7 +55,7 @@ def violations(
     batches: Iterable[GlobalBatch],
     *,
     stages: Mapping[int, int],
-    capacity: int,
+    capacity: int | Mapping[int, int],
     tile: int = 1,
 ) -> list[str]:
     """Everything that is wrong with ``schedule``, in words; empty where nothing is."""
@@ -81,7 +82,7 @@ def _wrong_places(schedule: Sequence[Entry], stages: Mapping[int, int]) -> list[
     return faults
 
 
-def _wrong_sizes(schedule: Sequence[Entry], capacity: int, tile: int) -> list[str]:
+def _wrong_sizes(schedule: Sequence[Entry], capacity: int | Mapping[int, int], tile: int) -> list[str]:
     faults = []
     for entry in schedule:
         if not isinstance(entry, Microbatch):
@@ -95,8 +96,9 @@ def _wrong_sizes(schedule: Sequence[Entry], capacity: int, tile: int) -> list[st
                 faults.append(
                     f"{where}: a segment of {segment.job} with no samples or lists of unequal length"
                 )
-        if size > capacity:
-            faults.append(f"{where}: {size} padded tokens, capacity {capacity}")
+        most = capacity if isinstance(capacity, int) else capacity[entry.replica]
+        if size > most:
+            faults.append(f"{where}: {size} padded tokens, capacity {most}")
         owners = Counter((segment.job, segment.step) for segment in entry.segments)
         faults += [f"{where}: {job} step {step} twice" for (job, step), n in owners.items() if n > 1]
     return faults
