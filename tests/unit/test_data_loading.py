@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reasoning_gym import factory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
+from plait.data.options import TaskOptions
 from plait.data.rendering import Rendered
+from plait.data.tasks import generate_task
 from plait.data.tokenising import tokenise
-from plait.errors import ConfigError, DataError, StorageError
+from plait.errors import ConfigError, DataError, InputError, StorageError
 from plait.jobs import DataSpec
 from plait.samples import Sample, Split
 
@@ -394,6 +397,25 @@ def test_a_task_without_written_answers_and_too_few_rows_are_refused():
         check_data(DataSpec.of("reasoning_gym", task="rubiks_cube"))
     with pytest.raises(DataError, match="5 rows, 32 of them"):
         check_data(DataSpec.of("reasoning_gym", size=5))
+
+
+def test_every_task_can_be_trained_on_and_judged_or_says_why_not():
+    refused, accepted = {}, 0
+    for task in factory.DATASETS:
+        options = TaskOptions(task=task, size=1)
+        try:
+            made = generate_task(options)
+        except InputError as error:
+            refused[task] = error.value
+            continue
+        right, wrong = made.score([0, 0], [made.rows[0]["answer"], "?}{ no answer"])
+        assert wrong <= right <= 1.0, task
+        accepted += right == 1.0
+    assert all(task in said for task, said in refused.items())
+    assert len(refused) < 0.1 * len(factory.DATASETS), refused
+    assert accepted > 0.9 * (
+        len(factory.DATASETS) - len(refused)
+    )  # a few verifiers dispute their own answers
 
 
 def test_a_file_has_no_verifier():

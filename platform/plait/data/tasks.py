@@ -39,10 +39,13 @@ class Task:
 
     def score(self, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
         """The verifier's judgement of answers to ``rows``: 1 is right, lower is partly right or wrong."""
-        return tuple(
-            float(self.verifier.score_answer(text.strip(), self.rows[row]))
-            for row, text in zip(rows, texts, strict=True)
-        )
+        return tuple(self._judge(row, text.strip()) for row, text in zip(rows, texts, strict=True))
+
+    def _judge(self, row: int, text: str) -> float:
+        try:
+            return float(self.verifier.score_answer(text, self.rows[row]))
+        except Exception:  # some verifiers raise on a text that they cannot parse
+            return 0.0
 
 
 def generate_task(options: TaskOptions) -> Task:
