@@ -1,0 +1,171 @@
+"""What the worker does beside training: facts, peaks, answers, export, and a whole run in one call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.devices import choose_device, choose_kernels
+from plait.engine.memory_estimate import adapter_bytes
+from plait.engine.messages import Attach, Generate, GenerateJob, GroupStep, JobGenerated
+from plait.engine.microbatches import load_microbatch
+from plait.engine.order import DataOrder, training_batch
+from plait.engine.run import train_jobs
+from plait.engine.worker import LocalWorker
+from plait.errors import ConfigError, StorageError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models import transformers_model
+from plait.planner.packing import pack
+from plait.settings import EngineSettings, ModelSettings, RunSettings
+
+TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
+
+
+def attached(lab: Any, jobs: list[JobSpec]) -> tuple[LocalWorker, DataCatalogue]:
+    data = DataCatalogue(lambda spec: lab.data(JobSpec("any", data=spec)))
+    worker = LocalWorker(lab.model, data, EngineSettings(capacity=256))
+    for job in jobs:
+        worker.handle(Attach(job, data.of(job.data).digest))
+    return worker, data
+
+
+def test_predicted_adapter_bytes_are_what_the_bank_holds(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    job = lab.group()[3]
+    worker, _ = attached(lab, [job])
+    sites = [linear for linear in lab.model.linears if linear.name in worker.bank.weights(job.name)]
+    state = worker.bank.block(job.name).state
+    assert adapter_bytes(job.adapter.rank, sites, lab.model.dtype.itemsize) == state.numel() * 4
+    assert worker.facts.shape.weight_bytes == lab.model.weight_bytes
+
+
+def test_only_labelled_rows_reach_the_head_and_weights_are_those_of_the_global_batch(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    job = lab.group()[1]
+    worker, data = attached(lab, [job])
+    split = data.of(job.data).train
+
+    batch = training_batch(job, DataOrder.of(job.train, len(split)), split, 1)
+    labelled = 0
+    for microbatch in pack([batch], capacity=130):
+        loaded = load_microbatch(microbatch, lambda _: split, worker.bank, training=True)
+        start = 0
+        for sample, length in zip(
+            microbatch.segments[0].samples, microbatch.segments[0].lengths, strict=True
+        ):
+            own = split[sample]
+            rows = [start + i - 1 for i in range(length) if own.labels[i]]
+            found = zip(loaded.rows.tolist(), loaded.targets.tolist(), strict=True)
+            inside = [(row, target) for row, target in found if start <= row < start + length]
+            assert inside == [(row, int(own.tokens[row - start + 1])) for row in rows]
+            start += length
+        labelled += sum(loaded.counts)
+        assert torch.allclose(loaded.weights, torch.full((sum(loaded.counts),), batch.loss_weight))
+    assert labelled * batch.loss_weight == pytest.approx(1.0)
+
+
+def test_answers_of_a_batch_are_those_of_each_job_alone(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group()[:3]
+    worker, _ = attached(lab, jobs)
+    for job in jobs:  # B is zero at first: give each adapter an effect of its own
+        for _, b in worker.bank.weights(job.name).values():
+            b.normal_(generator=torch.Generator().manual_seed(job.train.seed))
+    worker.bank.refresh()
+    asked = tuple(GenerateJob(job.name, (0, 1, 2)) for job in jobs)
+    together = worker.handle(Generate(asked, 6))
+    alone = [worker.handle(Generate((each,), 6))[0] for each in asked]
+    assert [answers.texts for answers in together] == [answers.texts for answers in alone]
+    assert len({answers.texts for answers in together}) == 3
+    assert all(answers.seconds > 0 for answers in together)
+
+
+def test_the_exported_adapter_gives_the_same_logits_in_peft(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    job = lab.group(steps=5)[2]
+    history = lab.run([job])
+    folder = history.ended(job.name).adapter
+    loaded = peft.PeftModel.from_pretrained(transformers_model(TINY, cache=tmp_path), folder)
+    weights = load_file(folder / "adapter_model.safetensors")
+    for site, (a, b) in history.end[job.name].items():
+        assert torch.equal(weights[f"base_model.model.{site}.lora_A.weight"], a)
+        assert torch.equal(weights[f"base_model.model.{site}.lora_B.weight"], b)
+    validation = lab.data(job).validation
+    total, count = 0.0, 0
+    for index in range(len(validation)):
+        tokens, labels = (torch.from_numpy(part) for part in validation[index])
+        with torch.no_grad():
+            logits = loaded(tokens.long().unsqueeze(0), use_cache=False).logits[0, :-1]
+        nll = -logits.log_softmax(-1).gather(1, tokens.long()[1:, None])[:, 0]
+        total += float(nll[labels[1:]].sum())
+        count += int(labels.sum())
+    assert history.evaluations(job.name)[-1] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_a_folder_that_cannot_be_written_is_said(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    job = lab.group(steps=2)[0]
+    (lab.folder / "adapters").write_text("a file where a folder must be")
+    with pytest.raises(StorageError, match="writable"):
+        lab.run([job])
+
+    def between(turn: int, coordinator: Any) -> None:
+        if turn == 1:
+            coordinator.stop()
+
+    (lab.folder / "checkpoints").write_text("a file where a folder must be")
+    with pytest.raises(StorageError, match="written whole"):
+        lab.run([job], between=between)
+
+
+def test_peaks_are_those_of_the_device_or_none(laboratory: Any) -> None:
+    lab = laboratory("llama")
+    history = lab.run(lab.group(steps=1)[:2])
+    (step,) = [event for event in history.events if isinstance(event, GroupStep)]
+    assert step.peak_bytes is None or step.peak_bytes > lab.model.weight_bytes
+
+
+def test_backends_and_devices_are_checked_by_name() -> None:
+    cpu = torch.device("cpu")
+    assert choose_kernels("auto", cpu, torch.float32) == "grouped"
+    assert choose_kernels("reference", cpu, torch.float32) == "reference"
+    assert choose_device("cpu") == cpu
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            choose_device("cuda")
+
+
+def test_a_whole_run_in_one_call(tmp_path: Path) -> None:
+    """Real data, tiny model: two jobs, answers judged, adapters on disk."""
+    spec = DataSpec.of(
+        "reasoning_gym", task="chain_sum", size=24, validation=4, generate=True, max_new_tokens=3
+    )
+    jobs = [
+        JobSpec(
+            f"rank-{rank}",
+            AdapterSpec(rank, target_modules="all-linear", dropout=0.05),
+            TrainSpec(lr=3e-3, steps=8, batch_size=4, seed=rank),
+            spec,
+        )
+        for rank in (2, 5)
+    ]
+    settings = RunSettings(model=TINY, engine=EngineSettings(capacity=512))
+    events: list[object] = []
+    ended = train_jobs(
+        jobs, settings, folder=tmp_path / "run", cache=tmp_path / "cache", on_event=events.append
+    )
+    assert [(end.job, end.state, end.step) for end in ended] == [
+        ("rank-2", "finished", 8),
+        ("rank-5", "finished", 8),
+    ]
+    for end in ended:
+        assert end.eval_loss is not None
+        assert json.loads((end.adapter / "adapter_config.json").read_text())["r"] == int(end.job[-1])
+    assert [type(event) for event in events].count(JobGenerated) == 2
