@@ -69,8 +69,8 @@ def test_names_are_unique() -> None:
 
 
 def test_group_memory_counts_base_adapters_and_the_heaviest_microbatch() -> None:
-    model = MemoryModel(MemoryCoefficients(10.0, 1.0, 0.5, 2.0, 0.25), margin=0.1)
-    memory = GroupMemory(model, base_bytes=1000, capacity=10, longest=4)
+    coefficients = MemoryCoefficients(fixed=10.0, token=1.0, square=0.5, labelled=2.0, rank_token=0.25)
+    memory = GroupMemory(MemoryModel.of(coefficients, margin=0.1), base_bytes=1000, capacity=10, longest=4)
     jobs = [_job("a", size=5), replace(_job("b", arrival=1, size=7), rank=16)]
     shape_bytes = 10 + 1.0 * 10 + 0.5 * (16 + 16 + 4) + 2.0 * 10 + 0.25 * 16 * 10
     assert memory(jobs) == pytest.approx(1000 + 12 + 1.1 * shape_bytes)

@@ -19,7 +19,7 @@ LONGEST_MODULE = 450  # lines; about 300 is the aim
 
 # Inside plait: a package may import those of its own level and of lower ones.
 LEVELS = (
-    {"errors", "jobs", "plans", "samples", "settings", "paths", "config_fields"},
+    {"errors", "jobs", "padding", "plans", "samples", "settings", "paths", "config_fields"},
     {"cost", "data", "models", "adapters", "tracking"},
     {"planner", "simulate", "engine", "terminal"},
     {"search", "config"},
@@ -47,7 +47,11 @@ NO_TORCH = (
     "platform/plait/cost/",
     "platform/plait/engine/coordinator",
 )
-TORCH_ALLOWED = ("platform/plait/cost/fake_memory",)
+TORCH_ALLOWED = (
+    "platform/plait/cost/fake_",
+    "platform/plait/cost/memory_probe",
+    "platform/plait/cost/storage_counter",
+)
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -1,32 +1,92 @@
 """Bytes of a microbatch (DESIGN §5.2): exact static bytes, and a fitted model of what comes on top.
 
-Packed form: peak − static = fixed + token·Σℓ + square·Σℓ² + labelled·(labelled tokens) + rank·Σ rank·ℓ,
-all coefficients ≥ 0. mLoRA's Eq. 5, β0 + β1·B·L + β2·B·L² for B sequences of length L, is the case
-with equal lengths, every token labelled and one rank; its β0 joins static bytes and ``fixed``.
+mLoRA's Eq. 5 is β0 + β1·B·L + β2·B·L², β ≥ 0, for B sequences of length L. For ragged packed microbatches
+Σℓ and Σℓ² take the places of B·L and B·L², and labelled tokens and ranks join (§5.2's packed form). Two
+things were found necessary for errors far below a percent:
+
+- A peak is the highest of several moments, each of that form by itself: the loss, where logits come on top
+  of all saved activations, and backward's first layer. A model has one set of coefficients for each, its
+  *phases*, and predicts the highest; a peak observed as a whole makes one phase.
+- The features are what the engine really holds: attention pads samples to buckets of nearly equal length
+  (:mod:`plait.padding`), keeps squares for short samples only, and the head makes logits in chunks.
+
+With equal lengths, everything kept and labelled, one rank and no chunks, this is Eq. 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
-from plait.cost.shapes import MicrobatchShape
 from plait.errors import CapacityError, ConfigError, InputError
+from plait.padding import bucket_samples
 
-FEATURES = ("fixed", "token", "square", "labelled", "rank_token")
+FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token")
 MASTER_BYTES = 16  # float32 master, gradient and two moments of every adapter weight
 KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
+WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShape:
+    """What the memory of one microbatch depends on.
+
+    Attributes:
+        tokens: Σℓ, ℓ the samples' lengths.
+        padded: rows that attention works on, padding included.
+        squares: Σℓ² of the padded lengths whose attention probabilities are kept for backward.
+        labelled: tokens that count in the loss.
+        rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter.
+    """
+
+    tokens: int
+    padded: int
+    squares: int
+    labelled: int
+    rank_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        *,
+        labelled: int | None = None,
+        ranks: Sequence[int] | int = 0,
+        keep_up_to: float = math.inf,
+    ) -> MemoryShape:
+        """The shape of samples of these lengths.
+
+        Args:
+            labelled: labelled tokens; None counts every token.
+            ranks: one rank for all samples, or one for each.
+            keep_up_to: longest sample that keeps its attention probabilities.
+        """
+        each = [ranks] * len(lengths) if isinstance(ranks, int) else ranks
+        buckets = [(lengths[members[0]], len(members)) for members in bucket_samples(lengths)]
+        return cls(
+            tokens=sum(lengths),
+            padded=sum(length * count for length, count in buckets),
+            squares=sum(length**2 * count for length, count in buckets if length <= keep_up_to),
+            labelled=sum(lengths) if labelled is None else labelled,
+            rank_tokens=sum(rank * length for rank, length in zip(each, lengths, strict=True)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCoefficients:
-    """Bytes by feature of :class:`MicrobatchShape`."""
+    """Bytes of one phase for each unit of a feature; ``fixed`` once.
+
+    ``logit_row`` is for each row of the head's largest chunk of logits.
+    """
 
     fixed: float = 0.0
     token: float = 0.0
+    padded: float = 0.0
     square: float = 0.0
     labelled: float = 0.0
+    logit_row: float = 0.0
     rank_token: float = 0.0
 
     def __post_init__(self) -> None:
@@ -34,126 +94,163 @@ class MemoryCoefficients:
             if not getattr(self, name) >= 0.0:  # also refuses nan
                 raise ConfigError(f"memory.{name}={getattr(self, name)}", "It must be 0 or more.")
 
-    def bytes(self, shape: MicrobatchShape) -> float:
-        """Of one microbatch; 0 where it is empty."""
-        if shape.tokens == 0:
-            return 0.0
-        body = self.fixed + self.token * shape.tokens + self.square * shape.squares
-        return body + self.labelled * shape.labelled + self.rank_token * shape.rank_tokens
+    def body(self, shape: MemoryShape) -> float:
+        """Bytes of the layers' activations."""
+        rows = self.token * shape.tokens + self.padded * shape.padded
+        return rows + self.square * shape.squares + self.rank_token * shape.rank_tokens
+
+    def head(self, shape: MemoryShape, logit_rows: float) -> float:
+        """Bytes of head and loss, which only the last pipeline stage has."""
+        return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryObservation:
-    """One measured peak: ``peak`` and ``static`` in bytes, for a microbatch of ``shape``."""
+    """Measured peaks of one microbatch.
 
-    shape: MicrobatchShape
-    peak: float
+    Attributes:
+        shape: of the microbatch.
+        peaks: bytes by phase; {"whole": bytes} where moments were not told apart.
+        static: bytes that were there before and stay.
+    """
+
+    shape: MemoryShape
+    peaks: Mapping[str, float]
     static: float
 
     @property
     def dynamic(self) -> float:
-        """What the microbatch itself took."""
-        return self.peak - self.static
+        """What the microbatch itself took: the highest peak above static."""
+        return max(self.peaks.values()) - self.static
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One moment of a microbatch: its coefficients, its own margin, and its fit where it was fitted here."""
+
+    coefficients: MemoryCoefficients
+    margin: float = UNKNOWN_MARGIN
+    fit: Fit | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """A fitted memory model with its own margin.
+    """A fitted memory model with its own margins.
 
     Attributes:
-        coefficients: of peak − static.
-        margin: relative; see :attr:`plait.cost.fitting.Fit.margin`.
+        phases: by name; the highest counts.
+        logit_rows: rows of logits that the head makes at once; inf makes all.
         observations: what it was fitted to, oldest first.
-        fit: residuals; None where the coefficients were loaded and not fitted here.
     """
 
-    coefficients: MemoryCoefficients
-    margin: float = UNKNOWN_MARGIN
-    observations: tuple[MemoryObservation, ...] = ()
-    fit: Fit | None = None
+    phases: Mapping[str, Phase]
+    logit_rows: float = math.inf
+    observations: tuple[MemoryObservation, ...] = field(default=(), repr=False)
 
     @classmethod
-    def fitted(cls, observations: Iterable[MemoryObservation]) -> MemoryModel:
+    def of(cls, coefficients: MemoryCoefficients, margin: float = UNKNOWN_MARGIN) -> MemoryModel:
+        """A model of one phase with given coefficients."""
+        return cls({WHOLE: Phase(coefficients, margin)})
+
+    @classmethod
+    def fitted(
+        cls, observations: Iterable[MemoryObservation], *, logit_rows: float = math.inf
+    ) -> MemoryModel:
         """The model that fits these peaks best, on relative error of peak − static.
 
         Raises:
             InputError: no observations, or a peak at or below its static bytes.
         """
         kept = tuple(observations)[-KEPT_OBSERVATIONS:]
-        for observation in kept:
-            if observation.dynamic <= 0:
-                raise InputError(
-                    f"peak {observation.peak:.0f} B, static {observation.static:.0f} B",
-                    "A peak must lie above the static bytes.",
-                )
-        fit = fit_relative(
-            [_features(observation.shape) for observation in kept],
-            [observation.dynamic for observation in kept],
-            FEATURES,
-        )
-        return cls(MemoryCoefficients(*fit.coefficients), fit.margin, kept, fit)
+        names = dict.fromkeys(name for observation in kept for name in observation.peaks)
+        if not names:
+            raise InputError("no observations", "A memory model needs at least one peak.")
+        phases = {name: _fit_phase(name, kept, logit_rows) for name in names}
+        return cls(phases, logit_rows, kept)
 
     def observe(self, observations: Iterable[MemoryObservation]) -> MemoryModel:
         """The model refitted with more observations."""
-        return MemoryModel.fitted((*self.observations, *observations))
+        return MemoryModel.fitted((*self.observations, *observations), logit_rows=self.logit_rows)
 
-    def dynamic(self, shape: MicrobatchShape) -> float:
-        """Predicted bytes above static."""
-        return self.coefficients.bytes(shape)
+    def dynamic(self, shape: MemoryShape) -> float:
+        """Predicted bytes above static; 0 where the microbatch is empty."""
+        return max(self._bytes(phase, shape) for phase in self.phases.values())
 
-    def peak(self, shape: MicrobatchShape, *, static: float) -> float:
+    def peak(self, shape: MemoryShape, *, static: float) -> float:
         """Predicted peak in bytes."""
         return static + self.dynamic(shape)
 
-    def safe_peak(self, shape: MicrobatchShape, *, static: float) -> float:
+    def safe_peak(self, shape: MemoryShape, *, static: float) -> float:
         """Predicted peak with the margin: what admission compares with the device's memory."""
-        return static + self.dynamic(shape) * (1.0 + self.margin)
+        return static + max(
+            self._bytes(phase, shape) * (1.0 + phase.margin) for phase in self.phases.values()
+        )
+
+    def errors(self, observations: Iterable[MemoryObservation]) -> tuple[float, ...]:
+        """(predicted − observed) / observed of peak − static, for each observation."""
+        return tuple(self.dynamic(each.shape) / each.dynamic - 1.0 for each in observations)
+
+    def stage_peak(
+        self, shape: MemoryShape, *, static: float, layer_split: Sequence[int], stage: int
+    ) -> float:
+        """Safe peak of one pipeline stage, in bytes.
+
+        Stage s of S holds up to S − s microbatches in flight (1F1B). The layers' part is taken as spread
+        evenly over the layers and as kept for each of them; head and loss belong to the last stage alone.
+
+        Args:
+            static: of this stage alone.
+            layer_split: layers of each stage.
+        """
+        if shape.tokens == 0:
+            return static
+        flights = len(layer_split) - stage
+        share = layer_split[stage] / sum(layer_split)
+        last = stage == len(layer_split) - 1
+        return static + max(
+            (1.0 + phase.margin)
+            * (
+                flights * share * phase.coefficients.body(shape)
+                + phase.coefficients.fixed
+                + last * phase.coefficients.head(shape, self.logit_rows)
+            )
+            for phase in self.phases.values()
+        )
 
     def capacity(self, *, available: float, static: float, rank: int, longest: int) -> int:
         """Most tokens of a microbatch whose safe peak stays within ``available`` bytes.
 
-        The microbatch is taken as full of samples of ``longest`` tokens with every token labelled, the
-        heaviest that can come.
+        The microbatch is taken as full of samples of ``longest`` tokens, all kept and labelled, padded by
+        as much as the packing allows: the heaviest that can come.
 
         Raises:
             CapacityError: not even one token fits.
         """
-        c = self.coefficients
-        each = c.token + c.square * longest + c.labelled + c.rank_token * rank
-        room = (available - static) / (1.0 + self.margin) - c.fixed
-        if room < each or each == 0.0:
+        most = math.inf
+        for phase in self.phases.values():
+            c = phase.coefficients
+            each = c.token + c.padded + c.square * longest + c.labelled + c.rank_token * rank
+            room = (available - static) / (1.0 + phase.margin) - c.fixed
+            if math.isinf(self.logit_rows):
+                each += c.logit_row
+            else:
+                room -= c.logit_row * self.logit_rows
+            most = min(most, room / each if each > 0.0 else math.inf)
+        if most < 1.0:
             raise CapacityError(
                 f"{available:.0f} bytes available, {static:.0f} static",
                 "Weights, adapters and one token must fit into the device's memory.",
                 "Use a device with more memory, fewer jobs at once, or a model parallel deployment.",
             )
-        return int(room / each)
+        if math.isinf(most):
+            raise InputError("a memory model without coefficients", "Fit it to observed peaks first.")
+        return int(most)
 
-
-def stage_bytes(
-    model: MemoryModel,
-    shape: MicrobatchShape,
-    *,
-    static: float,
-    layers: int,
-    layer_split: Sequence[int],
-    stage: int,
-) -> float:
-    """Safe peak of one pipeline stage, in bytes.
-
-    Stage s of S holds up to S − s microbatches in flight (1F1B). Everything but the labelled term is
-    taken as spread evenly over the layers; the labelled term belongs to the last stage.
-
-    Args:
-        static: of this stage alone.
-        layers: of the whole model.
-        layer_split: layers of each stage.
-    """
-    c, stages = model.coefficients, len(layer_split)
-    share = layer_split[stage] / layers
-    body = MemoryCoefficients(c.fixed, c.token, c.square, 0.0, c.rank_token).bytes(shape)
-    head = c.labelled * shape.labelled if stage == stages - 1 else 0.0
-    return static + ((stages - stage) * share * body + head) * (1.0 + model.margin)
+    def _bytes(self, phase: Phase, shape: MemoryShape) -> float:
+        if shape.tokens == 0:
+            return 0.0
+        c = phase.coefficients
+        return c.fixed + c.body(shape) + c.head(shape, self.logit_rows)
 
 
 def adapter_bytes(rank: int, sites: Iterable[tuple[int, int]], *, compute_bytes: int) -> int:
@@ -167,5 +264,22 @@ def adapter_bytes(rank: int, sites: Iterable[tuple[int, int]], *, compute_bytes:
     return elements * (MASTER_BYTES + compute_bytes)
 
 
-def _features(shape: MicrobatchShape) -> tuple[float, ...]:
-    return (1.0, shape.tokens, shape.squares, shape.labelled, shape.rank_tokens)
+def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows: float) -> Phase:
+    having = [observation for observation in observations if name in observation.peaks]
+    for observation in having:
+        if observation.peaks[name] <= observation.static:
+            raise InputError(
+                f"peak {observation.peaks[name]:.0f} B, static {observation.static:.0f} B",
+                "A peak must lie above the static bytes.",
+            )
+    fit = fit_relative(
+        [_features(observation.shape, logit_rows) for observation in having],
+        [observation.peaks[name] - observation.static for observation in having],
+        FEATURES,
+    )
+    return Phase(MemoryCoefficients(*fit.coefficients), fit.margin, fit)
+
+
+def _features(shape: MemoryShape, logit_rows: float) -> tuple[float, ...]:
+    rows = min(shape.labelled, logit_rows)
+    return (1.0, shape.tokens, shape.padded, shape.squares, shape.labelled, rows, shape.rank_tokens)

@@ -101,7 +101,7 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         configurations=tuple(_configuration(row) for row in tables[table]),
         table=table,
         tables=tuple(sorted(tables)),
-        memory=None if memory is None else MemoryModel(MemoryCoefficients(**_numbers(memory, "memory"))),
+        memory=None if memory is None else MemoryModel.of(MemoryCoefficients(**_numbers(memory, "memory"))),
     )
 
 

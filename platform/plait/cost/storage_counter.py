@@ -29,13 +29,13 @@ class StorageCounter:
         self._mode = _Watch(self)
 
     def __enter__(self) -> StorageCounter:
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._mode.__exit__(kind, error, trace)
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
         """Forget the peak; what lives now counts on."""
@@ -56,11 +56,11 @@ class StorageCounter:
         self.live -= size
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands every tensor that an operation takes or gives to the counter."""
 
     def __init__(self, counter: StorageCounter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counter = weakref.proxy(counter)
 
     def __torch_dispatch__(

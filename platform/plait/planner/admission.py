@@ -6,11 +6,11 @@ parked with its state and goes on later from where it was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from plait.cost.memory import MemoryModel
-from plait.cost.shapes import MicrobatchShape
+from plait.cost.memory import MemoryModel, MemoryShape
 from plait.errors import CapacityError, ConfigError
 
 
@@ -63,12 +63,14 @@ class GroupMemory:
         base_bytes: exact bytes of the frozen weights.
         capacity: most tokens of a microbatch.
         longest: longest sample.
+        keep_up_to: longest sample that keeps its attention probabilities for backward.
     """
 
     model: MemoryModel
     base_bytes: int
     capacity: int
     longest: int
+    keep_up_to: float = math.inf
 
     def __call__(self, jobs: Sequence[Applicant]) -> float:
         """Base and adapters, and the heaviest microbatch that may come: full, labelled, largest rank."""
@@ -77,7 +79,8 @@ class GroupMemory:
             return float(static)
         full, rest = divmod(self.capacity, self.longest)
         lengths = [self.longest] * full + ([rest] if rest else [])
-        shape = MicrobatchShape.of(lengths, ranks=max(job.rank for job in jobs))
+        rank = max(job.rank for job in jobs)
+        shape = MemoryShape.of(lengths, ranks=rank, keep_up_to=self.keep_up_to)
         return self.model.safe_peak(shape, static=static)
 
 

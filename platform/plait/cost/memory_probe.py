@@ -1,0 +1,213 @@
+"""Peaks of probes: microbatches that go through the engine's own pass only to see what memory they take.
+
+On CUDA the allocator's peak; elsewhere live tensor storage, counted. Nothing is learnt: adapters are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from plait.cost.memory import MemoryObservation, MemoryShape
+from plait.cost.storage_counter import StorageCounter
+from plait.models import BaseModel, MicrobatchContext
+from plait.models.attention import KEEP_UP_TO
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, labelled_cross_entropy
+
+_GRID_LENGTHS = (60, 170, 500)
+_GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
+_GRID_LABELLED = (0.01, 0.1, 0.4, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSegment:
+    """Samples of one adapter: its rank and their lengths."""
+
+    rank: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A microbatch to be observed: its segments and how many of its tokens are labelled."""
+
+    segments: tuple[ProbeSegment, ...]
+    labelled: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of all samples, in order."""
+        return tuple(length for segment in self.segments for length in segment.lengths)
+
+    @property
+    def shape(self) -> MemoryShape:
+        """What memory is predicted from."""
+        ranks = [segment.rank for segment in self.segments for _ in segment.lengths]
+        return MemoryShape.of(self.lengths, labelled=self.labelled, ranks=ranks, keep_up_to=KEEP_UP_TO)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOptions:
+    """Options of the engine that memory depends on.
+
+    Attributes:
+        dtype: of weights and arithmetic.
+        checkpointing: recompute activations in backward.
+        targets: last parts of the names of the linears that adapters sit on.
+        backend: of the adapters' part.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    checkpointing: bool = False
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    backend: str = "grouped"
+
+
+class Peak(Protocol):
+    """Bytes at present, and most bytes since the last restart."""
+
+    @property
+    def live(self) -> int:
+        """At present."""
+
+    @property
+    def peak(self) -> int:
+        """Most since :meth:`restart`."""
+
+    def restart(self) -> None:
+        """Forget the peak."""
+
+
+MakeContext = Callable[[Probe, Routing], MicrobatchContext]
+
+
+def probe_grid(capacity: int) -> tuple[Probe, ...]:
+    """Twelve probes that tell the features of memory apart.
+
+    Tokens fall by halves from the capacity, three times over; beside them lengths, ranks and the share of
+    labelled tokens change in other orders, down to few enough that all logits fit into one chunk.
+    """
+    found = []
+    for index in range(12):
+        tokens = max(16, capacity >> (index % 4))
+        ranks = _GRID_RANKS[(index // 2) % 4]
+        lengths = _ragged(tokens // len(ranks), _GRID_LENGTHS[index % 3])
+        share = _GRID_LABELLED[(index + index // 4) % 4]
+        segments = tuple(ProbeSegment(rank, lengths) for rank in ranks)
+        found.append(Probe(segments, max(1, int(tokens * share))))
+    return tuple(found)
+
+
+def _ragged(tokens: int, mean: int) -> tuple[int, ...]:
+    """Lengths between half and one and a half times the mean, that add up to ``tokens``."""
+    lengths: list[int] = []
+    left = tokens
+    while left > 0:
+        lengths.append(min(left, max(1, int(mean * (0.5 + (0.618 * (len(lengths) + 1)) % 1.0)))))
+        left -= lengths[-1]
+    return tuple(lengths)
+
+
+def observe_device(
+    model: BaseModel, probes: Iterable[Probe], options: ProbeOptions
+) -> list[MemoryObservation]:
+    """Peaks on the model's own device."""
+
+    def context(probe: Probe, routing: Routing) -> MicrobatchContext:
+        offsets = (0, *accumulate(probe.lengths))
+        ids = torch.zeros(offsets[-1], dtype=torch.int64, device=model.device)
+        return MicrobatchContext.of(ids, offsets, routing=routing, checkpointing=options.checkpointing)
+
+    return [observe(model, probe, options, context) for probe in probes]
+
+
+def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: MakeContext) -> MemoryObservation:
+    """One probe, after a tiny one that makes whatever the bank makes once and keeps."""
+    tiny = tuple(replace(segment, lengths=(2,)) for segment in probe.segments)
+    warm_up = Probe(tiny, len(tiny))
+    if model.device.type == "cuda":
+        meter = _CudaPeak(model.device)
+        static, peaks = _observe(model, (warm_up, probe), options, context, meter)
+    else:
+        with StorageCounter() as counter:
+            static, peaks = _observe(model, (warm_up, probe), options, context, counter)
+    return MemoryObservation(probe.shape, peaks, static)
+
+
+def _observe(
+    model: BaseModel,
+    probes: tuple[Probe, Probe],
+    options: ProbeOptions,
+    context: MakeContext,
+    meter: Peak,
+) -> tuple[float, dict[str, float]]:
+    """Static bytes, and the peaks of the second probe by phase."""
+    bank = Bank(model.sites, device=model.device, compute_dtype=options.dtype)
+    sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
+    for index, segment in enumerate(probes[0].segments):
+        bank.attach(str(index), rank=segment.rank, scale=1.0, dropout=0.0, seed=0, sites=sites)
+    model.install(backend=options.backend)
+    warm_up, probe = probes
+    _run(model, warm_up, context, bank, meter)
+    static = meter.live
+    return static, _run(model, probe, context, bank, meter)
+
+
+def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter: Peak) -> dict[str, float]:
+    """Forward, loss and backward as the worker does them; the peak of each."""
+    peaks: dict[str, float] = {}
+    meter.restart()
+    through = context(probe, _routing(probe.segments, bank))
+    hidden = model.embed(through)
+    for index in range(model.layer_count):
+        hidden = model.layer(index, hidden, through)
+    peaks["forward"] = meter.peak
+    meter.restart()
+    integers = partial(torch.zeros, probe.labelled, dtype=torch.int64, device=model.device)
+    head = model.head_parameters()
+    loss, _ = labelled_cross_entropy(
+        model.final_norm(hidden.index_select(0, integers())),
+        head.weight,
+        head.bias,
+        integers(),
+        torch.zeros(probe.labelled, device=model.device),
+        softcap=head.softcap,
+        scale=head.scale,
+    )
+    peaks["loss"] = meter.peak
+    meter.restart()
+    loss.backward()  # type: ignore[no-untyped-call]
+    peaks["backward"] = meter.peak
+    return peaks
+
+
+def _routing(segments: Sequence[ProbeSegment], bank: Bank) -> Routing:
+    routed, start = [], 0
+    for index, segment in enumerate(segments):
+        routed.append(RoutedSegment(str(index), start, start + sum(segment.lengths)))
+        start += sum(segment.lengths)
+    counters = RowCounters(*(torch.zeros(start, dtype=torch.int64) for _ in range(4)))
+    return Routing.build(bank, routed, counters, training=True)
+
+
+class _CudaPeak:
+    """CUDA's allocator as a meter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
