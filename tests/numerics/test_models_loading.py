@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
 from plait.errors import ConfigError, ModelError, StorageError
 from plait.models import (
@@ -22,7 +22,7 @@ from plait.models import (
     transformers_model,
 )
 from plait.models.blocks import find_parts
-from plait.models.tiny import FAMILIES, byte_tokeniser
+from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 from plait.settings import ModelSettings
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=1)
@@ -181,6 +181,29 @@ def test_an_unknown_family_and_too_long_samples_are_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="at most 512"):
         load_model(ModelSettings(kind="tiny", max_length=513), cache=tmp_path)
     assert load_model(ModelSettings(kind="tiny", max_length=100), cache=tmp_path).max_length == 100
+
+
+def test_longrope_is_held_to_the_length_where_packing_changes_nothing(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = tiny_config("phi3", 259)
+    config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 32,
+        **factors,
+    }
+    config.original_max_position_embeddings = 32
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "folder")
+    byte_tokeniser().save_pretrained(tmp_path / "folder")
+    settings = ModelSettings(kind="hf", id=str(tmp_path / "folder"), dtype="float32")
+    assert load_model(settings, cache=tmp_path).max_length == 32
+    tokens = torch.arange(5, 37)
+    with torch.no_grad():
+        expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+    torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

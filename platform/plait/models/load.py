@@ -164,6 +164,11 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
 
 def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
     limit = int(getattr(config, "max_position_embeddings", 2**31))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length the frequencies change for all rows of a call: one long sample would change
+        # the short ones that are packed with it.
+        limit = min(limit, int(rope["original_max_position_embeddings"]))
     if settings.max_length is None:
         return limit
     if settings.max_length > limit:
