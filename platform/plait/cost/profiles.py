@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar, cast
 
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import ConfigError, choices
+
+T = TypeVar("T")
 
 GIB = 1024**3
 GB = 10**9
@@ -101,8 +103,12 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         configurations=tuple(_configuration(row) for row in tables[table]),
         table=table,
         tables=tuple(sorted(tables)),
-        memory=None if memory is None else MemoryModel.of(MemoryCoefficients(**_numbers(memory, "memory"))),
+        memory=None if memory is None else _memory(memory),
     )
+
+
+def _memory(raw: Mapping[str, Any]) -> MemoryModel:
+    return MemoryModel.of(_built(MemoryCoefficients, raw, "cluster.memory"))
 
 
 def _devices(raw: Mapping[str, Any]) -> Devices:
@@ -125,26 +131,38 @@ def _time(raw: Mapping[str, Any]) -> TimeModel:
     }
     return TimeModel(
         layers=int(_number(raw, "layers", "cluster.time")),
-        layer={tp: LayerTime(**rest) for tp, rest in _by_degree(raw, "layer")},
-        head={tp: HeadTime(**rest) for tp, rest in _by_degree(raw, "head")},
+        layer=_by_degree(raw, "layer", LayerTime),
+        head=_by_degree(raw, "head", HeadTime),
         **shares,
     )
 
 
-def _by_degree(raw: Mapping[str, Any], key: str) -> Sequence[tuple[int, dict[str, float]]]:
-    """Rows such as {tp: 2, fixed: …, token: …} as (tp, the rest)."""
-    rows = [_numbers(row, f"time.{key}") for row in raw.get(key) or ()]
-    return [(int(row.pop("tp")), row) for row in rows]
+def _by_degree(raw: Mapping[str, Any], key: str, kind: type[T]) -> dict[int, T]:
+    """Rows such as {tp: 2, fixed: …, token: …} as coefficients by tensor-parallel degree."""
+    found = {}
+    for row in raw.get(key) or ():
+        owner = f"cluster.time.{key}"
+        tp = int(_number(row, "tp", owner))
+        found[tp] = _built(kind, {name: value for name, value in row.items() if name != "tp"}, owner)
+    return found
+
+
+def _built(kind: type[T], raw: Mapping[str, Any], owner: str) -> T:
+    """A dataclass of numbers from a mapping; an unknown or missing key is named."""
+    known = {each.name: each for each in fields(cast(Any, kind))}
+    for name in raw:
+        if name not in known:
+            raise ConfigError(f"{owner}.{name}", f"{owner} has the keys {choices(known)}.")
+    for name, each in known.items():
+        if each.default is MISSING and raw.get(name) is None:
+            raise ConfigError(f"{owner}.{name} is missing", f"{owner} has the keys {choices(known)}.")
+    return kind(**{str(name): _number(raw, str(name), owner) for name in raw})
 
 
 def _configuration(row: Sequence[int]) -> Configuration:
     if len(row) != 3:
         raise ConfigError(f"max_tokens_tables row {list(row)}", "A row is [tp, pp, most tokens].")
     return Configuration(*(int(value) for value in row))
-
-
-def _numbers(raw: Mapping[str, Any], owner: str) -> dict[str, float]:
-    return {str(key): _number(raw, str(key), f"cluster.{owner}") for key in raw}
 
 
 def _number(raw: Mapping[str, Any], key: str, owner: str) -> float:

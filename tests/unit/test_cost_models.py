@@ -1,0 +1,281 @@
+"""Time and memory models: exact recovery, published tables, special cases, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from plait.cost.fitting import fit_relative
+from plait.cost.lengths import LengthGenerator, sigma_from_skewness
+from plait.cost.memory import (
+    MemoryCoefficients,
+    MemoryModel,
+    MemoryObservation,
+    MemoryShape,
+    Phase,
+    adapter_bytes,
+)
+from plait.cost.profiles import cluster_profile
+from plait.cost.replica import Configuration, ReplicaCost, even_split
+from plait.cost.shapes import EMPTY, MicrobatchShape
+from plait.cost.tables import fit_by_degree, read_layer_times, relative_errors
+from plait.cost.time import HeadTime, LayerTime, TimeModel, fit_head, fit_layer
+from plait.errors import CapacityError, ConfigError, DataError, InputError
+
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED = ROOT.parent / "shared" / "data" / "published"
+TABLE = PUBLISHED / "lobra_llama2_7b_a100_40g_layer_time.csv"
+PROFILES = sorted((ROOT / "conf" / "cluster").glob("*_*.yaml"))
+
+
+def _needs(path: Path) -> Path:
+    if not path.exists():
+        pytest.skip(f"the published table {path.name} is not beside the repository")
+    return path
+
+
+# ---- time -------------------------------------------------------------------------------------------------
+
+
+def test_layer_fit_recovers_its_own_coefficients() -> None:
+    truth = LayerTime(2e-3, 5e-6, 1e-10)
+    shapes = [MicrobatchShape.of([s] * b) for s in (128, 500, 3000) for b in (1, 3, 8)]
+    found, fit = fit_layer((shape, truth.seconds(shape)) for shape in shapes)
+    assert (found.fixed, found.token, found.square) == pytest.approx((2e-3, 5e-6, 1e-10))
+    assert fit.max_absolute_error < 1e-9
+
+
+def test_published_layer_times_are_predicted_within_five_percent() -> None:
+    rows = read_layer_times(_needs(TABLE))
+    options = yaml.safe_load((ROOT / "sweeps/lobra/time_model.yaml").read_text())["bench"]["options"]
+    held = options["held_out"]
+    assert len(rows) == 250
+    assert len(set(held)) == len(held) == 75
+    fits = fit_by_degree([row for index, row in enumerate(rows) if index not in set(held)])
+    errors = relative_errors([rows[index] for index in held], {tp: layer for tp, (layer, _) in fits.items()})
+    assert np.abs(errors).mean() <= 0.05
+
+
+def test_committed_profile_is_the_fit_of_the_published_table() -> None:
+    fits = fit_by_degree(read_layer_times(_needs(TABLE)))
+    profile = cluster_profile(yaml.safe_load(PROFILES[0].read_text())["options"])
+    for tp, (layer, _) in fits.items():
+        kept = profile.time.layer_time(tp)
+        assert (kept.fixed, kept.token, kept.square) == pytest.approx(
+            (layer.fixed, layer.token, layer.square), rel=1e-5
+        )
+
+
+def test_stages_add_up_and_the_last_pays_for_the_head() -> None:
+    time = TimeModel(8, {1: LayerTime(1e-3, 1e-6)}, {1: HeadTime(2e-3, 3e-6)}, forward_share=0.4)
+    shape = MicrobatchShape.of([100, 200], labelled=50)
+    first, last = time.stage(shape, layers=5, last=False), time.stage(shape, layers=3, last=True)
+    assert first.total + last.total == pytest.approx(time.microbatch(shape))
+    assert first.total == pytest.approx(5 * (1e-3 + 300e-6))
+    assert last.total == pytest.approx(3 * (1e-3 + 300e-6) + 2e-3 + 150e-6)
+    assert first.forward == pytest.approx(0.4 * first.total)
+    assert time.stage(EMPTY, layers=8, last=True).total == 0.0
+
+
+def test_head_fit_sees_labelled_tokens_only() -> None:
+    truth = HeadTime(1e-3, 4e-6)
+    shapes = [MicrobatchShape.of([400], labelled=labelled) for labelled in (10, 100, 400)]
+    found, _ = fit_head((shape, truth.seconds(shape)) for shape in shapes)
+    assert (found.fixed, found.labelled) == pytest.approx((1e-3, 4e-6))
+
+
+def test_missing_degree_names_those_there_are() -> None:
+    time = TimeModel(8, {1: LayerTime(1e-3, 1e-6), 4: LayerTime(1e-3, 1e-6)})
+    with pytest.raises(InputError, match="1, 4"):
+        ReplicaCost.of(Configuration(2, 1, 512), [256], time)
+
+
+def test_replica_time_is_appendix_d_for_equal_stages() -> None:
+    time = TimeModel(32, {2: LayerTime(2e-3, 3e-6, 1e-10)})
+    cost = ReplicaCost.of(Configuration(2, 4, 4096), [512, 1024, 4096], time)
+    per_layer = {
+        (b, s): 2e-3 + 3e-6 * b * s + 1e-10 * b * s * s for s in (512, 1024, 4096) for b in range(1, 9)
+    }
+    t = {key: 32 / 4 * seconds for key, seconds in per_layer.items()}
+    expected = 2 * t[8, 512] + t[3, 512] + t[2, 1024] + t[1, 4096] + 3 * max(t[8, 512], t[1, 4096])
+    assert cost.seconds([19, 2, 1]) == pytest.approx(expected)
+    assert cost.seconds([0, 0, 0]) == 0.0
+    small = ReplicaCost.of(Configuration(2, 4, 1024), [512, 1024, 4096], time)
+    assert small.seconds([1, 0, 1]) == float("inf")
+
+
+def test_even_split_covers_all_layers() -> None:
+    assert even_split(10, 4) == (3, 3, 2, 2)
+    with pytest.raises(ConfigError, match="pp=5"):
+        even_split(4, 5)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+def _observe(truth: MemoryModel, shape: MemoryShape, static: float = 1e9) -> MemoryObservation:
+    peaks = {
+        name: static + MemoryModel({name: phase}, truth.logit_rows).dynamic(shape)
+        for name, phase in truth.phases.items()
+    }
+    return MemoryObservation(shape, peaks, static)
+
+
+def _shapes(count: int) -> list[MemoryShape]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        lengths = [int(length) for length in rng.integers(20, 600, int(rng.integers(1, 9)))]
+        labelled = max(1, int(sum(lengths) * rng.uniform(0.01, 1.0)))
+        found.append(MemoryShape.of(lengths, labelled=labelled, ranks=int(rng.integers(4, 65))))
+    return found
+
+
+def test_memory_fit_recovers_both_moments() -> None:
+    truth = MemoryModel(
+        {
+            "loss": Phase(MemoryCoefficients(1e5, 3e5, 6e4, 500.0, 3e3, 6e5, 240.0)),
+            "backward": Phase(MemoryCoefficients(7e5, 4e5, 7e4, 540.0, 0.0, 0.0, 240.0)),
+        },
+        logit_rows=300,
+    )
+    shapes = _shapes(24)
+    model = MemoryModel.fitted([_observe(truth, shape) for shape in shapes[:12]], logit_rows=300)
+    errors = model.errors([_observe(truth, shape) for shape in shapes[12:]])
+    assert np.abs(errors).max() < 1e-6
+    assert model.dynamic(MemoryShape(0, 0, 0, 0, 0)) == 0.0
+
+
+def test_equation_five_is_the_special_case_of_equal_lengths() -> None:
+    """mLoRA Eq. 5: β0 + β1·B·L + β2·B·L²."""
+    b0, b1, b2 = 3e6, 2e5, 40.0
+    points = [(b, length) for b in (1, 2, 4, 8) for length in (64, 128, 512)]
+    observed = [
+        MemoryObservation(
+            MemoryShape.of([length] * b), {"whole": b0 + b1 * b * length + b2 * b * length**2}, 0.0
+        )
+        for b, length in points
+    ]
+    model = MemoryModel.fitted(observed)
+    for b, length in ((3, 100), (16, 256), (1, 1000)):
+        expected = b0 + b1 * b * length + b2 * b * length**2
+        assert model.dynamic(MemoryShape.of([length] * b)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_margin_covers_what_was_seen_and_shrinks_with_observations() -> None:
+    rng = np.random.default_rng(1)
+    truth = MemoryModel.of(MemoryCoefficients(fixed=1e6, token=1e5))
+    noisy = [
+        MemoryObservation(
+            each.shape, {"whole": each.static + each.dynamic * rng.uniform(0.98, 1.02)}, each.static
+        )
+        for each in (_observe(truth, shape) for shape in _shapes(60))
+    ]
+    few, many = MemoryModel.fitted(noisy[:8]), MemoryModel.fitted(noisy[:8]).observe(noisy[8:])
+    for each in noisy[:8]:
+        assert few.safe_peak(each.shape, static=each.static) >= each.peaks["whole"] * (1 - 1e-12)
+    assert 0.01 < many.phases["whole"].margin < few.phases["whole"].margin
+    assert len(many.observations) == 60
+
+
+def test_pipeline_stages_hold_microbatches_in_flight() -> None:
+    model = MemoryModel.of(MemoryCoefficients(token=100.0, labelled=7.0), margin=0.0)
+    shape = MemoryShape.of([10, 10], labelled=5)
+    peaks = [model.stage_peak(shape, static=1000.0, layer_split=(4, 4, 2), stage=stage) for stage in range(3)]
+    assert peaks == pytest.approx([1000 + 3 * 0.4 * 2000, 1000 + 2 * 0.4 * 2000, 1000 + 0.2 * 2000 + 35])
+
+
+def test_capacity_is_the_most_that_fits() -> None:
+    model = MemoryModel.of(
+        MemoryCoefficients(fixed=100.0, token=10.0, square=0.01, labelled=3.0, rank_token=0.5), margin=0.1
+    )
+    most = model.capacity(available=60_000.0, static=1000.0, rank=8, longest=50)
+    for tokens, fits in ((most // 50 * 50, True), ((most // 50 + 1) * 50, False)):
+        shape = MemoryShape.of([50] * (tokens // 50), ranks=8)
+        assert (model.safe_peak(shape, static=1000.0) <= 60_000.0) is fits
+    with pytest.raises(CapacityError, match="1000 static"):
+        model.capacity(available=1050.0, static=1000.0, rank=8, longest=50)
+
+
+def test_adapter_bytes_are_exact() -> None:
+    assert adapter_bytes(4, [(10, 20), (30, 5)], compute_bytes=2) == 4 * (30 + 35) * 18
+    assert adapter_bytes(4, [(10, 20)], compute_bytes=0) == 4 * 30 * 16
+
+
+# ---- bad input --------------------------------------------------------------------------------------------
+
+
+def test_fit_refuses_what_cannot_be_measured() -> None:
+    with pytest.raises(InputError, match="no observations"):
+        fit_layer([])
+    with pytest.raises(InputError, match="row 1"):
+        fit_relative([[1.0], [1.0]], [1.0, 0.0], ("fixed",))
+    with pytest.raises(InputError, match="tokens=-3"):
+        fit_relative([[-3.0]], [1.0], ("tokens",))
+    with pytest.raises(InputError, match="above the static"):
+        MemoryModel.fitted([MemoryObservation(MemoryShape.of([4]), {"whole": 5.0}, 5.0)])
+
+
+@pytest.mark.parametrize("entry", ["", "-1", "nan", "fast"])
+def test_table_with_a_bad_entry_names_line_and_column(tmp_path: Path, entry: str) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text(f"tp,seq_len,mbs,time\n1,128,1,3.0\n1,128,2,{entry}\n")
+    with pytest.raises(DataError, match="line 3: time"):
+        read_layer_times(path)
+    with pytest.raises(DataError, match="nowhere"):
+        read_layer_times(tmp_path / "nowhere.csv")
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_described_clusters_load_and_name_their_source(path: Path) -> None:
+    options = yaml.safe_load(path.read_text())["options"]
+    profile = cluster_profile(options)
+    assert profile.name == path.stem
+    assert profile.source
+    for table in profile.tables:
+        assert cluster_profile(options | {"max_tokens": table}).configurations
+    with pytest.raises(ConfigError, match="must be one of"):
+        cluster_profile(options | {"max_tokens": "guess"})
+    with pytest.raises(ConfigError, match="profile of"):
+        profile.check_model("another-model")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"time": None}, "cluster.time is missing"),
+        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "0 or more"),
+        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": "slow", "token": 1e-6}]}}, "must be a number"),
+        ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, "tp is missing"),
+        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": 1.0, "speed": 1e-6}]}}, "speed"),
+        ({"max_tokens_tables": {"appendix": [[1, 1]]}}, "most tokens"),
+    ],
+)
+def test_profile_with_a_bad_entry_says_which(change: dict[str, object], message: str) -> None:
+    options = yaml.safe_load(PROFILES[0].read_text())["options"]
+    with pytest.raises(ConfigError, match=message):
+        cluster_profile(options | change)
+
+
+# ---- assumed lengths --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["lognormal", "gamma"])
+def test_sigma_gives_the_skewness_asked_for(family: str) -> None:
+    sigma = sigma_from_skewness(family, 1.5)  # type: ignore[arg-type]
+    drawn = LengthGenerator(family, 5000.0, sigma, clip=10**9, seed=1).draw(200_000)  # type: ignore[arg-type]
+    centred = drawn - drawn.mean()
+    assert drawn.mean() == pytest.approx(5000.0, rel=0.01)
+    assert (centred**3).mean() / (centred**2).mean() ** 1.5 == pytest.approx(1.5, rel=0.1)
+
+
+def test_draws_repeat_and_streams_differ() -> None:
+    generator = LengthGenerator("lognormal", 300.0, 0.8, clip=1024, seed=3)
+    assert (generator.draw(50, stream="a") == generator.draw(50, stream="a")).all()
+    assert (generator.draw(50, stream="a") != generator.draw(50, stream="b")).any()
+    assert generator.draw(1000).max() <= 1024
+    with pytest.raises(ConfigError, match="family"):
+        LengthGenerator("uniform", 3.0, 1.0)  # type: ignore[arg-type]
