@@ -146,7 +146,7 @@ def plan_schedule(
         ScheduleError: the verifier found a fault.
     """
     batches = global_batches(trace)
-    loads = [_load(job, own) for job, own in batches.items()]
+    loads = [job_load(job, own) for job, own in batches.items()]
     grouping = head_tail(loads, groups) if groups else group_jobs(loads, stages=stages, capacity=capacity)
     packed = pack_all(list(turns(batches, grouping)), capacity=capacity, tile=tile, limits=limits, pool=pool)
     items = build_schedule(
@@ -185,7 +185,8 @@ def schedule_work(
     return Work(parts, shape, microbatch.tokens, microbatch.padded(tile))
 
 
-def _load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
+def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
+    """What grouping needs to know of a job, from its global batches."""
     own = list(batches)
     lengths = [length for batch in own for length in batch.lengths]
     return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))

@@ -1,0 +1,193 @@
+"""What a set of jobs will take on a deployment: a plan with predictions, beside training job by job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from plait.cost.replica import even_split
+from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import TimeModel
+from plait.errors import ConfigError
+from plait.planner.grouping import JobLoad, group_jobs
+from plait.planner.packing import PackedBatches, pack
+from plait.planner.packing_exact import PackingLimits, pack_all
+from plait.planner.schedule import build_schedule, turns
+from plait.planner.shares import by_load
+from plait.planner.stages import balanced_split
+from plait.planner.verify import verify
+from plait.plans import GlobalBatch, Group, Plan, Prediction, Replica
+from plait.simulate.events import Pipeline, Run, Work
+from plait.simulate.orders import OneFOneB
+from plait.simulate.planned import plan_pipelines, tensor_parallel
+from plait.simulate.report import Metrics, measure
+from plait.simulate.systems import Machine, job_load, schedule_work
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A plan of the given global batches, and what they cost with and without Plait.
+
+    Attributes:
+        plan: replicas with their layers, groups with predictions, the verified schedule.
+        metrics: of that schedule, simulated.
+        alone: of the same global batches trained job by job on the same devices, stages of equal layers,
+            the pipeline drained after every step.
+        run: the simulated run, for a timeline.
+        pipelines: what ran, for a timeline.
+    """
+
+    plan: Plan
+    metrics: Metrics
+    alone: Metrics
+    run: Run
+    pipelines: Mapping[int, Pipeline]
+
+    @property
+    def saved(self) -> float:
+        """Share of the device-seconds that Plait saves over training job by job."""
+        return 1 - self.metrics.device_seconds / self.alone.device_seconds
+
+
+def forecast(
+    batches: Mapping[str, Sequence[GlobalBatch]],
+    replicas: Sequence[Replica],
+    time: TimeModel,
+    *,
+    capacities: Mapping[int, int],
+    tile: int = 1,
+    labelled_share: float = 1.0,
+    hidden_size: int = 0,
+    limits: PackingLimits | None = None,
+    pool: Executor | None = None,
+) -> Forecast:
+    """Group, share out, pack, order, verify and simulate the global batches of jobs.
+
+    Args:
+        batches: each job's global batches in order; for long jobs, its first ones.
+        replicas: the deployment; one without a layer split gets the balanced one.
+        capacities: most padded tokens of a microbatch of each replica.
+        labelled_share: share of the tokens that reach head and loss.
+        pool: where to pack side by side.
+
+    Raises:
+        CapacityError: a sample fits into no replica.
+        ConfigError: no jobs, or more stages than layers.
+        InputError: the time model lacks a replica's tensor-parallel degree.
+    """
+    if not batches or not replicas:
+        raise ConfigError(f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs one of each.")
+    deployed = tuple(_with_split(each, time, capacities[each.id], labelled_share) for each in replicas)
+    stages = {each.id: each.pp for each in deployed}
+    speeds = {each.id: _speed(each, time, capacities[each.id], labelled_share) for each in deployed}
+    loads = [job_load(job, own) for job, own in batches.items()]
+    largest, depth = sum(capacities[each.id] for each in deployed), max(stages.values())
+    grouping = group_jobs(loads, stages=depth, capacity=largest)
+    order = [by_load(turn, speeds, capacities=capacities) for turn in turns(batches, grouping)]
+    packed = _packed(order, capacities, tile, limits, pool)
+    items = build_schedule(packed, stages, capacity=capacities, tile=tile)
+    every = [batch for own in batches.values() for batch in own]
+    verify(items, every, stages=stages, capacity=capacities, tile=tile)
+    groups = tuple(Group(jobs, min(capacities.values()), tile) for jobs in grouping)
+    chosen: dict[str, str | int | float | bool | None] = {
+        f"capacity.{replica}": capacity for replica, capacity in capacities.items()
+    }
+    chosen["packing repeats"] = all(part.limit_hit != "time" for turn in packed for part in turn.values())
+    plan = Plan(deployed, groups, items, chosen)
+    pipelines = plan_pipelines(plan, time, labelled_share=labelled_share)
+    tp = tensor_parallel(plan)
+    metrics, run = measure(pipelines, hidden_size=hidden_size, tp=tp)
+    alone, _ = measure(
+        _alone(batches, deployed, time, capacities, speeds, labelled_share), hidden_size=hidden_size, tp=tp
+    )
+    return Forecast(_predicted(plan, loads, metrics, run, batches), metrics, alone, run, pipelines)
+
+
+def _with_split(replica: Replica, time: TimeModel, capacity: int, labelled_share: float) -> Replica:
+    if replica.layer_split:
+        return replica
+    shape = MicrobatchShape.of([capacity], labelled=round(labelled_share * capacity))
+    return replace(replica, layer_split=balanced_split(time, replica.pp, shape, tp=replica.tp))
+
+
+def _speed(replica: Replica, time: TimeModel, capacity: int, labelled_share: float) -> float:
+    """Tokens a second of a full microbatch, by the slowest stage."""
+    shape = MicrobatchShape.of([capacity], labelled=round(labelled_share * capacity))
+    last = replica.pp - 1
+    return capacity / max(
+        time.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
+        for stage, layers in enumerate(replica.layer_split)
+    )
+
+
+def _packed(
+    order: Sequence[Mapping[int, Sequence[GlobalBatch]]],
+    capacities: Mapping[int, int],
+    tile: int,
+    limits: PackingLimits | None,
+    pool: Executor | None,
+) -> list[dict[int, PackedBatches]]:
+    """Every turn's parts, packed replica by replica."""
+    packed: list[dict[int, PackedBatches]] = [{} for _ in order]
+    for replica, capacity in capacities.items():
+        places = [place for place, turn in enumerate(order) if turn.get(replica)]
+        parts = [order[place][replica] for place in places]
+        done = pack_all(parts, capacity=capacity, tile=tile, limits=limits, pool=pool)
+        for place, own in zip(places, done, strict=True):
+            packed[place][replica] = own
+    return packed
+
+
+def _alone(
+    batches: Mapping[str, Sequence[GlobalBatch]],
+    replicas: Sequence[Replica],
+    time: TimeModel,
+    capacities: Mapping[int, int],
+    speeds: Mapping[int, float],
+    labelled_share: float,
+) -> dict[int, Pipeline]:
+    """Job by job: each global batch packed by itself, each step waited for."""
+    works: dict[int, list[Work]] = {each.id: [] for each in replicas}
+    counts: dict[int, list[int]] = {each.id: [] for each in replicas}
+    for own in batches.values():
+        for batch in own:
+            parts = by_load([batch], speeds, capacities=capacities)
+            for replica in works:
+                microbatches = pack(parts[replica], capacity=capacities[replica], replica=replica)
+                works[replica] += [
+                    schedule_work(each, 1, labelled_share=labelled_share) for each in microbatches
+                ]
+                counts[replica].append(len(microbatches))
+    return {
+        each.id: Machine(time, even_split(time.layers, each.pp), each.tp).pipeline(
+            works[each.id], OneFOneB(counts[each.id])
+        )
+        for each in replicas
+    }
+
+
+def _predicted(
+    plan: Plan,
+    loads: Sequence[JobLoad],
+    metrics: Metrics,
+    run: Run,
+    batches: Mapping[str, Sequence[GlobalBatch]],
+) -> Plan:
+    """The plan with each group's seconds (its last step) and device-seconds (its share of the tokens)."""
+    tokens = {load.job: load.tokens * len(batches[load.job]) for load in loads}
+    total = sum(tokens.values())
+    ends: dict[str, float] = {}
+    for (job, _), seconds in run.steps.items():
+        ends[job] = max(ends.get(job, 0.0), seconds)
+    groups = tuple(
+        replace(
+            group,
+            predicted=Prediction(
+                seconds=max(ends[job] for job in group.jobs),
+                device_seconds=metrics.device_seconds * sum(tokens[job] for job in group.jobs) / total,
+            ),
+        )
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)

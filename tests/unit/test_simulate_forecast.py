@@ -1,0 +1,71 @@
+"""Forecasts: a verified plan with predictions, cheaper than job by job, over one or several replicas."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.errors import CapacityError, ConfigError
+from plait.planner.verify import violations
+from plait.plans import GlobalBatch, Plan, Replica
+from plait.simulate.forecast import forecast
+from plait.simulate.traces import global_batches
+
+TIME = TimeModel(12, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
+
+
+def jobs(count: int, *, steps: int = 8, size: int = 8) -> dict[str, list[GlobalBatch]]:
+    rng = random.Random(21)
+    trace = {
+        f"job{j}": [[rng.randint(40, 900) for _ in range(size)] for _ in range(steps)] for j in range(count)
+    }
+    return global_batches(trace)
+
+
+def test_one_device_gains_by_fewer_and_fuller_microbatches() -> None:
+    batches = jobs(4)
+    made = forecast(batches, [Replica()], TIME, capacities={0: 2048})
+    assert made.plan.replicas[0].layer_split == (12,)
+    assert made.metrics.bubble.total == pytest.approx(0)
+    assert made.metrics.microbatches < made.alone.microbatches
+    assert 0 < made.saved < 0.5
+    assert sum(group.predicted.device_seconds or 0 for group in made.plan.groups) == pytest.approx(
+        made.metrics.device_seconds
+    )
+    assert max(group.predicted.seconds or 0 for group in made.plan.groups) == made.metrics.makespan
+    assert Plan.from_json(made.plan.to_json()) == made.plan
+
+
+def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
+    batches = jobs(4)
+    replicas = [Replica(0, pp=4), Replica(1, tp=2)]
+    capacities = {0: 2048, 1: 1024}
+    made = forecast(batches, replicas, TIME, capacities=capacities, hidden_size=64, labelled_share=0.5)
+    assert sum(made.plan.replicas[0].layer_split) == 12
+    every = [batch for own in batches.values() for batch in own]
+    stages = {0: 4, 1: 1}
+    assert violations(made.plan.schedule, every, stages=stages, capacity=capacities) == []
+    assert made.saved > 0.2  # one job alone leaves the pipeline idle
+    assert made.metrics.communication_bytes > 0
+    assert made.metrics.mean_completion <= made.metrics.makespan
+    tokens = sum(sum(batch.lengths) for batch in every)
+    assert made.metrics.tokens_per_second * made.metrics.makespan == pytest.approx(tokens)
+    assert made.alone.tokens_per_second * made.alone.makespan == pytest.approx(tokens)
+    assert made.plan.choices == {"capacity.0": 2048, "capacity.1": 1024, "packing repeats": True}
+
+
+def test_the_same_jobs_give_the_same_plan() -> None:
+    batches = jobs(3, steps=4)
+    first, second = (forecast(batches, [Replica(pp=2)], TIME, capacities={0: 1500}) for _ in range(2))
+    assert first.plan == second.plan
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"sample \d+ of job job0"):
+        forecast(jobs(1), [Replica()], TIME, capacities={0: 100})
+    with pytest.raises(ConfigError, match="0 jobs on 1 replicas"):
+        forecast({}, [Replica()], TIME, capacities={0: 100})
+    with pytest.raises(ConfigError, match="pp=13"):
+        forecast(jobs(1), [Replica(pp=13)], TIME, capacities={0: 1000})
