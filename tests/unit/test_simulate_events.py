@@ -13,7 +13,7 @@ from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import StageTime
 from plait.simulate.events import Pipeline, SimulationError, Work, simulate
 from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
-from plait.simulate.report import imbalance_floor, measure
+from plait.simulate.report import imbalance_floor, measure, peak_bytes
 from plait.simulate.timeline import chrome_trace
 
 
@@ -141,6 +141,16 @@ def test_traffic_padding_memory_and_speed() -> None:
     assert metrics.device_seconds == 6 * metrics.makespan
     assert metrics.peak_in_flight == {(0, 0): 2, (0, 1): 2, (0, 2): 1}
     assert metrics.peak_tokens == {(0, 0): 32, (0, 1): 32, (0, 2): 20}
+
+
+def test_bytes_in_flight_lie_on_top_of_the_static_ones() -> None:
+    pipelines = {0: equal([work(f"j{place}", 0, 10 * place) for place in range(1, 5)], 3, OneFOneB([4]))}
+    static = {(0, stage): 1000 + stage for stage in range(3)}
+    peaks = peak_bytes(
+        simulate(pipelines), pipelines, lambda _, stage, item: (stage + 1) * item.tokens, static
+    )
+    # three in flight, then two, then one: the largest ones come last
+    assert peaks == {(0, 0): 1000 + 90, (0, 1): 1001 + 2 * 70, (0, 2): 1002 + 3 * 40}
 
 
 def test_the_timeline_is_a_chrome_trace() -> None:
