@@ -32,7 +32,7 @@ from plait.planner.dispatch_search import (
     spread_shares,
     whole_totals,
 )
-from plait.planner.solver import Limits
+from plait.planner.solver import Limit, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Deployment:
     bound: float
     relaxation: float
     judged: int
-    limit_hit: str | None
+    limit_hit: Limit | None
 
     @property
     def makespan(self) -> float:
@@ -134,7 +134,7 @@ def deploy(
     whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
     if options.exact or len(whole) <= options.enumerate_up_to:
         complete = whole if len(whole) <= options.enumerate_up_to else list(_maximal(able, devices, None))
-        return _enumerated(able, counts, complete, relaxation, options)
+        return _enumerated(able, counts, complete, devices, relaxation, options)
     return _searched(able, counts, devices, relaxation, options)
 
 
@@ -150,6 +150,7 @@ def _enumerated(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
     deployments: Sequence[Counts],
+    devices: int,
     relaxation: float,
     options: DeployOptions,
 ) -> Deployment:
@@ -159,19 +160,23 @@ def _enumerated(
         for p in deployments
         if _covers(kinds := _kinds(costs, p), counts)
     )
-    best, bounds = None, []
+    best, bounds, judged = None, [], 0
     for bound, p in bounded:
         if best is not None and bound >= best.expected.makespan * (1 - options.gap * (not options.exact)):
             bounds.append(bound)
             break
         kinds = _kinds(costs, p)
-        found = judge(kinds, counts, options)
+        found, judged = judge(kinds, counts, options), judged + 1
         bounds.append(max(bound, found.bound if options.exact else bound))
         if best is None or found.makespan < best.expected.makespan:
             best = Deployment(kinds, found, 0.0, relaxation, 0, None)
     assert best is not None  # coverage was checked
-    bound = min([*bounds, best.makespan])
-    return Deployment(best.kinds, best.expected, bound, relaxation, len(bounds), best.expected.limit_hit)
+    bound, limit_hit = min([*bounds, best.makespan]), best.expected.limit_hit
+    if not options.exact and best.makespan > bound * (1 + options.gap):
+        proved = bisection(costs, counts, devices)
+        bound = min(max(bound, proved.bound), best.makespan)
+        limit_hit = limit_hit or proved.limit_hit
+    return Deployment(best.kinds, best.expected, bound, relaxation, judged, limit_hit)
 
 
 def _searched(

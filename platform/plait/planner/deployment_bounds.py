@@ -16,7 +16,7 @@ import numpy as np
 from plait.cost.replica import ReplicaCost
 from plait.planner.dispatch import device_seconds
 from plait.planner.dispatch_search import Int64
-from plait.planner.solver import Limits, Program, solve
+from plait.planner.solver import Limit, Limits, Program, solve
 
 Counts = tuple[int, ...]  # replicas of each configuration, in the order of the costs
 
@@ -37,7 +37,7 @@ class Bisection:
 
     bound: float
     candidates: tuple[Counts, ...]
-    limit_hit: str | None
+    limit_hit: Limit | None
 
 
 def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> float:
@@ -52,7 +52,7 @@ def bisection(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int)
     low = max(relaxation_bound(costs, counts, devices), _longest_alone(costs, counts)) * (1 - 1e-9)
     high, tau = float("inf"), low * (1 + PRECISION)
     candidates: list[Counts] = []
-    limit_hit = None
+    limit_hit: Limit | None = None
     while high > low * (1 + PRECISION):
         program, replicas = _program(costs, counts, devices, tau)
         solution = solve(program, BOUND_LIMITS)
