@@ -56,9 +56,9 @@ def _deployment_figures(
     buckets = workload.buckets(profile)
     costs = costs_of(profile, buckets.lengths, devices)
     figures = []
-    per_devices = profile.devices.count
-    for name, factor in (("one batch", 1.0), ("batch by devices", devices / per_devices)):
-        counts = tuple(-(-int(count * factor * 1000) // 1000) for count in workload.expected(buckets))
+    one = workload.expected(buckets)
+    grown = tuple(-(-count * devices // profile.devices.count) for count in one)
+    for name, counts in (("one batch", one), ("batch by devices", grown)):
         begin = perf_counter()
         plan = deploy(costs, counts, devices)
         seconds = perf_counter() - begin
