@@ -25,7 +25,13 @@ RECORDS = [
     ],
 )
 def test_by_a_column(column: str, names: str) -> None:
-    assert "".join(record.name for record in sort_records(RECORDS, column)) == names
+    assert (
+        "".join(
+            record.name
+            for record in sort_records(RECORDS, column.lstrip("-"), reverse=column.startswith("-"))
+        )
+        == names
+    )
 
 
 def test_by_a_column_that_is_not_there() -> None:

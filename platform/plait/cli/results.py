@@ -33,7 +33,8 @@ def leaderboard(arguments: Sequence[str]) -> int:
     parser = _parser("leaderboard", "A search's adapters, best first.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
     parser.add_argument("--format", choices=FORMATS, default="table")
-    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column; -COLUMN the other way round")
+    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
+    parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
     from rich.console import Console
 
@@ -41,13 +42,15 @@ def leaderboard(arguments: Sequence[str]) -> int:
 
     result = load_search(_settings(known), known.name)
     if known.sort:
-        result = replace(result, records=sort_records(result.records, known.sort))
+        result = replace(result, records=sort_records(result.records, known.sort, reverse=known.reverse))
     print_leaderboard(result, known.format, Console())
     return EXIT_DONE
 
 
-def sort_records(records: Sequence[JobRecord], column: str) -> tuple[JobRecord, ...]:
-    """The records by a column of the table, "-COLUMN" in falling order; those without a value last.
+def sort_records(
+    records: Sequence[JobRecord], column: str, *, reverse: bool = False
+) -> tuple[JobRecord, ...]:
+    """The records by a column of the table, smallest first or last; those without a value at the end.
 
     Raises:
         ConfigError: there is no such column.
@@ -55,14 +58,13 @@ def sort_records(records: Sequence[JobRecord], column: str) -> tuple[JobRecord, 
     from plait.tracking.leaderboard import columns
 
     names, rows = columns(records)
-    name = column.removeprefix("-")
-    if name not in names:
+    if column not in names:
         raise ConfigError(f"--sort {column}", "There is no such column.", f"There are: {choices(names)}.")
-    at = names.index(name)
+    at = names.index(column)
     paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
     present = [(value, record) for value, record in paired if value is not None]
     number = all(isinstance(value, (int, float)) for value, _ in present)
-    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=column.startswith("-"))
+    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=reverse)
     return tuple(record for _, record in [*present, *(pair for pair in paired if pair[0] is None)])
 
 

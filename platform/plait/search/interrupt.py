@@ -15,7 +15,7 @@ class Interrupts:
     Outside of the main thread, where signals cannot be caught, it changes nothing.
 
     Args:
-        announce: called once, at the first SIGINT, inside the signal handler.
+        announce: called once, at the first SIGINT, inside the signal handler: unbuffered output only.
     """
 
     def __init__(self, announce: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shlex
 from dataclasses import replace
 
@@ -75,6 +76,12 @@ def _open_study(command: SearchCommand) -> StudyTrials:
     return StudyTrials(settings.search, command.space, identity, storage)
 
 
+def announce() -> None:
+    """Answer the first Ctrl-C. Straight to the descriptor: the handler may run in the middle of a line that
+    the terminal view writes, whose buffer it would write once more."""
+    os.write(2, b"\nEnding after this step. Ctrl-C again ends at once.\n")
+
+
 def going_on(command: tuple[str, ...]) -> tuple[str, ...]:
     """The command line that goes on with a search: the same, but not anew."""
     return tuple(word for word in command if word.lstrip("+").partition("=")[0] != "search.fresh")
@@ -93,7 +100,7 @@ class _Launch:
         folder = self._settings.tracking.root.expanduser().absolute() / "searches" / self._source.name
         coordinator = build_coordinator(self._settings, data.catalogue, folder)
         with Tracker(self._settings.tracking) as tracker:
-            tracker.start_search(self._facts())
+            self._source.link(tracker.start_search(self._facts()))
             tracker.record("data.json", data.facts)
             result = self._train(coordinator, tracker)
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
@@ -104,9 +111,7 @@ class _Launch:
     def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
         with (
             Terminal(tracker.board, self._console) as terminal,
-            Interrupts(
-                lambda: terminal.note("Ending after this step. Ctrl-C again ends at once.")
-            ) as interrupts,
+            Interrupts(announce) as interrupts,
         ):
             return SearchRun(
                 self._source,

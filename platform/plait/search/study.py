@@ -22,7 +22,7 @@ from plait.settings import SearchSettings
 
 PROBLEM = "plait.problem"  # study: what is searched, as JSON
 REASON = "plait.reason"  # trial: why it ended as it did
-RUN_ID = "mlflow.run_id"  # trial: its MLflow run
+RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
 CHECKPOINT = "plait.checkpoint"  # trial: where its state was saved when it was cut short
 
 
@@ -62,6 +62,10 @@ class StudyTrials:
     def left_over(self) -> int:
         """How many trials an earlier run left behind."""
         return len(self._left_over)
+
+    def link(self, run_id: str) -> None:
+        """Keep the search's MLflow run, below which each trial's run bears the trial's number."""
+        self._study.set_user_attr(RUN_ID, run_id)
 
     def ask(self) -> Trial | None:
         """The next trial, or None when all have been drawn; first those that were cut short."""
