@@ -10,7 +10,7 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import CapacityError
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
-from plait.planner.shares import by_bucket, by_load
+from plait.planner.shares import by_dispatch, by_load
 from plait.planner.verify import verify, violations
 from plait.plans import GlobalBatch, Group, Plan, Replica
 from plait.simulate.planned import plan_pipelines, tensor_parallel
@@ -64,18 +64,14 @@ def test_long_samples_go_only_where_they_fit() -> None:
         by_load([global_batch("a", [4, 60])], {0: 1.0}, capacities={0: 50})
 
 
-def test_by_bucket_follows_the_dispatch_and_evens_out_tokens() -> None:
-    batches = [global_batch("a", [10, 9, 8, 7, 30]), global_batch("b", [6, 25])]
-    parts = by_bucket(batches, [10, 30], {0: [2, 0], 1: [3, 2]})
+def test_by_dispatch_follows_the_numbers() -> None:
+    batches = [global_batch("a", [10, 9, 8]), global_batch("b", [6, 25])]
+    parts = by_dispatch(batches, [1, 0, 1, 1, 1], [7, 3])
     assert rows(parts) == sorted(row for batch in batches for row in rows({0: (batch,)}))
-    lengths = {r: sorted(length for part in own for length in part.lengths) for r, own in parts.items()}
-    assert len(lengths[0]) == 2
-    assert max(lengths[0]) <= 10
-    assert sorted(lengths[1])[3:] == [25, 30]
-    with pytest.raises(ValueError, match="bucket 0: 5 samples, 4 dispatched"):
-        by_bucket(batches, [10, 30], {0: [2, 0], 1: [2, 2]})
-    with pytest.raises(CapacityError, match="sample 4 of job a"):
-        by_bucket(batches, [10, 26], {0: [5, 2]})
+    assert [(part.job, part.lengths) for part in parts[7]] == [("a", (9,))]
+    assert [(part.job, part.lengths) for part in parts[3]] == [("a", (10, 8)), ("b", (6, 25))]
+    with pytest.raises(ValueError, match="shorter"):
+        by_dispatch(batches, [1, 0], [7, 3])
 
 
 def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:

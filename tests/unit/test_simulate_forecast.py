@@ -9,7 +9,7 @@ import pytest
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import CapacityError, ConfigError
 from plait.planner.verify import violations
-from plait.plans import GlobalBatch, Plan, Replica
+from plait.plans import GlobalBatch, Microbatch, Plan, Replica
 from plait.simulate.forecast import forecast
 from plait.simulate.traces import global_batches
 
@@ -54,6 +54,22 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     assert made.metrics.tokens_per_second * made.metrics.makespan == pytest.approx(tokens)
     assert made.alone.tokens_per_second * made.alone.makespan == pytest.approx(tokens)
     assert made.plan.choices == {"capacity.0": 2048, "capacity.1": 1024, "packing repeats": True}
+
+
+def test_a_dispatch_decides_which_replica_takes_which_sample() -> None:
+    batches = jobs(2, steps=3)
+    made = forecast(
+        batches,
+        [Replica(5), Replica(9)],
+        TIME,
+        capacities={5: 1000, 9: 1000},
+        dispatch=lambda lengths: [int(length > 450) for length in lengths],
+    )
+    longest: dict[int, list[int]] = {5: [], 9: []}
+    for item in made.plan.schedule:
+        if isinstance(item, Microbatch):
+            longest[item.replica] += [length for segment in item.segments for length in segment.lengths]
+    assert max(longest[5]) <= 450 < min(longest[9])
 
 
 def test_the_same_jobs_give_the_same_plan() -> None:

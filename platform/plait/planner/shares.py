@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -43,40 +41,21 @@ def by_load(
     return _parts(batches, chosen)
 
 
-def by_bucket(
-    batches: Sequence[GlobalBatch], boundaries: Sequence[int], counts: Mapping[int, Sequence[int]]
+def by_dispatch(
+    batches: Sequence[GlobalBatch], replica_of: Sequence[int], replicas: Sequence[int]
 ) -> dict[int, tuple[GlobalBatch, ...]]:
-    """As a dispatch says: counts[replica][j] samples of bucket j to each replica.
-
-    Inside a bucket the longest samples are dealt out first, to the replica that has the fewest tokens of
-    the bucket so far and still lacks samples of it.
+    """As a dispatch says, for example :func:`plait.planner.dispatch_step.plan_step`.
 
     Args:
-        boundaries: longest length of each bucket, ascending.
+        replica_of: for each sample, batch by batch in their order, the number of its replica.
+        replicas: ids of the replicas, by that number.
 
     Raises:
-        CapacityError: a sample is longer than the last boundary.
-        ValueError: the counts of a bucket are not those of the samples.
+        ValueError: as many entries as samples are needed.
     """
-    buckets: list[list[Place]] = [[] for _ in boundaries]
-    for place in _places(batches):
-        j = bisect_left(boundaries, _length(batches, place))
-        if j == len(boundaries):
-            raise _nowhere(batches, place, boundaries[-1] if boundaries else 0)
-        buckets[j].append(place)
-    chosen: dict[int, list[Place]] = {replica: [] for replica in counts}
-    for j, places in enumerate(buckets):
-        lacking = {replica: own[j] for replica, own in counts.items() if own[j]}
-        if sum(lacking.values()) != len(places):
-            raise ValueError(f"bucket {j}: {len(places)} samples, {sum(lacking.values())} dispatched")
-        places.sort(key=lambda place: (-_length(batches, place), place))
-        heap = [(0, replica) for replica in sorted(lacking)]
-        for place in places:
-            tokens, replica = heapq.heappop(heap)
-            chosen[replica].append(place)
-            lacking[replica] -= 1
-            if lacking[replica]:
-                heapq.heappush(heap, (tokens + _length(batches, place), replica))
+    chosen: dict[int, list[Place]] = {replica: [] for replica in replicas}
+    for place, number in zip(_places(batches), replica_of, strict=True):
+        chosen[replicas[number]].append(place)
     return _parts(batches, chosen)
 
 

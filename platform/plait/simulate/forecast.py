@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from plait.planner.grouping import JobLoad, group_jobs
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import build_schedule, turns
-from plait.planner.shares import by_load
+from plait.planner.shares import by_dispatch, by_load
 from plait.planner.stages import balanced_split
 from plait.planner.verify import verify
 from plait.plans import GlobalBatch, Group, Plan, Prediction, Replica
@@ -23,6 +23,9 @@ from plait.simulate.orders import OneFOneB
 from plait.simulate.planned import plan_pipelines, tensor_parallel
 from plait.simulate.report import Metrics, measure
 from plait.simulate.systems import Machine, job_load, schedule_work
+
+
+Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ def forecast(
     hidden_size: int = 0,
     limits: PackingLimits | None = None,
     pool: Executor | None = None,
+    dispatch: Dispatcher | None = None,
 ) -> Forecast:
     """Group, share out, pack, order, verify and simulate the global batches of jobs.
 
@@ -70,6 +74,8 @@ def forecast(
         capacities: most padded tokens of a microbatch of each replica.
         labelled_share: share of the tokens that reach head and loss.
         pool: where to pack side by side.
+        dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
+            out by load.
 
     Raises:
         CapacityError: a sample fits into no replica.
@@ -84,7 +90,13 @@ def forecast(
     loads = [job_load(job, own) for job, own in batches.items()]
     largest, depth = sum(capacities[each.id] for each in deployed), max(stages.values())
     grouping = group_jobs(loads, stages=depth, capacity=largest)
-    order = [by_load(turn, speeds, capacities=capacities) for turn in turns(batches, grouping)]
+    ids = [each.id for each in deployed]
+    order = [
+        by_dispatch(turn, dispatch([length for batch in turn for length in batch.lengths]), ids)
+        if dispatch
+        else by_load(turn, speeds, capacities=capacities)
+        for turn in turns(batches, grouping)
+    ]
     packed = _packed(order, capacities, tile, limits, pool)
     items = build_schedule(packed, stages, capacity=capacities, tile=tile)
     every = [batch for own in batches.values() for batch in own]
