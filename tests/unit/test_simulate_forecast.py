@@ -10,7 +10,7 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import CapacityError, ConfigError
 from plait.planner.verify import violations
 from plait.plans import GlobalBatch, Microbatch, Plan, Replica
-from plait.simulate.forecast import forecast
+from plait.simulate.forecast import PlanOptions, forecast
 from plait.simulate.traces import global_batches
 
 TIME = TimeModel(12, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
@@ -26,7 +26,7 @@ def jobs(count: int, *, steps: int = 8, size: int = 8) -> dict[str, list[GlobalB
 
 def test_one_device_gains_by_fewer_and_fuller_microbatches() -> None:
     batches = jobs(4)
-    made = forecast(batches, [Replica()], TIME, capacities={0: 2048})
+    made = forecast(batches, [Replica()], TIME, PlanOptions({0: 2048}))
     assert made.plan.replicas[0].layer_split == (12,)
     assert made.metrics.bubble.total == pytest.approx(0)
     assert made.metrics.microbatches < made.alone.microbatches
@@ -42,7 +42,7 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     batches = jobs(4)
     replicas = [Replica(0, pp=4), Replica(1, tp=2)]
     capacities = {0: 2048, 1: 1024}
-    made = forecast(batches, replicas, TIME, capacities=capacities, hidden_size=64, labelled_share=0.5)
+    made = forecast(batches, replicas, TIME, PlanOptions(capacities, hidden_size=64, labelled_share=0.5))
     assert sum(made.plan.replicas[0].layer_split) == 12
     every = [batch for own in batches.values() for batch in own]
     stages = {0: 4, 1: 1}
@@ -62,8 +62,7 @@ def test_a_dispatch_decides_which_replica_takes_which_sample() -> None:
         batches,
         [Replica(5), Replica(9)],
         TIME,
-        capacities={5: 1000, 9: 1000},
-        dispatch=lambda lengths: [int(length > 450) for length in lengths],
+        PlanOptions({5: 1000, 9: 1000}, dispatch=lambda lengths: [int(length > 450) for length in lengths]),
     )
     longest: dict[int, list[int]] = {5: [], 9: []}
     for item in made.plan.schedule:
@@ -74,14 +73,16 @@ def test_a_dispatch_decides_which_replica_takes_which_sample() -> None:
 
 def test_the_same_jobs_give_the_same_plan() -> None:
     batches = jobs(3, steps=4)
-    first, second = (forecast(batches, [Replica(pp=2)], TIME, capacities={0: 1500}) for _ in range(2))
+    first, second = (forecast(batches, [Replica(pp=2)], TIME, PlanOptions({0: 1500})) for _ in range(2))
     assert first.plan == second.plan
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(CapacityError, match=r"sample \d+ of job job0"):
-        forecast(jobs(1), [Replica()], TIME, capacities={0: 100})
+        forecast(jobs(1), [Replica()], TIME, PlanOptions({0: 100}))
     with pytest.raises(ConfigError, match="0 jobs on 1 replicas"):
-        forecast({}, [Replica()], TIME, capacities={0: 100})
+        forecast({}, [Replica()], TIME, PlanOptions({0: 100}))
     with pytest.raises(ConfigError, match="pp=13"):
-        forecast(jobs(1), [Replica(pp=13)], TIME, capacities={0: 1000})
+        forecast(jobs(1), [Replica(pp=13)], TIME, PlanOptions({0: 1000}))
+    with pytest.raises(ConfigError, match="capacities of replicas 0, 1"):
+        forecast(jobs(1), [Replica()], TIME, PlanOptions({0: 1000, 1: 1000}))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from plait.cost.replica import even_split
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import TimeModel
-from plait.errors import ConfigError
-from plait.planner.grouping import JobLoad, group_jobs
+from plait.errors import ConfigError, choices
+from plait.planner.grouping import group_jobs
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import build_schedule, turns
@@ -24,8 +24,29 @@ from plait.simulate.planned import plan_pipelines, tensor_parallel
 from plait.simulate.report import Metrics, measure
 from plait.simulate.systems import Machine, job_load, schedule_work
 
-
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How a forecast plans.
+
+    Attributes:
+        capacities: most padded tokens of a microbatch of each replica.
+        tile: padding multiple P.
+        labelled_share: share of the tokens that reach head and loss.
+        hidden_size: of the model, for the traffic between stages.
+        limits: of the packer.
+        dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
+            out by load.
+    """
+
+    capacities: Mapping[int, int]
+    tile: int = 1
+    labelled_share: float = 1.0
+    hidden_size: int = 0
+    limits: PackingLimits | None = None
+    dispatch: Dispatcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,95 +78,107 @@ def forecast(
     batches: Mapping[str, Sequence[GlobalBatch]],
     replicas: Sequence[Replica],
     time: TimeModel,
+    options: PlanOptions,
     *,
-    capacities: Mapping[int, int],
-    tile: int = 1,
-    labelled_share: float = 1.0,
-    hidden_size: int = 0,
-    limits: PackingLimits | None = None,
     pool: Executor | None = None,
-    dispatch: Dispatcher | None = None,
 ) -> Forecast:
-    """Group, share out, pack, order, verify and simulate the global batches of jobs.
+    """Plan the global batches of jobs, and simulate the plan and training job by job.
 
     Args:
         batches: each job's global batches in order; for long jobs, its first ones.
         replicas: the deployment; one without a layer split gets the balanced one.
-        capacities: most padded tokens of a microbatch of each replica.
-        labelled_share: share of the tokens that reach head and loss.
         pool: where to pack side by side.
-        dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
-            out by load.
 
     Raises:
         CapacityError: a sample fits into no replica.
         ConfigError: no jobs, or more stages than layers.
         InputError: the time model lacks a replica's tensor-parallel degree.
     """
+    plan = make_plan(batches, replicas, time, options, pool=pool)
+    pipelines = plan_pipelines(plan, time, labelled_share=options.labelled_share)
+    hidden, tp = options.hidden_size, tensor_parallel(plan)
+    metrics, run = measure(pipelines, hidden_size=hidden, tp=tp)
+    alone, _ = measure(_alone(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
+    return Forecast(_predicted(plan, batches, metrics, run), metrics, alone, run, pipelines)
+
+
+def make_plan(
+    batches: Mapping[str, Sequence[GlobalBatch]],
+    replicas: Sequence[Replica],
+    time: TimeModel,
+    options: PlanOptions,
+    *,
+    pool: Executor | None = None,
+) -> Plan:
+    """Group, share out, pack, order and verify; arguments and errors as in :func:`forecast`."""
     if not batches or not replicas:
         raise ConfigError(f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs one of each.")
-    deployed = tuple(_with_split(each, time, capacities[each.id], labelled_share) for each in replicas)
-    stages = {each.id: each.pp for each in deployed}
-    speeds = {each.id: _speed(each, time, capacities[each.id], labelled_share) for each in deployed}
+    ids = [each.id for each in replicas]
+    if sorted(options.capacities) != sorted(ids):
+        raise ConfigError(
+            f"capacities of replicas {choices(list(options.capacities))}",
+            f"Each of the replicas {choices(ids)} needs one capacity.",
+        )
+    deployed = tuple(_with_split(each, time, options) for each in replicas)
+    stages, capacities = {each.id: each.pp for each in deployed}, options.capacities
     loads = [job_load(job, own) for job, own in batches.items()]
-    largest, depth = sum(capacities[each.id] for each in deployed), max(stages.values())
-    grouping = group_jobs(loads, stages=depth, capacity=largest)
-    ids = [each.id for each in deployed]
-    order = [
-        by_dispatch(turn, dispatch([length for batch in turn for length in batch.lengths]), ids)
-        if dispatch
-        else by_load(turn, speeds, capacities=capacities)
-        for turn in turns(batches, grouping)
-    ]
-    packed = _packed(order, capacities, tile, limits, pool)
-    items = build_schedule(packed, stages, capacity=capacities, tile=tile)
+    largest = sum(capacities[each.id] for each in deployed)
+    grouping = group_jobs(loads, stages=max(stages.values()), capacity=largest)
+    order = [_shared(turn, deployed, time, options) for turn in turns(batches, grouping)]
+    packed = _packed(order, options, pool)
+    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile)
     every = [batch for own in batches.values() for batch in own]
-    verify(items, every, stages=stages, capacity=capacities, tile=tile)
-    groups = tuple(Group(jobs, min(capacities.values()), tile) for jobs in grouping)
+    verify(items, every, stages=stages, capacity=capacities, tile=options.tile)
+    groups = tuple(Group(jobs, min(capacities.values()), options.tile) for jobs in grouping)
     chosen: dict[str, str | int | float | bool | None] = {
         f"capacity.{replica}": capacity for replica, capacity in capacities.items()
     }
     chosen["packing repeats"] = all(part.limit_hit != "time" for turn in packed for part in turn.values())
-    plan = Plan(deployed, groups, items, chosen)
-    pipelines = plan_pipelines(plan, time, labelled_share=labelled_share)
-    tp = tensor_parallel(plan)
-    metrics, run = measure(pipelines, hidden_size=hidden_size, tp=tp)
-    alone, _ = measure(
-        _alone(batches, deployed, time, capacities, speeds, labelled_share), hidden_size=hidden_size, tp=tp
-    )
-    return Forecast(_predicted(plan, loads, metrics, run, batches), metrics, alone, run, pipelines)
+    return Plan(deployed, groups, items, chosen)
 
 
-def _with_split(replica: Replica, time: TimeModel, capacity: int, labelled_share: float) -> Replica:
+def _full(replica: Replica, options: PlanOptions) -> MicrobatchShape:
+    """The shape of a full microbatch."""
+    capacity = options.capacities[replica.id]
+    return MicrobatchShape.of([capacity], labelled=round(options.labelled_share * capacity))
+
+
+def _with_split(replica: Replica, time: TimeModel, options: PlanOptions) -> Replica:
     if replica.layer_split:
         return replica
-    shape = MicrobatchShape.of([capacity], labelled=round(labelled_share * capacity))
-    return replace(replica, layer_split=balanced_split(time, replica.pp, shape, tp=replica.tp))
+    split = balanced_split(time, replica.pp, _full(replica, options), tp=replica.tp)
+    return replace(replica, layer_split=split)
 
 
-def _speed(replica: Replica, time: TimeModel, capacity: int, labelled_share: float) -> float:
+def _shared(
+    turn: Sequence[GlobalBatch], replicas: Sequence[Replica], time: TimeModel, options: PlanOptions
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """The parts of a turn, by replica."""
+    if options.dispatch:
+        lengths = [length for batch in turn for length in batch.lengths]
+        return by_dispatch(turn, options.dispatch(lengths), [each.id for each in replicas])
+    speeds = {each.id: _speed(each, time, options) for each in replicas}
+    return by_load(turn, speeds, capacities=options.capacities)
+
+
+def _speed(replica: Replica, time: TimeModel, options: PlanOptions) -> float:
     """Tokens a second of a full microbatch, by the slowest stage."""
-    shape = MicrobatchShape.of([capacity], labelled=round(labelled_share * capacity))
-    last = replica.pp - 1
-    return capacity / max(
+    shape, last = _full(replica, options), replica.pp - 1
+    return shape.tokens / max(
         time.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
         for stage, layers in enumerate(replica.layer_split)
     )
 
 
 def _packed(
-    order: Sequence[Mapping[int, Sequence[GlobalBatch]]],
-    capacities: Mapping[int, int],
-    tile: int,
-    limits: PackingLimits | None,
-    pool: Executor | None,
+    order: Sequence[Mapping[int, Sequence[GlobalBatch]]], options: PlanOptions, pool: Executor | None
 ) -> list[dict[int, PackedBatches]]:
     """Every turn's parts, packed replica by replica."""
     packed: list[dict[int, PackedBatches]] = [{} for _ in order]
-    for replica, capacity in capacities.items():
+    for replica, capacity in options.capacities.items():
         places = [place for place, turn in enumerate(order) if turn.get(replica)]
         parts = [order[place][replica] for place in places]
-        done = pack_all(parts, capacity=capacity, tile=tile, limits=limits, pool=pool)
+        done = pack_all(parts, capacity=capacity, tile=options.tile, limits=options.limits, pool=pool)
         for place, own in zip(places, done, strict=True):
             packed[place][replica] = own
     return packed
@@ -155,20 +188,18 @@ def _alone(
     batches: Mapping[str, Sequence[GlobalBatch]],
     replicas: Sequence[Replica],
     time: TimeModel,
-    capacities: Mapping[int, int],
-    speeds: Mapping[int, float],
-    labelled_share: float,
+    options: PlanOptions,
 ) -> dict[int, Pipeline]:
     """Job by job: each global batch packed by itself, each step waited for."""
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
     for own in batches.values():
         for batch in own:
-            parts = by_load([batch], speeds, capacities=capacities)
-            for replica in works:
-                microbatches = pack(parts[replica], capacity=capacities[replica], replica=replica)
+            parts = _shared([batch], replicas, time, options)
+            for replica, capacity in options.capacities.items():
+                microbatches = pack(parts[replica], capacity=capacity, replica=replica)
                 works[replica] += [
-                    schedule_work(each, 1, labelled_share=labelled_share) for each in microbatches
+                    schedule_work(each, 1, labelled_share=options.labelled_share) for each in microbatches
                 ]
                 counts[replica].append(len(microbatches))
     return {
@@ -179,15 +210,9 @@ def _alone(
     }
 
 
-def _predicted(
-    plan: Plan,
-    loads: Sequence[JobLoad],
-    metrics: Metrics,
-    run: Run,
-    batches: Mapping[str, Sequence[GlobalBatch]],
-) -> Plan:
+def _predicted(plan: Plan, batches: Mapping[str, Sequence[GlobalBatch]], metrics: Metrics, run: Run) -> Plan:
     """The plan with each group's seconds (its last step) and device-seconds (its share of the tokens)."""
-    tokens = {load.job: load.tokens * len(batches[load.job]) for load in loads}
+    tokens = {job: sum(sum(batch.lengths) for batch in own) for job, own in batches.items()}
     total = sum(tokens.values())
     ends: dict[str, float] = {}
     for (job, _), seconds in run.steps.items():
