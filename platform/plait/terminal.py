@@ -24,7 +24,7 @@ from plait.terminal_rows import (
 )
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.leaderboard import varying
-from plait.tracking.names import FAILED
+from plait.tracking.names import FAILED, FINISHED
 
 REFRESH_SECONDS = 0.25
 LINES_AROUND = 6  # of the live view, beside the jobs
@@ -142,7 +142,7 @@ def _ended_line(event: JobEnded) -> str:
     figures = [f"{event.step} steps", f"{event.tokens:,} tokens", duration(event.completion_seconds)]
     if event.eval_loss is not None:
         figures.insert(0, f"eval loss {number(event.eval_loss)}")
-    reason = f" ({event.reason})" if event.reason else ""
+    reason = f" ({event.reason})" if event.reason and event.state != FINISHED else ""
     return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
 
 

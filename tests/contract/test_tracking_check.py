@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,7 +115,7 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     def denied(**_: object) -> None:  # tests may run as root, who may write anywhere
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(check.tempfile, "TemporaryFile", denied)
+    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
     refuse(TrackingSettings(root=tmp_path), "Permission denied", "that you may write")
 
 

@@ -91,10 +91,10 @@ def client(settings: TrackingSettings) -> MlflowClient:
     return MlflowClient(locate(settings).uri)
 
 
-def facts(settings: TrackingSettings, name: str = "demo", **changes: object) -> SearchFacts:
+def facts(settings: TrackingSettings, name: str = "demo", *, fresh: bool = False) -> SearchFacts:
     run = RunSettings(tracking=settings, search=SearchSettings(trials=4))
     search = SearchFacts(name, run, "adapter:\n  rank: 8\n", ("plait", "sweep", "a b"), ("train.lr=1,2",))
-    return replace(search, **changes)
+    return replace(search, fresh=fresh)
 
 
 def job(trial: int) -> JobSpec:

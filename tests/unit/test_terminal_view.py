@@ -67,7 +67,9 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
             stage.clock.now += 1.0
             stage.step(0, step)
         stage.play(JobEvaluated("trial-0000", 10, 1.23456, 80))
-        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.23456, 1000, 10.0, 65.0, Path("adapter")))
+        stage.play(
+            JobEnded("trial-0000", "finished", 10, "budget spent", 1.23456, 1000, 10.0, 65.0, Path("adapter"))
+        )
         stage.board.judge("trial-0000", "finished", 1.23456, "")
         stage.view.judged("trial-0000")
         stage.play(JobAdmitted(spec(1), 4, 10, "g0"))

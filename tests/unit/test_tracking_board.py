@@ -111,14 +111,42 @@ def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:
     assert not any("." in name for name in split["columns"])
 
 
-def test_the_table_leaves_empty_columns_out() -> None:
-    console = Console(file=io.StringIO(), width=160)
-    console.print(to_table(records(), "demo"))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "adapter.rank" in text
+def table_text(width: int, listed: list[JobRecord]) -> str:
+    file = io.StringIO()
+    Console(file=file, width=width).print(to_table(listed, "demo"))
+    return file.getvalue()
+
+
+def test_the_table_leaves_out_what_says_nothing() -> None:
+    listed = records()
+    listed[0].reason = "budget spent"
+    text = table_text(160, listed)
     assert "loss is nan" in text
-    assert "eval_loss" not in text
-    assert "id-a" not in text
+    for absent in ("eval loss", "id-a", "budget spent"):
+        assert absent not in text
+    listed[0].eval_loss = listed[0].objective
+    assert "eval loss" not in table_text(160, listed)
+    listed[0].eval_loss = 3.0
+    assert "eval loss" in table_text(160, listed)
+
+
+def test_the_table_of_a_usual_search_fits_into_eighty_characters() -> None:
+    listed = [
+        JobRecord(
+            f"trial-{trial:04d}",
+            trial,
+            {"adapter.rank": 2**trial, "train.lr": 1.23456e-4 * trial},
+            "finished",
+        )
+        for trial in range(8)
+    ]
+    for record in listed:
+        record.objective = record.eval_loss = 4.27761
+        record.loss, record.step, record.tokens, record.device_seconds = 4.02151, 1200, 37_380_000, 3894.25
+    lines = table_text(80, listed).splitlines()
+    assert len(lines) == 2 + len(listed)
+    assert "…" not in "".join(lines)
+    assert " ".join(lines[1].split()) == "trial state objective rank lr train loss steps tokens device s"
 
 
 def test_an_unknown_form_lists_the_right_ones() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from plait.tracking.board import JobRecord
+from plait.tracking.names import FINISHED
 
 Cell = str | int | float | None
 FORMATS = ("table", "csv", "json")
@@ -77,21 +78,36 @@ def to_csv(records: Sequence[JobRecord]) -> str:
 
 
 def to_table(records: Sequence[JobRecord], title: str) -> Table:
-    """A table for the terminal, without columns that are empty and without ids and paths, which the other
-    forms have: they would leave no room for the rest."""
+    """A table for the terminal, narrow enough for 80 characters in the usual case: without columns that are
+    empty or repeat the objective, without ids and paths, and with parameters by their last word."""
     names, rows = columns(records)
-    filled = [at for at, _ in enumerate(names) if any(row[at] not in (None, "") for row in rows)]
-    used = [at for at in filled if names[at] not in ("run_id", "adapter")]
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for at in used:
-        numeric = all(isinstance(row[at], (int, float)) or row[at] is None for row in rows)
-        table.add_column(names[at], justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(_text(row[at]) for at in used))
+    at_objective, at_state = names.index("objective"), names.index("state")
+    table = Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    shown = []
+    for at, name in enumerate(names):
+        cells = [row[at] for row in rows]
+        if name == "reason":  # of a finished job it says nothing new
+            cells = [None if row[at_state] == FINISHED else row[at] for row in rows]
+        repeats = name == "eval_loss" and cells == [row[at_objective] for row in rows]
+        if name in ("run_id", "adapter") or repeats or all(cell in (None, "") for cell in cells):
+            continue
+        numeric = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
+        heading = name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
+        table.add_column(heading, justify="right" if numeric else "left", no_wrap=name != "reason")
+        shown.append(cells)
+    for cells_of_row in zip(*shown, strict=True):
+        table.add_row(*(_text(cell) for cell in cells_of_row))
     return table
 
 
 def _text(value: Cell) -> str:
     if value is None:
         return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

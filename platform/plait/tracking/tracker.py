@@ -109,6 +109,7 @@ class Tracker:
         self._search = ""
         self._parent = ""  # key of the search's run
         self._parent_id = ""
+        self._ids: dict[str, str] = {}  # by key; filled by the writer as it makes runs
         self._writer: Writer | None = None
         self._totals = _Totals()
         self._ended = False
@@ -135,10 +136,10 @@ class Tracker:
             if not runs:
                 self._parent_id = self._store.create_run(search.name, tags, self._now())
                 self._store.log_parameters(self._parent_id, run_parameters(search.settings))
-        ids = {record.name: record.run_id for record in self.board.jobs.values()}
-        ids[self._parent] = self._parent_id
+        self._ids = {record.name: record.run_id for record in self.board.jobs.values()}
+        self._ids[self._parent] = self._parent_id
         self._totals.started = self._clock()
-        sender = StoreSender(self._store, ids, found)
+        sender = StoreSender(self._store, self._ids, found)
         self._writer = Writer(sender, self._settings.flush_seconds, str(self.location))
         self._put(SetTags(self._parent, tuple(tags.items())))
         self._record_facts(search)
@@ -286,6 +287,8 @@ class Tracker:
 
     def _refresh(self) -> None:
         """Write leaderboard, best so far and description of the search anew."""
+        for record in self.board.jobs.values():
+            record.run_id = self._ids.get(record.name, "")
         rows = [replace(record, run_id=run_reference(record.name)) for record in self.board.ordered()]
         self._put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
         tags = [table_tag(names.LEADERBOARD_FILE)]
