@@ -21,7 +21,8 @@ def _eager_mask(seed: int, module: int, counters: Tensor, features: int, thresho
     return torch.cat(chunks)
 
 
-def _mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+    """(rows, features) bool: what is kept, from (rows, 3) counter words."""
     library = dropout_library() if counters.device.type == "cpu" else None
     if library is None:
         return _eager_mask(seed, module, counters, features, threshold)
@@ -90,8 +91,8 @@ def _drop_by_masks(
 ) -> Tensor:
     out = x.new_empty(len(modules), *x.shape)
     for index, module in enumerate(modules):
-        keep = _mask(seed, module, counters, x.shape[1], threshold)
-        out[index] = torch.where(keep, x * keep_scale(threshold), 0.0)
+        kept = keep(seed, module, counters, x.shape[1], threshold)
+        out[index] = torch.where(kept, x * keep_scale(threshold), 0.0)
         if total is not None and part is not None:
-            total += torch.where(keep, part[index] * (factor * keep_scale(threshold)), 0.0)
+            total += torch.where(kept, part[index] * (factor * keep_scale(threshold)), 0.0)
     return out

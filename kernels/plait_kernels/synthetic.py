@@ -45,10 +45,16 @@ class Problem:
     weight: Tensor
     grad: Tensor
 
-    def run(self, backend: str) -> Tensor:
-        """Forward."""
+    def run(self, backend: str, x: Tensor | None = None) -> Tensor:
+        """Forward, of the problem's own x or another."""
         return multi_lora_linear(
-            self.x, self.weight, None, self.sites, self.bank, self.routing, backend=backend
+            self.x if x is None else x,
+            self.weight,
+            None,
+            self.sites,
+            self.bank,
+            self.routing,
+            backend=backend,
         )
 
     def train(self, backend: str) -> None:

@@ -1,0 +1,132 @@
+"""What the benchmark holds backends against: torch LoRA by autograd, and the same in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from plait_kernels.bank import GRADIENTS
+from plait_kernels.dropout import keep_scale
+from plait_kernels.fast_dropout import keep
+from plait_kernels.synthetic import Problem
+
+Leaves = list[list[tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """RMS errors against float64, relative to the truth's RMS: a backend's, and torch LoRA's.
+
+    `right`: none is more than twice torch LoRA's, or than a rounding of the dtype.
+    """
+
+    errors: dict[str, float]
+    torch_errors: dict[str, float]
+    right: bool
+
+
+def _leaves(made: Problem, dtype: torch.dtype) -> Leaves:
+    """A and B of every span and site, as leaves of autograd."""
+    return [
+        [
+            (a.detach().to(dtype).requires_grad_(), b.detach().to(dtype).requires_grad_())
+            for a, b in (span.block.pair(site, -1) for site in made.bank.sites)
+        ]
+        for span in made.routing.spans
+    ]
+
+
+def _lora(made: Problem, x: Tensor, leaves: Leaves, masks: list[list[Tensor]] | None) -> Tensor:
+    out, columns = linear(x, made.weight.to(x.dtype)), 0
+    for index, site in enumerate(made.bank.sites):
+        right = out.shape[1] - columns - site.out_features
+        for number, span in enumerate(made.routing.spans):
+            rows = x[span.start : span.stop]
+            if span.threshold and masks is not None:
+                rows = torch.where(masks[number][index], rows * keep_scale(span.threshold), 0.0)
+            elif span.threshold:
+                rows = torch.dropout(rows, span.threshold / 65536, train=True)
+            a, b = leaves[number][index]
+            part = span.block.scale * (rows @ a.T @ b.T)
+            out = out + pad(part, (columns, right, span.start, out.shape[0] - span.stop))
+        columns += site.out_features
+    return out
+
+
+def torch_lora(made: Problem) -> Callable[[Tensor], Tensor]:
+    """LoRA as torch's users write it: for each adapter two products and torch's own dropout.
+
+    Each adapter has its own output, put into place by slices, not by adding full-size tensors.
+    """
+    leaves = _leaves(made, made.x.dtype)
+
+    def run(x: Tensor) -> Tensor:
+        base = linear(x, made.weight)
+        pieces = []
+        for number, span in enumerate(made.routing.spans):
+            rows, parts = x[span.start : span.stop], []
+            for index in range(len(made.bank.sites)):
+                own = torch.dropout(rows, span.threshold / 65536, train=True) if span.threshold else rows
+                a, b = leaves[number][index]
+                parts.append(linear(linear(own, a), b) * span.block.scale)
+            pieces.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return base + (pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+
+    return run
+
+
+def _masks(made: Problem) -> list[list[Tensor]]:
+    return [
+        [
+            keep(
+                *(span.block.seed, site.module, made.routing.counters[span.start : span.stop]),
+                *(made.x.shape[1], span.threshold),
+            )
+            for site in made.bank.sites
+        ]
+        for span in made.routing.spans
+    ]
+
+
+def _results(made: Problem, dtype: torch.dtype, masks: list[list[Tensor]]) -> dict[str, Tensor]:
+    x, leaves = made.x.detach().to(dtype).requires_grad_(), _leaves(made, dtype)
+    out = _lora(made, x, leaves, masks)
+    torch.autograd.backward(out, made.grad.to(dtype))
+    pairs = [pair for span in leaves for pair in span]
+    return _named(out.detach(), x.grad, [a.grad for a, _ in pairs], [b.grad for _, b in pairs])
+
+
+def _named(
+    out: Tensor, dx: Tensor | None, da: Sequence[Tensor | None], db: Sequence[Tensor | None]
+) -> dict[str, Tensor]:
+    flat: dict[str, list[Tensor | None]] = {"out": [out], "dx": [dx], "dA": [*da], "dB": [*db]}
+    return {
+        name: torch.cat([tensor.double().flatten() for tensor in tensors if tensor is not None])
+        for name, tensors in flat.items()
+    }
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def check(made: Problem, backend: str) -> Check:
+    """Output and all gradients of a backend against float64, beside torch LoRA's in the same dtype."""
+    masks = _masks(made)
+    made.bank.zero_gradients()
+    x = made.x.detach().requires_grad_()
+    out = made.run(backend, x)
+    torch.autograd.backward(out, made.grad)
+    pairs = [span.block.pair(site, GRADIENTS) for span in made.routing.spans for site in made.bank.sites]
+    got = _named(out.detach(), x.grad, [a for a, _ in pairs], [b for _, b in pairs])
+    truth, plain = _results(made, torch.float64, masks), _results(made, made.x.dtype, masks)
+    sizes = {name: _rms(tensor) or 1.0 for name, tensor in truth.items()}
+    errors = {name: _rms(got[name] - truth[name]) / sizes[name] for name in truth}
+    unfused = {name: _rms(plain[name] - truth[name]) / sizes[name] for name in truth}
+    rounding = torch.finfo(made.x.dtype).eps / 4
+    right = all(errors[name] <= 2 * max(unfused[name], rounding) for name in truth)
+    return Check(errors, unfused, right)
