@@ -1,0 +1,59 @@
+"""The benchmark runs, writes what it measured, and its check can fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from plait_kernels import bench, grouped
+from plait_kernels.bench_check import check
+from plait_kernels.synthetic import Shape, problem
+
+
+def test_figures_and_environment_are_written(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--adapters", "2"]
+    options = ["--repeats", "1", "--backends", "grouped", "--json", str(path)]
+    assert bench.main([*arguments, *options]) == 0
+    result = json.loads(path.read_text())
+    assert result["environment"]["kind"] == "cpu"
+    assert result["environment"]["torch"] == torch.__version__
+    assert result["peak"]["operations"] > 0
+    cases = [(row["ranks"], row["dropout"]) for row in result["rows"]]
+    assert cases == [("16", 0.0), ("16", 0.1), ("4 to 128", 0.0), ("4 to 128", 0.1)]
+    for row in result["rows"]:
+        assert row["checks"]["grouped"]["right"]
+        times = row["seconds"]
+        assert set(times) == {"frozen", "torch-lora", "grouped"}
+        assert all(set(phases) == {"forward", "backward", "both"} for phases in times.values())
+        ratio = times["grouped"]["both"] / times["frozen"]["both"]
+        assert row["to_frozen"]["grouped"] == pytest.approx(ratio)
+        assert row["roofline"] > 1
+    assert "times torch LoRA's speed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_the_check_finds_a_wrong_backend(monkeypatch, dropout):
+    made = problem(Shape(40, 24, (16, 8), (3, 5), dropout), device="cpu", dtype=torch.float32)
+    assert check(made, "grouped").right
+    assert check(made, "reference").right
+
+    exact = grouped.backward
+
+    def slightly_off(*arguments, need_dx):
+        return exact(*arguments, need_dx=need_dx) * 1.001
+
+    monkeypatch.setattr(grouped, "backward", slightly_off)
+    assert not check(made, "grouped").right
+
+
+def test_the_roofline_counts_what_is_extra():
+    peak = bench.Peak(operations=1e12, bytes=1e9)
+    one = Shape(1000, 100, (100,), (10,))
+    frozen = 4 * 1000 * 100 * 100 / 1e12
+    extra_operations = 6 * 1000 * 10 * 200 / 1e12
+    extra_bytes = (1000 * 300 * 2 + 2000 * (4 + 8)) / 1e9
+    expected = 1 + (extra_operations + extra_bytes) / frozen
+    assert bench.roofline(one, peak, 2) == pytest.approx(expected)
