@@ -1,4 +1,4 @@
-"""The Triton backend: launches of `triton_kernels` with the tables of `tables`.
+"""The Triton backend: launches of `triton_forward` and `triton_backward` with the tables of `tables`.
 
 The graph is split at S, which is small: (1) dropout and down-projection of each row's owner only; (2) base
 product plus up-projection; (3) dS and dB from one read of dh; (4) dA; (5) base dx plus low-rank dx with the
@@ -40,9 +40,10 @@ class Launcher:
     """The launches of one call of one layer; holds what they have in common."""
 
     def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
-        from plait_kernels import triton_kernels
+        from plait_kernels import triton_backward, triton_forward
 
-        self.kernels: Any = triton_kernels
+        self.forward: Any = triton_forward
+        self.backward: Any = triton_backward
         self.call, self.x, self.weight, self.chosen = call, x, weight, chosen
         self.table = span_table(call.routing)
         self.sites = site_table(call)
@@ -79,7 +80,7 @@ class Launcher:
             return parts
         out = self.packed(1)
         grid = (_blocks(out.numel(), _SUM_BLOCK),)
-        self.kernels.sum_splits[grid](parts, out, out.numel(), out.numel(), SPLITS=splits, BLOCK=_SUM_BLOCK)
+        self.forward.sum_splits[grid](parts, out, out.numel(), out.numel(), SPLITS=splits, BLOCK=_SUM_BLOCK)
         return out
 
     def down(self) -> Tensor:
@@ -88,7 +89,7 @@ class Launcher:
         rows = tile_table(self.call.routing, tiles.rows)
         s = self.packed(tiles.splits)
         depth = _blocks(_blocks(self.features, tiles.splits), tiles.depth) * tiles.depth
-        self.kernels.down[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+        self.forward.down[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
             *(self.x, self.x.stride(0), s, table.packed, self.site_count * table.packed, table.origin),
             *(rows.tiles, table.spans, self.sites, self.site_count, table.addresses, self.bank_sites),
             *(self.counters, self.features, depth),
@@ -104,7 +105,7 @@ class Launcher:
         tiles, table = self.chosen.up, self.table
         rows = tile_table(self.call.routing, tiles.rows)
         blocks = block_table(self.call, tiles.columns)
-        self.kernels.up[(blocks.shape[0], rows.count)](
+        self.forward.up[(blocks.shape[0], rows.count)](
             *(out, out.stride(0), s, table.packed, table.origin, rows.tiles, table.spans, table.scales),
             *(self.sites, table.addresses, self.bank_sites, blocks),
             **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
@@ -116,7 +117,7 @@ class Launcher:
         out = self.x.new_empty(self.x.shape[0], weight.shape[0])
         rows = tile_table(self.call.routing, tiles.rows, base=True)
         blocks = block_table(self.call, tiles.columns, weight.shape[0])
-        self.kernels.linear_up[(rows.count * blocks.shape[0],)](
+        self.forward.linear_up[(rows.count * blocks.shape[0],)](
             *(self.x, self.x.stride(0), weight, weight.stride(0), weight.stride(1)),
             *(weight if bias is None else bias, out, out.stride(0), s, table.packed, table.origin),
             *(rows.tiles, rows.count, table.spans, table.scales, self.sites, table.addresses),
@@ -134,7 +135,7 @@ class Launcher:
         width = _blocks(_blocks(widest, tiles.splits), tiles.columns) * tiles.columns
         ds = self.packed(tiles.splits)
         partial = grad.new_empty(max(1, rows.slots * self.weight.shape[0]), dtype=torch.float32)
-        self.kernels.up_gradient[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
+        self.backward.up_gradient[(rows.count, self.site_count * self.rank_blocks, tiles.splits)](
             *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
             *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
             *(self.site_count, table.addresses, table.gradients, self.bank_sites, rows.slots, width),
@@ -150,7 +151,7 @@ class Launcher:
         chunks = tile_table(self.call.routing, chunk)
         partial = ds.new_empty(max(1, chunks.slots * self.features * self.site_count), dtype=torch.float32)
         grid = (_blocks(self.features, tiles.columns), chunks.count, self.site_count * self.rank_blocks)
-        self.kernels.down_gradient[grid](
+        self.backward.down_gradient[grid](
             *(self.x, self.x.stride(0), ds, table.packed, table.gradient_origin, partial, chunks.tiles),
             *(table.spans, self.sites, self.site_count, table.gradients, self.bank_sites, chunks.slots),
             *(self.counters, self.features),
@@ -164,7 +165,7 @@ class Launcher:
             return
         table = self.table
         grid = (_blocks(widest * table.max_rank, _SUM_BLOCK), shared.shape[0], self.site_count)
-        self.kernels.sum_partials[grid](
+        self.backward.sum_partials[grid](
             *(partial, table.gradient_origin, shared, table.spans, self.sites, table.gradients),
             *(self.bank_sites, slots),
             **{"IS_B": int(is_b), "BLOCK": _SUM_BLOCK},
@@ -179,7 +180,7 @@ class Launcher:
             dx = grad.new_empty(self.x.shape)
             rows = tile_table(self.call.routing, tiles.rows, base=True)
             blocks = _blocks(self.features, tiles.depth)
-            self.kernels.dx_linear[(rows.count * blocks,)](
+            self.backward.dx_linear[(rows.count * blocks,)](
                 *(grad, grad.stride(0), weight, weight.stride(0), weight.stride(1), dx, dx.stride(0), ds),
                 *(table.packed, table.origin, rows.tiles, rows.count, table.spans, *tail),
                 *(weight.shape[0], blocks),
@@ -189,7 +190,7 @@ class Launcher:
             return dx
         dx, tiles = grad @ weight, self.chosen.dx
         rows = tile_table(self.call.routing, tiles.rows)
-        self.kernels.dx_low_rank[(_blocks(self.features, tiles.columns), rows.count)](
+        self.backward.dx_low_rank[(_blocks(self.features, tiles.columns), rows.count)](
             *(dx, dx.stride(0), ds, table.packed, table.origin, rows.tiles, table.spans, *tail),
             **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.columns, **self.common(tiles)},
         )

@@ -14,13 +14,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from plait_kernels import triton_kernels
+from plait_kernels import triton_backward, triton_forward
 from plait_kernels.tuning import CANDIDATES, DEFAULT
 
 TABLES = {"tiles", "spans", "sites", "addresses", "gradients", "counters", "blocks", "chunks", "adapters"}
 FLOATS = {"scales", "partial", "gradient_origin"}
 COMPUTE = {"x", "w", "bias", "out", "s", "origin", "dx", "grad", "ds"}
-COUNTS = {"site_count", "bank_sites", "tile_count", "block_count", "slots", "elements"}  # of any size
+COUNTS = {
+    "packed",
+    "split_stride",
+    "site_count",
+    "bank_sites",
+    "tile_count",
+    "block_count",
+    "slots",
+    "elements",
+}
 FUSED = {field: tiles for stage in CANDIDATES.values() for field, tiles in stage if "fused" in field}
 KERNELS = {
     "down": (DEFAULT.down, {"BM": "rows", "BK": "depth"}),
@@ -43,7 +52,7 @@ def compile_kernel(name: str, capability: int, dtype: str) -> dict[str, object]:
     """Compile one kernel as the backend would launch it on aligned sizes."""
     tiles, sizes = KERNELS[name]
     values = {**FIXED, **{key: getattr(tiles, field) for key, field in sizes.items()}}
-    function = getattr(triton_kernels, name)
+    function = getattr(triton_forward, name, None) or getattr(triton_backward, name)
     signature, constants, hints = {}, {}, {}
     for index, argument in enumerate(inspect.signature(function.fn).parameters):
         if argument in values:

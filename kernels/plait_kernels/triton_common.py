@@ -1,0 +1,113 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""What the Triton kernels of multi-adapter LoRA share: how they find their rows, dropout, low-rank products.
+
+Rows go by tiles. `tiles` holds for each tile (first row, end row, span, slot): the tile's rows end before
+`end row`, span −1 has no adapter, and slot counts the ranks of all partial sums before this one, −1 where
+the tile is its adapter's only one. `spans` holds for each span (first row, rank, dropout threshold, seed,
+offset of its S), `scales` its alpha / rank. `sites` holds for each site of the call (index in the bank,
+dropout module, first column, columns, features), `blocks` for each block of columns (site or −1, first
+column, end column). `addresses` holds for each span and bank site the element offsets of A and B from a
+pointer, below ABSENT where the adapter does not sit there. S and dS are packed: for each site one row of
+`packed` elements, in it each span's (rows, rank). Sums have one fixed order; there are no atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE_FIELDS = tl.constexpr(4)
+SPAN_FIELDS = tl.constexpr(5)
+SITE_FIELDS = tl.constexpr(5)
+BLOCK_FIELDS = tl.constexpr(3)
+ABSENT = tl.constexpr(-(2**61))
+
+
+@triton.jit
+def _philox(k0, k1, c0, c1, c2, c3):
+    """Philox4x32-10 on uint32 (Salmon et al. 2011)."""
+    for _ in tl.static_range(10):
+        p_low = c0 * 0xD2511F53
+        p_high = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
+        q_low = c2 * 0xCD9E8D57
+        q_high = tl.umulhi(c2, tl.full(c2.shape, 0xCD9E8D57, tl.uint32))
+        c0 = q_high ^ c1 ^ k0
+        c1 = q_low
+        c2 = p_high ^ c3 ^ k1
+        c3 = p_low
+        k0 = (k0 + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def keep_tile(counters, rows, row_mask, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr):
+    """Which of features [first, first + BK) are kept; one Philox call serves 8 of them."""
+    zero = tl.zeros((BM, BK // 8), tl.uint32)
+    words = counters + 3 * rows
+    c0 = tl.load(words, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
+    c1 = tl.load(words + 1, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
+    c2 = tl.load(words + 2, mask=row_mask, other=0).to(tl.uint32)[:, None] + zero
+    c3 = (first // 8 + tl.arange(0, BK // 8)).to(tl.uint32)[None, :] + zero
+    w0, w1, w2, w3 = _philox(seed.to(tl.uint32), module.to(tl.uint32), c0, c1, c2, c3)
+    low = tl.join(tl.join(w0 & 0xFFFF, w2 & 0xFFFF), tl.join(w1 & 0xFFFF, w3 & 0xFFFF))
+    high = tl.join(tl.join(w0 >> 16, w2 >> 16), tl.join(w1 >> 16, w3 >> 16))
+    return tl.reshape(tl.join(low, high) >= threshold.to(tl.uint32), (BM, BK))
+
+
+@triton.jit
+def drop_tile(
+    values, counters, rows, row_mask, first, seed, module, threshold, BM: tl.constexpr, BK: tl.constexpr
+):
+    """D ∘ values for a tile of float32 values."""
+    if threshold > 0:
+        keep = keep_tile(counters, rows, row_mask, first, seed, module, threshold, BM, BK)
+        values = tl.where(keep, values * (65536.0 / (65536 - threshold).to(tl.float32)), 0.0)
+    return values
+
+
+@triton.jit
+def load_span(spans, span):
+    """(first row, rank, dropout threshold, seed, offset of S) of a span."""
+    base = spans + span * SPAN_FIELDS
+    return tl.load(base), tl.load(base + 1), tl.load(base + 2), tl.load(base + 3), tl.load(base + 4)
+
+
+@triton.jit
+def load_site(sites, site):
+    """(index in the bank, dropout module, first column, columns) of a site of the call."""
+    base = sites + site * SITE_FIELDS
+    return tl.load(base), tl.load(base + 1), tl.load(base + 2), tl.load(base + 3)
+
+
+@triton.jit
+def add_low_rank(
+    total, s, s_row, rows_in_span, row_mask, b, b_rows, b_mask, b_stride, r_stride, rank,
+    BR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """total += S Mᵀ, M addressed by (b_rows·b_stride + rank·r_stride)."""
+    for r in range(0, rank, BR):
+        ranks = r + tl.arange(0, BR)
+        rank_mask = ranks < rank
+        own_s = tl.load(
+            s + s_row + rows_in_span[:, None] * rank + ranks[None, :],
+            mask=row_mask[:, None] & rank_mask[None, :],
+            other=0.0,
+        )
+        own_b = tl.load(
+            b + b_rows[None, :].to(tl.int64) * b_stride + ranks[:, None] * r_stride,
+            mask=rank_mask[:, None] & b_mask[None, :],
+            other=0.0,
+        )
+        total = tl.dot(own_s, own_b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def swizzle(program, tile_count, block_count, GROUP: tl.constexpr):
+    """Neighbouring programs share rows of x and columns of W, so that both stay in the cache."""
+    group = program // (GROUP * block_count)
+    first = group * GROUP
+    size = tl.minimum(tile_count - first, GROUP)
+    inside = program % (GROUP * block_count)
+    return first + inside % size, inside // size
