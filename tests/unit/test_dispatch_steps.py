@@ -20,7 +20,7 @@ from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
 from plait.errors import CapacityError, ConfigError, DataError
 from plait.planner.buckets import dynamic_buckets, expected_counts, fixed_buckets
-from plait.planner.deployment import deploy, propose
+from plait.planner.deployment import DeployOptions, deploy, propose
 from plait.planner.deployment_change import best_equal_replicas, weigh_change
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
 
@@ -138,6 +138,17 @@ def test_equal_replicas_are_never_better_than_the_chosen_deployment() -> None:
     assert equal.bound >= chosen.bound * (1 - 1e-9)
     with pytest.raises(CapacityError, match="16384 tokens on 4 devices"):
         best_equal_replicas(costs, counts, 4)
+
+
+@pytest.mark.parametrize("judged", [10, 2_000])
+def test_search_keeps_a_replica_for_the_longest_sequence(judged: int) -> None:
+    """Replacements of a rare, large replica leave the longest sequence nowhere; they must not win or fail."""
+    shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
+    costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
+    options = DeployOptions(enumerate_up_to=0, judged=judged)
+    found = deploy(costs, [300, 40, 1], 24, options)
+    assert any(kind.cost.configuration.max_tokens == 16384 for kind in found.kinds)
+    assert found.bound <= found.makespan
 
 
 def test_change_pays_only_where_steps_are_left_for_it() -> None:

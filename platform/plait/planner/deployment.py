@@ -197,7 +197,8 @@ def _searched(
             seen[p] = _quick_makespan(kinds, counts) if _covers(kinds, counts) else float("inf")
         return seen[p]
 
-    front = [_filled(costs, p, devices, proposal) for p in proved.candidates]
+    one_each = [tuple(int(i == chosen) for i in range(len(costs))) for chosen in range(len(costs))]
+    front = [_filled(costs, p, devices, proposal) for p in proved.candidates or one_each]
     best = min(front, key=quick)
     while len(seen) < options.judged * 10:
         neighbours = [p for p in _neighbours(costs, best, proposal) if p not in seen]
@@ -205,7 +206,8 @@ def _searched(
         if quick(better) >= quick(best):
             break
         best = better
-    finalists = sorted(seen, key=lambda p: (seen[p], p))[: max(1, options.judged // 10)]
+    able = (p for p in seen if seen[p] < float("inf"))  # others leave a sequence without a replica
+    finalists = sorted(able, key=lambda p: (seen[p], p))[: max(1, options.judged // 10)]
     found = [(judge(_kinds(costs, p), counts, options), p) for p in finalists]
     expected, p = min(found, key=lambda item: item[0].makespan)
     bound = min(proved.bound, expected.makespan)
