@@ -65,7 +65,7 @@ class Block:
     @property
     def aliased(self) -> bool:
         """Whether the compute copy is the float32 master itself."""
-        return self.copy.data_ptr() == self.state.data_ptr()
+        return self.copy.dtype == self.state.dtype
 
     def pair(self, site: Site, row: int) -> Pair:
         """A (rank, in) and B (out, rank) of a site as views of one row of the state (-1: compute copy)."""

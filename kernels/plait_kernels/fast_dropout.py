@@ -14,6 +14,11 @@ from plait_kernels.dropout import keep_mask, keep_scale
 _EAGER_ROWS = 64  # eager Philox holds some twenty int64 tensors; few rows keep them in the cache
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether C may read it: on a CPU, and no fake or other kind of tensor that has no address."""
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
+
+
 def _eager_mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
     chunks = [
         keep_mask((seed, module), rows, features, threshold) for rows in torch.split(counters, _EAGER_ROWS)
@@ -23,7 +28,7 @@ def _eager_mask(seed: int, module: int, counters: Tensor, features: int, thresho
 
 def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
     """(rows, features) bool: what is kept, from (rows, 3) counter words."""
-    library = dropout_library() if counters.device.type == "cpu" else None
+    library = dropout_library() if _has_memory(counters) else None
     if library is None:
         return _eager_mask(seed, module, counters, features, threshold)
     out = torch.empty(counters.shape[0], features, dtype=torch.bool)
@@ -61,7 +66,7 @@ def drop(
         (modules, rows, features).
     """
     rows, features = x.shape
-    compiled = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+    compiled = _has_memory(x) and x.dtype in (torch.float32, torch.bfloat16)
     library = dropout_library() if compiled else None
     if library is None or x.stride(1) != 1 or (total is not None and total.stride(1) != 1):
         return _drop_by_masks(x, seed, modules, counters, threshold, total=total, part=part, factor=factor)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait_kernels import RowCounters, compiled, dropout_mask, fast_dropout
 from plait_kernels.dropout import apply_dropout, dropout_threshold, keep_scale, philox
+from plait_kernels.synthetic import Shape, problem
 
 
 def _counters(rows, **given):
@@ -157,3 +159,12 @@ def test_a_compiled_library_is_kept_and_used_again(tmp_path):
 def test_keep_scale_undoes_the_rounded_share():
     assert keep_scale(dropout_threshold(0.5)) == 2.0
     assert dropout_threshold(0.9999999) == 65535
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_fake_tensors_are_not_given_to_compiled_code(dtype):
+    """Memory is predicted on tensors that have shapes and no memory."""
+    with FakeTensorMode():
+        made = problem(Shape(64, 32, (16, 16), (4, 8), 0.1), device="cpu", dtype=dtype)
+        made.train("grouped")
+        assert made.x.grad.shape == (64, 32)
