@@ -150,13 +150,15 @@ def sum_partials(
     rank = tl.load(spans + span * SPAN_FIELDS + 1)
     bank_site, _, column_first, column_count = load_site(sites, site)
     offset = tl.load(gradients + (span * bank_sites + bank_site) * 2 + IS_B)
+    if offset < ABSENT:
+        return
     width = tl.load(sites + site * SITE_FIELDS + 4)
     base = site * slots * width
     if IS_B:
         width = column_count
         base = slots * column_first
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = (index < rank * width) & (offset >= ABSENT)
+    mask = index < rank * width
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(0, tile_count):
         total += tl.load(partial + base + (first + tile * rank) * width + index, mask=mask, other=0.0)
