@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from plait.addresses import redact
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
 from plait.tracking import check, check_tracking, locate
 from plait.tracking.check import open_store
-from plait.tracking.location import redact
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -97,7 +97,7 @@ def test_a_database_that_is_not_there_is_named_without_its_password(tmp_path: Pa
     uri = f"postgresql://me:secret@127.0.0.1:{closed_port()}/plait"
     with pytest.raises(StorageError) as caught:
         check_tracking(TrackingSettings(uri=uri, root=tmp_path))
-    assert "postgresql://me:***@127.0.0.1" in str(caught.value)
+    assert "://me:***@127.0.0.1" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What MLflow holds after a search: the same on a SQLite file and behind a real MLflow server."""
+"""What MLflow holds after a search: the same on a SQLite file, in PostgreSQL and behind a real MLflow server."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -80,7 +80,12 @@ def sqlite(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'mlflow.db'}"
 
 
-@pytest.fixture(params=["sqlite", "server"])
+@pytest.fixture(scope="module")
+def postgresql(new_database: Callable[[], str]) -> str:
+    return new_database()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres), "server"])
 def tracking(request: pytest.FixtureRequest, tmp_path: Path) -> TrackingSettings:
     """Settings of an empty experiment."""
     uri = request.getfixturevalue(request.param)

@@ -10,13 +10,14 @@ import pytest
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
+from plait.addresses import redact, with_driver
 from plait.config_overrides import read_request
 from plait.errors import SearchError, StorageError
 from plait.jobs import JobSpec
 from plait.search.identity import identify
 from plait.search.samplers import derived_seed, distributions, make_sampler
 from plait.search.space import Space
-from plait.search.storage import masked, open_storage, with_driver
+from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome, Trial
 from plait.settings import RunSettings, SearchSettings
@@ -286,5 +287,5 @@ def test_urls_name_a_driver_that_is_installed() -> None:
     assert with_driver("postgresql+asyncpg://h/d") == "postgresql+asyncpg://h/d"
     assert with_driver("postgresql://u@h/d").startswith("postgresql")
     assert with_driver("postgres://u@h/d").endswith("://u@h/d")
-    assert masked("postgresql://u:p@h/d") == "postgresql://u:***@h/d"
-    assert masked("sqlite:///x.db") == "sqlite:///x.db"
+    assert redact("postgresql://u:p@h/d") == "postgresql://u:***@h/d"
+    assert redact("sqlite:///x.db") == "sqlite:///x.db"

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from plait.addresses import redact
 from plait.errors import EXIT_DONE
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
@@ -24,7 +25,7 @@ from plait.search.run import Coordinator, SearchResult, SearchRun
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.terminal import Terminal, print_summary
-from plait.tracking import SearchFacts, Tracker, check_tracking, redact
+from plait.tracking import SearchFacts, Tracker, check_tracking
 from plait.tracking.names import FINISHED, INTERRUPTED
 
 

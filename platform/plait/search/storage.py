@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from pathlib import Path
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 
+from plait.addresses import redact, with_driver
 from plait.errors import StorageError
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -33,24 +32,6 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     return _journal(path)
 
 
-def with_driver(url: str) -> str:
-    """A PostgreSQL URL that names its driver, where it names none.
-
-    SQLAlchemy 2.1 takes psycopg 3 for a bare "postgresql", 2.0 takes psycopg2: the one that is installed
-    is the one that is meant.
-    """
-    scheme, mark, rest = url.partition("://")
-    if scheme not in ("postgresql", "postgres"):
-        return url
-    drivers = [name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name) is not None]
-    return f"postgresql+{drivers[0]}{mark}{rest}" if drivers else f"postgresql{mark}{rest}"
-
-
-def masked(url: str) -> str:
-    """A database URL without its password."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
-
-
 def _journal(path: Path) -> BaseStorage:
     _make_folder(path.parent)
     try:
@@ -69,13 +50,13 @@ def _database(url: str) -> BaseStorage:
         return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments})
     except ImportError as error:
         raise StorageError(
-            f"search.storage={masked(url)}",
+            f"search.storage={redact(url)}",
             f"Its driver is missing: {error}",
             "Install it: pip install 'plait[postgresql]'.",
         ) from error
     except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
         raise StorageError(
-            f"search.storage={masked(url)}",
+            f"search.storage={redact(url)}",
             f"The database does not answer: {_first_line(error)}",
             "Check the URL and that the server runs; leave search.storage out to use a local file.",
         ) from error
@@ -94,7 +75,7 @@ def _make_folder(folder: Path) -> None:
 
 def _first_line(error: Exception) -> str:
     text = str(error.__cause__ or error).strip() or type(error).__name__
-    return masked(text.splitlines()[0])
+    return redact(text.splitlines()[0])
 
 
 def quiet() -> None:

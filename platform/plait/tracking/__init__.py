@@ -12,7 +12,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, check_tracking
-from plait.tracking.location import Location, locate, redact
+from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.tracker import SearchFacts, Tracker
 from plait.tracking.ui import UiCommand, run_ui, ui_command
@@ -31,7 +31,6 @@ __all__ = [
     "load_search",
     "locate",
     "print_leaderboard",
-    "redact",
     "run_ui",
     "search_names",
     "ui_command",

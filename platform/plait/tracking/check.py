@@ -15,9 +15,10 @@ from pathlib import Path
 import sqlalchemy
 from mlflow.exceptions import MlflowException
 
+from plait.addresses import redact
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
-from plait.tracking.location import Location, locate, redact
+from plait.tracking.location import Location, locate
 from plait.tracking.store import Store
 
 ANSWER_SECONDS = 5

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from plait.addresses import redact, with_driver
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
 
@@ -20,7 +20,7 @@ class Location:
     """An MLflow tracking URI made absolute.
 
     Attributes:
-        uri: tracking URI for MLflow's client, with its password if it has one.
+        uri: tracking URI for MLflow's client, with its driver, and its password if it has one.
         root: absolute folder of everything that Plait itself writes.
         artifacts: where a database's experiment keeps artifacts; None leaves it to a server.
     """
@@ -50,11 +50,6 @@ class Location:
         return redact(self.uri)
 
 
-def redact(text: str) -> str:
-    """The text with the password of every URL in it replaced by three asterisks."""
-    return re.sub(r"(://[^/\s:@]*):[^/\s@]+@", r"\1:***@", text)
-
-
 def locate(settings: TrackingSettings) -> Location:
     """The address that the settings stand for: ``uri``, else MLFLOW_TRACKING_URI, else SQLite in ``root``.
 
@@ -65,6 +60,7 @@ def locate(settings: TrackingSettings) -> Location:
     """
     root = settings.root.expanduser().resolve()
     uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
+    uri = with_driver(uri)
     scheme = urlsplit(uri).scheme.split("+")[0]
     if scheme in ("", "file"):
         raise StorageError(

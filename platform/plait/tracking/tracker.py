@@ -14,6 +14,7 @@ from typing import Any, Self
 from mlflow.entities import Run
 
 from plait import __version__
+from plait.addresses import redact
 from plait.engine.messages import (
     Event,
     GroupStep,
@@ -30,7 +31,7 @@ from plait.tracking import facts, names
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.leaderboard import to_split_json
-from plait.tracking.location import locate, redact
+from plait.tracking.location import locate
 from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags, run_reference
 from plait.tracking.records import record_of
 from plait.tracking.sender import StoreSender

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from plait.addresses import redact
 from plait.engine.messages import GroupStep, JobProgress
 from plait.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.board import Board
-from plait.tracking.location import redact
 
 _WORDS: Mapping[str, object] = {"None": None, "True": True, "False": False}
 
