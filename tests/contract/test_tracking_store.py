@@ -1,4 +1,4 @@
-"""What MLflow holds after a search: the same on a SQLite file, in PostgreSQL and behind a real MLflow server."""
+"""What MLflow holds after a search: the same on SQLite, in PostgreSQL and behind a real MLflow server."""
 
 import json
 import os
