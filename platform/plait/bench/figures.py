@@ -9,6 +9,8 @@ from typing import Literal
 from rich.table import Table
 
 How = Literal["measured", "simulated", "computed"]
+HEADINGS = ("figure", "ours", "unit", "how", "published", "source", "note")
+ALWAYS = 4  # the first headings; the others only where some figure fills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,14 @@ class Report:
     def table(self) -> Table:
         """The figures as a table for the terminal."""
         table = Table(title=self.name, caption="\n".join(self.assumptions) or None)
-        for heading in ("figure", "ours", "published", "unit", "how", "source", "note"):
-            table.add_column(heading, justify="right" if heading in ("ours", "published") else "left")
-        for figure in self.figures:
-            table.add_row(*_cells(figure))
+        rows = [_cells(figure) for figure in self.figures]
+        shown = [at for at in range(len(HEADINGS)) if at < ALWAYS or any(row[at] for row in rows)]
+        for at in shown:
+            table.add_column(
+                HEADINGS[at], justify="right" if HEADINGS[at] in ("ours", "published") else "left"
+            )
+        for row in rows:
+            table.add_row(*(row[at] for at in shown))
         return table
 
 
@@ -67,9 +73,9 @@ def _cells(figure: Figure) -> Sequence[str]:
     return (
         figure.name,
         f"{figure.ours:,.6g}",
-        published,
         figure.unit,
         figure.how,
+        published,
         figure.source,
         figure.note,
     )
