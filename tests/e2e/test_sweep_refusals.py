@@ -1,0 +1,88 @@
+"""Bad input ends with status 2, value, rule and remedy, before the model loads."""
+
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+Short = tuple[str, ...]
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["adapter.rank=4,65536"], ["adapter.rank=65536", "at most"]),
+        (["adapter.target_modules=[nothing],[q_proj]"], ["nothing", "q_proj"]),
+        (["adapter.rank=1,2", "planner.memory_share=1e-9"], ["one job needs", "planner.memory_share"]),
+        (["adapter.rank=1,2", "engine.capacity=16"], ["engine.capacity"]),
+        (["adapter.rank=1,2", "data.task=no_such_task"], ["no_such_task"]),
+        (["train.batch_size=1,0"], ["train.batch_size=0", "at least 1"]),
+        (["train.lr=interval(-1,1)"], ["train.lr=-1", "above 0"]),
+        (
+            ["adapter.rank=1,2", "search.storage=postgresql://u:secret@127.0.0.1:1/x"],
+            ["search.storage", "***"],
+        ),
+        (["adapter.rank=1,2", "tracking.uri=http://127.0.0.1:1"], ["tracking.uri"]),
+        (["adapter.rank=1,2", "tracking.root=file/runs"], ["tracking.root", "file/runs"]),
+        (["adapter.rank=1,2", "hydra.sweep.dir=file/sweep"], ["file/sweep", "hydra.sweep.dir"]),
+        (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
+    ],
+    ids=lambda value: value[-1].split("=")[0] + value[0][-8:] if value[0].count("=") else None,
+)
+def test_bad_input_is_refused_before_the_model_loads(
+    arguments: list[str], said: list[str], folder: Path, short: Short, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "engine.device=cuda" in arguments:
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device here")
+    (folder / "file").write_text("")
+    assert main(["sweep", *short, *arguments]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert "secret" not in err
+    for words in said:
+        assert words in err
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        ("", "empty"),
+        ('{"text": "a"}\nnot json\n', "line 2"),
+        ('{"text": "a"}\n{"other": "b"}\n', "line 2"),
+        ('{"text": "' + "long " * 400 + '"}\n{"text": "b"}\n', "tokens"),
+    ],
+    ids=["missing", "empty", "no JSON", "no fields", "too long"],
+)
+def test_a_faulty_file_is_refused_before_the_model_loads(
+    content: str | None, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (folder / "rows.jsonl").write_text(content)
+    arguments = [
+        "data=jsonl",
+        "data.path=rows.jsonl",
+        "data.validation=1",
+        "data.loss=all",
+        "adapter.rank=1,2",
+    ]
+    assert main(["sweep", "model=tiny", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_study_of_another_space_is_refused(
+    finished_search: tuple[Path, list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, command = finished_search
+    monkeypatch.chdir(folder)
+    assert main([*command, "adapter.dropout=0.5"]) == 2
+    assert "adapter.dropout: was 0.0, now 0.5" in capsys.readouterr().err
