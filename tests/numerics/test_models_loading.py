@@ -87,7 +87,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
 
 
 def test_a_gguf_file_is_converted_once_and_is_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = transformers_model(TINY, cache=tmp_path)
     assert isinstance(model, LlamaForCausalLM)
@@ -98,6 +98,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(
         expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
     settings = ModelSettings(kind="gguf", path=str(path), dtype="float32")
     torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-4, atol=1e-4)
+    assert capfd.readouterr().err == "Converting tiny.gguf to float32, once ...\n"  # and no progress bar
 
     monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert logits_of(settings, tmp_path, tokens).shape == expected.shape

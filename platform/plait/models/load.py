@@ -22,6 +22,7 @@ from plait.errors import ConfigError, ModelError, choices
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import find_parts
 from plait.models.lora import find_linears
+from plait.models.quiet import quiet
 from plait.models.sources import Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
@@ -87,7 +88,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
         ModelError, StorageError: as :func:`load_model`.
     """
     found = _find(settings, cache)
-    with torch.device("meta"):
+    with torch.device("meta"), quiet():
         model = cast(Any, AutoModelForCausalLM).from_config(found.config)
     parts = find_parts(model)
     return ModelShape(
@@ -117,7 +118,8 @@ def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedMod
     if settings.kind == "tiny":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
-            model = cast(Any, AutoModelForCausalLM).from_config(_find(settings, cache).config)
+            with quiet():
+                model = cast(Any, AutoModelForCausalLM).from_config(_find(settings, cache).config)
             _shake(model)
     else:
         source = find_source(settings, cache)
@@ -181,7 +183,8 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
 def _ask(loader: Any, source: Source, **options: Any) -> Any:
     """Call one of transformers' loaders and say in Plait's words what failed."""
     try:
-        return loader(source.location, revision=source.revision or "main", **options)
+        with quiet():
+            return loader(source.location, revision=source.revision or "main", **options)
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(

