@@ -185,4 +185,4 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
-Mode = Literal["train", "simulate", "bench"]
+Mode = Literal["train", "plan", "simulate", "bench"]

@@ -111,7 +111,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"search": {"direction": "up"}}, "search.direction='up'", "maximize, minimize"),
         ({"search": 3}, "search=3", "a group of keys"),
         ({"planer": {}}, "planer", "Did you mean planner"),
-        ({"mode": "play"}, "mode='play'", "bench, simulate, train"),
+        ({"mode": "play"}, "mode='play'", "bench, plan, simulate, train"),
         ({"tracking": {"flush_seconds": -1}}, "tracking.flush_seconds=-1", "at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

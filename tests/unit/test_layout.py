@@ -22,7 +22,7 @@ LEVELS = (
     {"addresses", "errors", "jobs", "padding", "plans", "samples", "settings", "paths", "config_fields"},
     {"cost", "data", "models", "adapters", "tracking"},
     {"planner", "simulate", "engine", "terminal"},
-    {"search", "config"},
+    {"search", "planning", "config"},
     {"bench", "cli", "__main__"},
 )
 PLAIN_DATA = {"plait.engine.messages"}  # events are plain data: whoever follows a search reads them

@@ -54,6 +54,14 @@ class TrialComposer:
         self._write(composed)
         return job
 
+    def unwritten(self, trial: Trial) -> JobSpec:
+        """The job of a trial, without files.
+
+        Raises:
+            ConfigError: a value of the trial is wrong.
+        """
+        return job_of(trial.name, self._plain(self._compose(trial.overrides, trial.number)))
+
     def probe(self, overrides: Sequence[str] = ()) -> JobSpec:
         """The job that these overrides would give; writes nothing.
 

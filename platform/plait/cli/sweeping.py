@@ -42,17 +42,22 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     check_metric(settings.search.metric)
     check_sampler(settings.search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
+    planning = composed["mode"] == "plan"
     command = SearchCommand(
         settings=settings,
         space=request.space,
         base=composer.probe(),
-        make_job=composer.job,
+        make_job=composer.unwritten if planning else composer.job,
         probes=tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes()),
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=command_words(),
         overrides=tuple(arguments),
-        directory=_prepare_directory(config),
+        directory=Path() if planning else _prepare_directory(config),
     )
+    if planning:
+        from plait.cli.plan import run_plan
+
+        return run_plan(command)
     if composed["mode"] == "train":
         from plait.search.launch import run_search
 

@@ -46,6 +46,7 @@ OWN = (
     Verb(
         "sweep", "plait.cli.main:sweep", "search hyperparameters, training all adapters together", hydra=True
     ),
+    Verb("plan", "plait.cli.plan:main", "what a search would take, without training", hydra=True),
     Verb("train", "plait.cli.main:train", "train one adapter", hydra=True),
     Verb(
         "bench", "plait.cli.bench:main", "list the searches and benchmarks of sweeps/, or run one", hydra=True

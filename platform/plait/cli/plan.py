@@ -1,0 +1,152 @@
+"""`plait plan`: the arguments of `plait sweep`; says what would run where, and trains nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.cli.app import command_words, run, show_space, shows_only
+from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.errors import EXIT_DONE, ConfigError
+from plait.planning.described import plan_described
+from plait.planning.here import plan_here
+from plait.planning.outlook import Outlook
+from plait.planning.workload import Workload
+from plait.search.checks import check_jobs, check_model, worker_facts
+from plait.search.command import SearchCommand
+from plait.search.draw import draw_jobs
+from plait.search.engine import choose_device, free_memory, open_data
+from plait.settings import RunSettings
+
+JSON = "--json"
+LOG_WIDTH = 140  # columns where output is not a terminal
+UNKNOWN = "unknown"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Plan a search: groups, replicas, seconds and bytes, without training."""
+    given = [argument for argument in arguments if argument != JSON]
+    # The words come back as command_words(): Hydra would not know the flag.
+    words = f"plait plan {JSON}" if JSON in arguments else "plait plan"
+    if shows_only(given):
+        return run(words, show_space(given))
+    return run(words, ["--multirun", *given, "mode=plan"])
+
+
+def run_plan(command: SearchCommand) -> int:
+    """Plan the search of a command and print it; the exit status.
+
+    Raises:
+        InputError: anything that is wrong with it, as `plait sweep` would say.
+    """
+    outlook = plan_search(command)
+    if JSON in command_words():
+        print(json.dumps(outlook.mapping(), indent=2))
+        return EXIT_DONE
+    console = Console()
+    show(outlook, console if console.is_terminal else Console(width=LOG_WIDTH))
+    return EXIT_DONE
+
+
+def plan_search(command: SearchCommand) -> Outlook:
+    """Draw the search's trials and plan them, on this machine or on the cluster that is described.
+
+    Raises:
+        InputError: as :func:`run_plan`.
+    """
+    settings, profile = _where(command.settings)
+    check_jobs(command.probes)
+    shape = check_model(settings.model, command.probes)
+    jobs = draw_jobs(replace(command, settings=settings))
+    workload = Workload.of(jobs, open_data(settings, shape.max_length, jobs).catalogue)
+    if profile is not None:
+        named = settings.model.id or settings.model.path or settings.model.kind
+        return plan_described(workload, settings, profile, tokeniser=str(named))
+    from plait.engine.admission import Admission
+
+    memory = free_memory(settings)
+    admission = Admission(worker_facts(settings.model, shape, memory), settings)
+    device = choose_device(settings.engine.device)
+    return plan_here(workload, settings, admission, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
+
+
+def _where(settings: RunSettings) -> tuple[RunSettings, ClusterProfile | None]:
+    """The cluster's profile, and settings whose samples may be as long as the cluster takes them."""
+    if settings.cluster.kind == "local":
+        return settings, None
+    if settings.cluster.kind != "described":
+        raise ConfigError(
+            f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
+        )
+    profile = cluster_profile(settings.cluster.options)
+    most = max(configuration.max_tokens for configuration in profile.configurations)
+    return replace(settings, engine=replace(settings.engine, capacity=most)), profile
+
+
+def show(outlook: Outlook, console: Console) -> None:
+    """Print a plan: replicas, groups, totals with and without Plait, assumptions."""
+    console.print(f"{outlook.cluster}: {outlook.devices}", markup=False, highlight=False)
+    console.print(f"profile: {outlook.profile}", markup=False, highlight=False)
+    console.print(_replicas(outlook), _groups(outlook), _totals(outlook))
+    for line in outlook.assumptions:
+        console.print(f"- {line}", markup=False, highlight=False)
+
+
+def _replicas(outlook: Outlook) -> Table:
+    table = Table(title="Replicas")
+    for heading in ("replicas", "tp", "pp", "capacity", "layers by stage", "bytes on a device"):
+        table.add_column(heading, justify="right")
+    for each in outlook.replicas:
+        table.add_row(
+            str(each.count),
+            str(each.tp),
+            str(each.pp),
+            f"{each.capacity:,} tokens",
+            " ".join(map(str, each.layer_split)) or "all",
+            UNKNOWN
+            if each.predicted_bytes is None
+            else f"{each.predicted_bytes / 2**30:.2f} GiB, {each.bytes_source}",
+        )
+    return table
+
+
+def _groups(outlook: Outlook) -> Table:
+    table = Table(title="Groups")
+    table.add_column("wave", justify="right")
+    table.add_column("jobs", overflow="fold")
+    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds"):
+        table.add_column(heading, justify="right")
+    for each in outlook.groups:
+        table.add_row(
+            str(each.wave),
+            " ".join(each.jobs),
+            f"{each.steps:,}",
+            f"{each.microbatches:,}",
+            _seconds(each.predicted_seconds),
+            _seconds(each.device_seconds),
+        )
+    return table
+
+
+def _totals(outlook: Outlook) -> Table:
+    """Plait beside the same jobs one after another on the same devices."""
+    table = Table(title="In all")
+    for heading in ("", "microbatches", "device-seconds"):
+        table.add_column(heading, justify="right" if heading else "left")
+    together = sum(group.microbatches for group in outlook.groups)
+    table.add_row("with Plait", f"{together:,}", _seconds(outlook.device_seconds))
+    table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(outlook.device_seconds_alone))
+    if outlook.device_seconds is not None and outlook.device_seconds_alone:
+        saved = 1 - outlook.device_seconds / outlook.device_seconds_alone
+        table.add_row("saved", "", f"{100 * saved:.1f} % (simulated)")
+    if outlook.gap is not None:
+        table.caption = f"Deployment within {100 * outlook.gap:.2f} % of the proved bound"
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.1f} s"

@@ -1,0 +1,106 @@
+"""`plait plan` through the command: the arguments of a search, nothing trained, nothing left behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait.models
+from plait.cli.main import main
+from plait.cost.profiles import cluster_profile
+from plait.cost.shapes import MicrobatchShape
+from plait.paths import conf_dir
+
+Short = tuple[str, ...]
+SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.trials=3")
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, in which loading a model's weights is an error."""
+
+    def loaded(*_: object, **__: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(plait.models, "load_model", loaded)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["plan", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_plan_for_this_machine(empty: Path, short: Short, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *short, *SEARCH)
+    (group,) = found["groups"]
+    assert group["jobs"] == ["trial-0000", "trial-0001", "trial-0002"]
+    assert group["steps"] == 9
+    assert group["microbatches"] == 3
+    assert found["microbatches_alone"] == 9
+    assert found["predicted_seconds"] is None
+    assert found["device_seconds"] is None
+    assert found["replicas"][0]["predicted_bytes"] > 0
+    assert list(empty.iterdir()) == []
+
+
+def test_jobs_that_may_not_train_together_make_waves(
+    short: Short, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(capsys, *short, *SEARCH, "planner.max_jobs=2")
+    assert [(group["wave"], len(group["jobs"])) for group in found["groups"]] == [(1, 2), (2, 1)]
+
+
+def test_each_described_cluster(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
+    names = sorted(path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if path.stem != "local")
+    assert len(names) >= 4
+    for name in names:
+        found = planned(capsys, *short, *SEARCH, f"cluster={name}")
+        assert found["cluster"] == name
+        assert 0 < found["device_seconds"] <= found["device_seconds_alone"]
+        assert sum(group["steps"] for group in found["groups"]) == 9
+        assert all(replica["predicted_bytes"] is None for replica in found["replicas"])
+
+
+def test_seconds_are_those_of_the_profile(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
+    """One device and one job whose every step is one microbatch: steps × its seconds, within its sizes."""
+    import yaml
+
+    options = yaml.safe_load((conf_dir() / "cluster/h100_llama31_8b.yaml").read_text())["options"]
+    time = cluster_profile(options).time
+    found = planned(capsys, *short, "adapter.rank=1", "cluster=h100_llama31_8b", "search.trials=1")
+    least = time.microbatch(MicrobatchShape.of([2, 2], labelled=1))
+    most = time.microbatch(MicrobatchShape.of([256, 256]))
+    assert 3 * least < found["predicted_seconds"] < 3 * most
+    assert found["predicted_seconds"] == pytest.approx(found["device_seconds"])
+    assert found["device_seconds"] == pytest.approx(found["device_seconds_alone"])
+
+
+def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *short, *SEARCH]) == 0
+    out = capsys.readouterr().out
+    assert "trial-0002" in out
+    assert "unknown" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("engine.capacity=8", "data.overlong=error"), "tokens"),
+        (("adapter.target_modules=[nothing]",), "nothing"),
+        (("cluster.kind=moon",), "local or described"),
+    ],
+)
+def test_what_a_search_could_not_do_is_refused(
+    short: Short,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    assert main(["plan", *short, *SEARCH, *arguments]) == 2
+    assert said in capsys.readouterr().err

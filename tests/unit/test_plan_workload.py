@@ -1,0 +1,65 @@
+"""What a search puts through the model, and how its jobs are cut into waves."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.engine.catalogue import DataCatalogue
+from plait.errors import CapacityError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.planning.here import fill_waves
+from plait.planning.workload import MOST_STEPS, Workload
+from plait.samples import Sample, Split, TokenisedData
+
+
+def split(lengths: list[int]) -> Split:
+    """Samples of which every second token, from the second on, is labelled."""
+    return Split.of([Sample(np.zeros(n, np.int32), np.arange(n) % 2 == 1) for n in lengths])
+
+
+def job(name: str, *, steps: int, priority: int = 0) -> JobSpec:
+    train = TrainSpec(steps=steps, batch_size=2, priority=priority)
+    return JobSpec(name, AdapterSpec(rank=1), train, DataSpec.of("jsonl"))
+
+
+def catalogue() -> DataCatalogue:
+    return DataCatalogue(lambda _: TokenisedData("digest", split([4, 6]), split([10])))
+
+
+def test_the_first_steps_are_planned_and_stand_for_all() -> None:
+    workload = Workload.of([job("long", steps=2 * MOST_STEPS), job("short", steps=3)], catalogue())
+    assert [len(workload.batches[name]) for name in ("long", "short")] == [MOST_STEPS, 3]
+    assert workload.truncated
+    assert workload.scale(["long"]) == 2.0
+    assert workload.scale(["short"]) == 1.0
+    assert sorted(workload.batches["short"][0].lengths) == [4, 6]
+    assert workload.longest == {"long": 10, "short": 10}
+    assert workload.labelled_share == 0.5
+
+
+def test_higher_priority_goes_first() -> None:
+    workload = Workload.of([job("a", steps=1), job("b", steps=1, priority=1)], catalogue())
+    assert [each.name for each in workload.jobs] == ["b", "a"]
+
+
+def test_a_sample_that_fits_nowhere_is_named() -> None:
+    workload = Workload.of([job("a", steps=1)], catalogue())
+    workload.check_fits(10, "The cluster")
+    with pytest.raises(CapacityError, match="job a has a sample of 10 tokens"):
+        workload.check_fits(9, "The cluster")
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 20))
+def test_waves_keep_order_and_are_as_full_as_order_allows(weights: list[int], room: int) -> None:
+    names = [f"{place} {weight}" for place, weight in enumerate(weights)]
+
+    def weigh(wave: tuple[str, ...] | list[str]) -> int:
+        return sum(int(name.split()[1]) for name in wave)
+
+    waves = fill_waves(names, lambda wave: weigh(list(wave)) <= room)
+    assert [name for wave in waves for name in wave] == names
+    assert all(weigh(wave) <= room for wave in waves)
+    assert all(weigh([*wave, after[0]]) > room for wave, after in pairwise(waves))
