@@ -174,3 +174,27 @@ def test_closing_twice_does_nothing_more() -> None:
     kept = writer(Recorder())
     kept.close()
     kept.close()
+
+
+def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers only when the test is over: whoever waited for it would wait for ever."""
+    answer = threading.Event()
+    kept = writer(Recorder(lambda _: None if answer.wait() else None), flush_seconds=0.0)
+    kept.put(point("a", 1))
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kept, "flush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kept.close()
+    answer.set()
+
+
+def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only() -> None:
+    answer = threading.Event()
+    kept = writer(Recorder(lambda _: None if answer.wait() else None), flush_seconds=0.0)
+    kept.put(point("a", 1))
+    with pytest.raises(StorageError, match="1 records"):
+        kept.close(patience=0.01)
+    answer.set()

@@ -49,6 +49,9 @@ from plait.tracking.values import (
 from plait.tracking.writer import Writer
 
 
+LAST_SECONDS = 1.0  # that a store has to take the last records of an interrupted process
+
+
 @dataclass(frozen=True, slots=True)
 class SearchFacts:
     """What is known of a search before its first job.
@@ -338,8 +341,11 @@ class Tracker:
             self.end_search(names.INTERRUPTED, "Interrupted.")
         else:
             self.end_search(names.FAILED, f"{type(error).__name__}: {error}")
+        # Who interrupts a second time does not want to wait for a server that is gone.
+        patience = LAST_SECONDS if isinstance(error, KeyboardInterrupt) else None
         try:
-            self.close()
+            if self._writer is not None:
+                self._writer.close(patience)
         except StorageError as trouble:
             if error is None:
                 raise

@@ -126,8 +126,8 @@ class Writer:
         with self._condition:
             return len(self._outbox)
 
-    def flush(self) -> None:
-        """Wait until the store has everything.
+    def flush(self, patience: float | None = None) -> None:
+        """Wait until the store has everything, at most ``patience`` seconds if given.
 
         Raises:
             StorageError: the store refused something, or did not answer to several attempts; what it has
@@ -137,25 +137,35 @@ class Writer:
             self._flushing += 1
             self._failures = 0
             self._condition.notify_all()
-            self._condition.wait_for(lambda: not self._outbox or self._failures >= ATTEMPTS)
-            self._flushing -= 1
+            try:
+                self._condition.wait_for(lambda: not self._outbox or self._failures >= ATTEMPTS, patience)
+            finally:
+                self._flushing -= 1
             self._raise_trouble()
 
-    def close(self) -> None:
+    def close(self, patience: float | None = None) -> None:
         """Send what is left and end the thread; further calls do nothing.
+
+        With ``patience`` (seconds), or interrupted, it does not wait for a request that is under way: the
+        thread ends with it, or with the process.
 
         Raises:
             StorageError: as :meth:`flush`; what has not been sent is still in the outbox.
         """
         if self._closing:
             return
+        wait = patience is None
         try:
-            self.flush()
+            self.flush(patience)
+        except KeyboardInterrupt:
+            wait = False
+            raise
         finally:
             with self._condition:
                 self._closing = True
                 self._condition.notify_all()
-            self._thread.join()
+            if wait:
+                self._thread.join()
 
     def _raise_trouble(self) -> None:
         if self._outbox:

@@ -1,0 +1,51 @@
+"""A disk that is full when something is written: an error that names the file, and nothing half written."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plait.data import cache
+from plait.engine.checkpoints import Origin, write_state
+from plait.engine.messages import Cursor
+from plait.errors import StorageError
+from plait.samples import Split, TokenisedData
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system finds no room when data has to reach the disk."""
+
+    def no_room(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_room)
+
+
+def refused(error: StorageError, folder: Path) -> None:
+    assert error.exit_status == 2
+    assert str(folder) in error.value
+    assert "No space left on device" in error.value
+    assert error.rule
+    assert error.remedy
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("full")
+def test_tokenised_data(tmp_path: Path) -> None:
+    empty = np.zeros(0, dtype=np.int32)
+    split = Split(tokens=empty, labels=empty, offsets=np.zeros(1, dtype=np.int64), rows=empty)
+    data = TokenisedData(cache.content_digest(split, split), split, split)
+    with pytest.raises(StorageError) as caught:
+        cache.write_cached(tmp_path / "data.npz", data)
+    refused(caught.value, tmp_path)
+
+
+@pytest.mark.usefixtures("full")
+def test_the_state_of_a_job(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as caught:
+        write_state(tmp_path / "state", Origin({}, {}, "m", "d"), Cursor(1, 0), {"w": torch.zeros(2)})
+    refused(caught.value, tmp_path)
