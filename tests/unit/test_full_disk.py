@@ -37,7 +37,12 @@ def refused(error: StorageError, folder: Path) -> None:
 @pytest.mark.usefixtures("full")
 def test_tokenised_data(tmp_path: Path) -> None:
     empty = np.zeros(0, dtype=np.int32)
-    split = Split(tokens=empty, labels=empty, offsets=np.zeros(1, dtype=np.int64), rows=empty)
+    split = Split(
+        tokens=empty,
+        labels=np.zeros(0, dtype=np.bool_),
+        offsets=np.zeros(1, dtype=np.int64),
+        rows=np.zeros(0, dtype=np.int64),
+    )
     data = TokenisedData(cache.content_digest(split, split), split, split)
     with pytest.raises(StorageError) as caught:
         cache.write_cached(tmp_path / "data.npz", data)

@@ -179,7 +179,7 @@ def test_closing_twice_does_nothing_more() -> None:
 def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store answers only when the test is over: whoever waited for it would wait for ever."""
     answer = threading.Event()
-    kept = writer(Recorder(lambda _: None if answer.wait() else None), flush_seconds=0.0)
+    kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
     kept.put(point("a", 1))
 
     def interrupted(*_: object) -> bool:
@@ -193,7 +193,7 @@ def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(monkeypatch: py
 
 def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only() -> None:
     answer = threading.Event()
-    kept = writer(Recorder(lambda _: None if answer.wait() else None), flush_seconds=0.0)
+    kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
     kept.put(point("a", 1))
     with pytest.raises(StorageError, match="1 records"):
         kept.close(patience=0.01)

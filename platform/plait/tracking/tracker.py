@@ -48,7 +48,6 @@ from plait.tracking.values import (
 )
 from plait.tracking.writer import Writer
 
-
 LAST_SECONDS = 1.0  # that a store has to take the last records of an interrupted process
 
 
