@@ -1,6 +1,9 @@
 """Rows become samples: labels, ends, splits, limits, the cache, and errors before any model loads."""
 
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
 from plait.data.options import TaskOptions
 from plait.data.rendering import Rendered
-from plait.data.tasks import generate_task
+from plait.data.tasks import HASH_DEPENDENT, generate_task
 from plait.data.tokenising import tokenise
 from plait.errors import ConfigError, DataError, InputError, StorageError
 from plait.jobs import DataSpec
@@ -382,6 +385,24 @@ def test_a_generated_task_is_repeatable_scored_and_divided(tmp_path, tokeniser):
     assert max(score(spec, rows, ["nothing"] * 4)) < 1.0
     assert generation_limit(spec) == 7
     assert generation_limit(DataSpec("reasoning_gym")) is None
+
+
+@pytest.mark.parametrize("task", ["ransom_note", "word_ladder"])
+def test_rows_do_not_depend_on_the_hash_seed_of_the_process(task):
+    assert task in HASH_DEPENDENT
+    program = (
+        "from plait.data.options import TaskOptions\nfrom plait.data.tasks import generate_task\n"
+        f"print(generate_task(TaskOptions(task={task!r}, size=5, validation=1)).digest)"
+    )
+    path = os.pathsep.join(sys.path)
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+        )
+        assert done.stdout.decode().split() == [
+            generate_task(TaskOptions(task=task, size=5, validation=1)).digest
+        ]
 
 
 def test_difficulty_is_the_level_of_the_tasks_curriculum(tmp_path, tokeniser):
