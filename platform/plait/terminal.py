@@ -12,7 +12,6 @@ from rich.live import Live
 from rich.text import Text
 
 from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobGenerated
-from plait.errors import PlaitError
 from plait.terminal_rows import (
     best_line,
     duration,
@@ -28,6 +27,7 @@ from plait.tracking.names import FAILED, FINISHED
 
 REFRESH_SECONDS = 0.25
 LINES_AROUND = 6  # of the live view, beside the jobs
+OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
 LEAST_SHARE = 0.02  # of the search, before the time left is told
 
 
@@ -120,7 +120,7 @@ class Terminal:
     def _write_line(self, event: Event) -> None:
         match event:
             case JobAdmitted():
-                keys = varying(list(self._board.jobs.values())) or ["adapter.rank", "train.lr"]
+                keys = varying(list(self._board.jobs.values())) or OF_ONE_JOB
                 shown = settings_line(self._board.jobs[event.job.name], keys)
                 begins = "started" if event.step == 0 else f"goes on from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
@@ -157,7 +157,7 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
     best = board.best()
     lines: list[tuple[str, str]] = []
     if best is not None:
-        keys = varying(list(board.jobs.values())) or list(best.parameters)
+        keys = varying(list(board.jobs.values())) or OF_ONE_JOB
         lines += [("best", f"{best.name}, objective {number(best.objective)}")]
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:
@@ -170,11 +170,3 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         console.print(f"{label:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
-
-
-def print_error(console: Console, error: PlaitError) -> None:
-    """Value, rule and remedy of an error, one to a line."""
-    console.print(Text("error: ", "bold red").append(error.value, "default"), soft_wrap=True)
-    for line in (error.rule, error.remedy):
-        if line:
-            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.errors import ConfigError
 from plait.jobs import AdapterSpec, JobSpec
-from plait.terminal import Terminal, print_error, print_summary
+from plait.terminal import Terminal, print_summary
 from plait.terminal_rows import duration, jobs_table, setting, share_done, shown_first, status_line
 from plait.tracking.board import Board, JobRecord
 
@@ -207,11 +206,9 @@ def test_the_summary_says_what_was_found_and_what_failed() -> None:
     ]
 
 
-def test_an_error_shows_value_rule_and_remedy_as_they_are() -> None:
-    console = Console(file=io.StringIO(), width=40)
-    print_error(console, ConfigError("train.lr='[red]'", "train.lr must be above 0.", "Give a number."))
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
-        "error: train.lr='[red]'",
-        "  train.lr must be above 0.",
-        "  Give a number.",
-    ]
+def test_a_single_job_is_summed_up_in_a_line() -> None:
+    board = board_of(1)
+    board.judge("trial-0000", "finished", 1.5, "")
+    console = Console(file=io.StringIO(), width=60)
+    print_summary(console, board, {})
+    assert "parameters  adapter.rank=1 train.lr=0.0002" in console.file.getvalue().splitlines()  # type: ignore[attr-defined]
