@@ -127,6 +127,9 @@ def test_one_adapter_takes_the_same_path(
     assert alone.value == pytest.approx(rows[3], rel=1e-5)
     (run,) = (folder / "outputs").glob("*/*")
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["adapter"]["rank"] == 3
+    kept = [json.loads(path.read_text()) for path in (folder / "plait-runs").rglob("lengths.json")]
+    assert kept
+    assert all(summary["train"]["tokens"] > 0 for lengths in kept for summary in lengths.values())
 
 
 def test_a_job_that_diverges_fails_alone(

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -16,10 +17,10 @@ from optuna.trial import TrialState
 from plait.config_overrides import read_request
 from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
 from plait.errors import CapacityError, ConfigError, StorageError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
-from plait.search.objective import METRICS, Observed, check_metric
+from plait.search.objective import METRICS, Observed, check_measured, check_metric
 from plait.search.run import SearchResult, SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
@@ -347,3 +348,22 @@ def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("metric", "options", "said"),
+    [
+        ("eval/loss", {"validation": 0}, "no validation rows"),
+        ("eval/accuracy", {"validation": 0, "generate": True}, "no validation rows"),
+        ("eval/accuracy", {}, "data.generate=true"),
+    ],
+)
+def test_a_metric_that_the_data_does_not_give_is_refused(metric: str, options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_measured(metric, [DataSpec.of("reasoning_gym", **options)])
+
+
+def test_a_metric_that_the_data_gives_is_taken() -> None:
+    check_measured("train/loss", [DataSpec.of("reasoning_gym", validation=0)])
+    check_measured("eval/loss", [DataSpec.of("jsonl", path="x.jsonl")])
+    check_measured("eval/accuracy", [DataSpec.of("reasoning_gym", generate=True)])

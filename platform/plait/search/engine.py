@@ -19,10 +19,11 @@ from plait.settings import RunSettings
 
 @dataclass(slots=True)
 class LoadedData:
-    """Data sets tokenised for one model, and what they are."""
+    """Data sets tokenised for one model; by digest what they are, and how long their samples are."""
 
     catalogue: DataCatalogue
     facts: dict[str, Any]
+    lengths: dict[str, Any]
 
 
 def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -> LoadedData:
@@ -46,15 +47,15 @@ def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -
 
     catalogue = DataCatalogue(load, generation_limit=generation_limit, judge=score)
     facts: dict[str, Any] = {}
+    lengths: dict[str, Any] = {}
     for spec in dict.fromkeys(job.data for job in jobs):
         data = catalogue.of(spec)
-        facts[data.digest] = {
-            "source": spec.source,
-            "options": spec.mapping(),
+        facts[data.digest] = {"source": spec.source, "options": spec.mapping()}
+        lengths[data.digest] = {
             "train": asdict(summary(data.train)),
             "validation": asdict(summary(data.validation)),
         }
-    return LoadedData(catalogue, facts)
+    return LoadedData(catalogue, facts, lengths)
 
 
 def free_memory(settings: RunSettings) -> int:

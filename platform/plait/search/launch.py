@@ -19,6 +19,7 @@ from plait.search.command import SearchCommand
 from plait.search.engine import LoadedData, build_coordinator, free_memory, open_data
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
+from plait.search.objective import check_measured
 from plait.search.recorder import SearchRecorder
 from plait.search.results import describe_result, write_result
 from plait.search.run import Coordinator, SearchResult, SearchRun
@@ -38,6 +39,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     console = console or Console()
     settings = command.settings
     check_jobs(command.probes)
+    check_measured(settings.search.metric, dict.fromkeys(job.data for job in command.probes))
     location = check_tracking(settings.tracking)
     source = _open_study(command)
     done = SearchResult(tuple(source.finished()))
@@ -103,6 +105,7 @@ class _Launch:
         with Tracker(self._settings.tracking) as tracker:
             self._source.link(tracker.start_search(self._facts()))
             tracker.record("data.json", data.facts)
+            tracker.record("lengths.json", data.lengths)
             result = self._train(coordinator, tracker)
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         write_result(result, self._settings.search.direction, self._command.directory)
