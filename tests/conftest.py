@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pwd
 import shutil
@@ -85,3 +86,13 @@ def new_database(_postgresql_server: str) -> Callable[[], str]:
         return f"{_postgresql_server}/{name}"
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def log_handlers() -> Iterator[None]:
+    """Put the root logger's handlers back: Hydra, called in this process, makes ones on a captured stream."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -12,6 +12,7 @@ import yaml
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
+from plait.plans import Plan
 
 Trials = Callable[..., list[FrozenTrial]]
 Leaderboard = Callable[..., list[dict[str, Any]]]
@@ -130,6 +131,9 @@ def test_one_adapter_takes_the_same_path(
     kept = [json.loads(path.read_text()) for path in (folder / "plait-runs").rglob("lengths.json")]
     assert kept
     assert all(summary["train"]["tokens"] > 0 for lengths in kept for summary in lengths.values())
+    plans = [Plan.from_json(path.read_text()) for path in (folder / "plait-runs").rglob("plan.json")]
+    assert sorted(len(plan.groups[0].jobs) for plan in plans) == [1, 2]
+    assert all(plan.choices["kernels"] == "grouped" for plan in plans)
 
 
 def test_a_job_that_diverges_fails_alone(

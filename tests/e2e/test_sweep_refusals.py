@@ -27,6 +27,7 @@ Short = tuple[str, ...]
         (["adapter.rank=1,2", "tracking.uri=http://127.0.0.1:1"], ["tracking.uri"]),
         (["adapter.rank=1,2", "tracking.root=file/runs"], ["tracking.root", "file/runs"]),
         (["adapter.rank=1,2", "hydra.sweep.dir=file/sweep"], ["file/sweep", "hydra.sweep.dir"]),
+        (["adapter.rank=1,2", "cluster=h100_llama31_8b"], ["h100_llama31_8b", "plait plan"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
     ],
     ids=lambda value: value[-1].split("=")[0] + value[0][-8:] if value[0].count("=") else None,

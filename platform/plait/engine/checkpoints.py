@@ -54,7 +54,7 @@ class Origin:
 
 
 def write_state(directory: Path, origin: Origin, cursor: Cursor, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state so that ``directory`` holds all of it or does not change.
+    """Write a state so that ``directory`` never holds part of one; an older one is replaced by renaming.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -73,10 +73,13 @@ def write_state(directory: Path, origin: Origin, cursor: Cursor, tensors: Mappin
         (beside / HEADER).write_text(json.dumps(header, indent=2, sort_keys=True))
         for path in (beside / TENSORS, beside / HEADER, beside):
             _to_disk(path)
-        if directory.exists():
-            shutil.rmtree(directory)
+        replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if directory.exists():  # renamed, not removed: a kill in between must leave one whole state on disk
+            directory.rename(replaced)
         beside.rename(directory)
         _to_disk(directory.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise StorageError(

@@ -38,7 +38,7 @@ from plait.engine.order import DataOrder
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.planner.packing import pack
-from plait.plans import GlobalBatch, Microbatch
+from plait.plans import GlobalBatch, Group, Microbatch, Plan, Replica
 from plait.settings import RunSettings
 
 GROUP = "group-0"
@@ -80,6 +80,8 @@ class Coordinator:
         self._arrivals = count()
         self._iterations = count(1)
         self._stopping = False
+        self._joined: list[str] = []
+        self._chosen = dict(worker.facts.chosen)
 
     # ---- what is asked from outside -------------------------------------------------------------------
 
@@ -128,6 +130,12 @@ class Coordinator:
             return max(1, self._admission.room([], self._admission.usual, most))
         return self._admission.room(known, max(known, key=lambda demand: demand.bytes), most)
 
+    def plan(self) -> Plan:
+        """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
+        group = Group(tuple(self._joined), self._capacity, self._tile)
+        replica = Replica(devices=(self._chosen.get("device", "cpu"),))
+        return Plan((replica,), (group,), choices={**self._chosen, "capacity": self._capacity})
+
     @property
     def idle(self) -> bool:
         """Whether no job waits or trains."""
@@ -163,6 +171,7 @@ class Coordinator:
             outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from))
             if job.name in outcome.attached:
                 job.cursor = outcome.attached[job.name].cursor
+                self._joined.append(job.name)
                 events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
             events += self._end_failed(outcome)
         return events

@@ -96,7 +96,7 @@ class LocalWorker:
             model.linears,
             max_length=model.max_length,
             memory_bytes=device_bytes(model.device),
-            chosen={"kernels": self._backend},
+            chosen={"kernels": self._backend, "device": str(model.device)},
         )
 
     def handle(self, command: Command) -> Sequence[WorkerEvent]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from plait.addresses import redact
-from plait.errors import EXIT_DONE
+from plait.errors import EXIT_DONE, ConfigError
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.engine import LoadedData, build_coordinator, free_memory, open_data
@@ -25,6 +25,7 @@ from plait.search.results import describe_result, write_result
 from plait.search.run import Coordinator, SearchResult, SearchRun
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
+from plait.settings import ClusterSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import SearchFacts, Tracker, check_tracking
 from plait.tracking.names import FINISHED, INTERRUPTED
@@ -38,6 +39,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     """
     console = console or Console()
     settings = command.settings
+    check_here(settings.cluster)
     check_jobs(command.probes)
     check_measured(settings.search.metric, dict.fromkeys(job.data for job in command.probes))
     location = check_tracking(settings.tracking)
@@ -79,6 +81,20 @@ def _open_study(command: SearchCommand) -> StudyTrials:
     return StudyTrials(settings.search, command.space, identity, storage)
 
 
+def check_here(cluster: ClusterSettings) -> None:
+    """Refuse to train on a cluster that is only described.
+
+    Raises:
+        ConfigError: it is not this machine.
+    """
+    if cluster.kind != "local":
+        raise ConfigError(
+            f"cluster: {cluster.options.get('name', cluster.kind)}",
+            "Training runs on this machine (cluster=local).",
+            "`plait plan` with the same arguments says what would run on a described cluster.",
+        )
+
+
 def announce() -> None:
     """Answer the first Ctrl-C. Straight to the descriptor: the handler may run in the middle of a line that
     the terminal view writes, whose buffer it would write once more."""
@@ -106,7 +122,9 @@ class _Launch:
             self._source.link(tracker.start_search(self._facts()))
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
+            tracker.record("plan.json", coordinator.plan().to_json())  # the choices, should this end early
             result = self._train(coordinator, tracker)
+            tracker.record("plan.json", coordinator.plan().to_json())
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         write_result(result, self._settings.search.direction, self._command.directory)
         self._report(result, tracker)
