@@ -13,6 +13,7 @@ from plait.errors import StorageError
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
+JOURNAL = "optuna.journal"  # the default, in tracking.root
 
 
 def open_storage(storage: str | None, root: Path) -> BaseStorage:
@@ -22,7 +23,7 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
         StorageError: the folder cannot be written, or the database does not answer.
     """
     if storage is None:
-        return _journal(root / "optuna.journal")
+        return _journal(root / JOURNAL)
     if "://" in storage:
         return _database(storage)
     path = Path(storage).expanduser()

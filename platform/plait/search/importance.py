@@ -1,0 +1,94 @@
+"""How much each searched key matters for the objective, asked of a stored study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import optuna
+from optuna.importance import get_param_importances
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.errors import StorageError
+from plait.search.storage import JOURNAL, open_storage
+
+METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
+LEAST_TRIALS = 2
+ENOUGH_FOR_ONE_KEY = 10  # complete trials; below that a share says little
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """Shares of the searched keys, adding up to 1, largest first.
+
+    Attributes:
+        trials: complete ones that the shares rest upon.
+        trouble: why there are no shares; "" where there are.
+    """
+
+    shares: Mapping[str, float] = field(default_factory=dict)
+    trials: int = 0
+    trouble: str = "No study was asked."
+
+    @property
+    def few(self) -> bool:
+        """Too few trials for the shares to be more than a hint."""
+        return self.trials < ENOUGH_FOR_ONE_KEY * max(len(self.shares), 1)
+
+
+def study_importance(storage: str | None, root: Path, name: str) -> Importance:
+    """The importance of every key of a study's space; whatever is in the way is told, not raised.
+
+    Args:
+        storage: ``search.storage``.
+        root: ``tracking.root``.
+        name: of the search.
+    """
+    if storage is not None and "***" in storage:
+        return Importance(trouble="The study's address holds a password, which is not kept with the search.")
+    if (missing := _missing_file(storage, root)) is not None:
+        return Importance(trouble=f"The study's file {missing} is not here.")
+    try:
+        opened = open_storage(storage, root)
+        if name not in optuna.get_all_study_names(opened):
+            return Importance(trouble=f"The study {name} is not in its storage any more.")
+        return _of_study(opened, name)
+    except StorageError as error:
+        return Importance(trouble=error.rule)
+
+
+def _missing_file(storage: str | None, root: Path) -> Path | None:
+    """The file that opening the storage would make anew: reading makes none."""
+    if storage is None:
+        path = root / JOURNAL
+    elif "://" not in storage:
+        path = Path(storage).expanduser()
+    elif storage.startswith("sqlite:///"):
+        path = Path(storage.removeprefix("sqlite:///"))
+    else:
+        return None
+    return None if path.exists() else path
+
+
+def _of_study(storage: BaseStorage, name: str) -> Importance:
+    study = optuna.load_study(study_name=name, storage=storage)
+    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item)]
+    if len(trials) < LEAST_TRIALS:
+        rule = f"Importance needs at least {LEAST_TRIALS} finished trials."
+        return Importance(trials=len(trials), trouble=f"{rule} There are {len(trials)}.")
+    if len({item.values[0] for item in trials}) == 1:
+        return Importance(trials=len(trials), trouble="All finished trials have the same objective.")
+    try:
+        shares = get_param_importances(study, target=lambda item: float(item.values[0]))
+    except (ValueError, RuntimeError) as error:
+        return Importance(trials=len(trials), trouble=str(error))
+    if not shares or not all(math.isfinite(value) for value in shares.values()):
+        return Importance(trials=len(trials), trouble="No key was varied in all finished trials.")
+    return Importance(dict(sorted(shares.items(), key=lambda pair: -pair[1])), len(trials), "")
+
+
+def _usable(item: FrozenTrial) -> bool:
+    return item.state == TrialState.COMPLETE and item.values is not None and math.isfinite(item.values[0])
