@@ -37,7 +37,8 @@ class ModelSettings:
         kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
         id: hub id or folder (hf).
         path: file (gguf).
-        family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, gpt_neox, gpt2.
+        family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
+            gpt_neox, gpt2.
         dtype: of the frozen weights and of the arithmetic.
         max_length: longest sample in tokens; None takes the model's own limit.
         revision: hub revision (hf).

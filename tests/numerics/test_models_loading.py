@@ -177,7 +177,7 @@ def test_a_hub_id_that_cannot_be_reached_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_an_unknown_family_and_too_long_samples_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="gpt_neox, llama"):
+    with pytest.raises(ConfigError, match="gpt_neox, granite, llama"):
         load_model(ModelSettings(kind="tiny", family="bert"), cache=tmp_path)
     with pytest.raises(ConfigError, match="at most 1024"):
         load_model(ModelSettings(kind="tiny", max_length=1025), cache=tmp_path)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from plait.errors import ModelError
 from plait.models import BaseModel, Identity, MicrobatchContext
+from plait.models.context import Rotation
 from plait.models.fuse import RotaryAttention
 from plait.models.packing import AttentionLayout, HeadIndex
 from plait_kernels import Routing, Site
@@ -63,10 +64,10 @@ def fake_context(
     offsets = [0]
     for length in lengths:
         offsets.append(offsets[-1] + length)
-    rotation = {
-        "position_embeddings": (_meta(1, tokens, size, dtype=dtype), _meta(1, tokens, size, dtype=dtype)),
-        "tables": (_meta(max(lengths), size, dtype=dtype), _meta(max(lengths), size, dtype=dtype)),
-    }
+    rotation = Rotation(
+        tokens=(_meta(1, tokens, size, dtype=dtype), _meta(1, tokens, size, dtype=dtype)),
+        tables=(_meta(max(lengths), size, dtype=dtype), _meta(max(lengths), size, dtype=dtype)),
+    )
     ids = _meta(tokens, dtype=torch.int64)
     return MicrobatchContext(
         token_ids=ids,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from plait.models.blocks import ATTENTION, Parts, find_parts, unusable
-from plait.models.context import MicrobatchContext
+from plait.models.context import MicrobatchContext, Rotation, Running, running
 from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
 from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
 from plait.models.observe import Observed, observe
@@ -39,12 +39,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class HeadParameters:
-    """What the loss needs to make logits of normalised hidden rows: scale · softcap(hidden Wᵀ + b)."""
+    """What the loss needs to make logits of normalised hidden rows: softcap(scale · (hidden Wᵀ + b))."""
 
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
-    scale: float | None = None
+    scale: float | None
 
 
 class BaseModel:
@@ -147,6 +147,8 @@ class BaseModel:
     def embed(self, context: MicrobatchContext) -> Tensor:
         """Hidden states (tokens, hidden) of the microbatch's tokens."""
         hidden = self._parts.embedding(context.token_ids)
+        if self._parts.embedding_scale is not None:
+            hidden = hidden * self._parts.embedding_scale
         if self._parts.positions is not None:
             hidden = hidden + self._parts.positions(context.position_ids)
         return cast(Tensor, hidden)
@@ -164,13 +166,15 @@ class BaseModel:
     def head(self, rows: Tensor) -> Tensor:
         """Logits (rows, vocabulary) of hidden rows, the last normalisation included."""
         logits = self._parts.head(self.final_norm(rows))
+        if self._parts.logit_scale is not None:
+            logits = logits * self._parts.logit_scale
         cap = self._parts.softcap
         return cast(Tensor, logits if cap is None else cap * torch.tanh(logits / cap))
 
     def head_parameters(self) -> HeadParameters:
         """The head, for a loss that never holds all logits; give it rows after :meth:`final_norm`."""
         head = self._parts.head
-        return HeadParameters(head.weight, head.bias, self._parts.softcap)
+        return HeadParameters(head.weight, head.bias, self._parts.softcap, self._parts.logit_scale)
 
     def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
         """Logits (rows, vocabulary) of chosen rows, or of all, block by block."""
@@ -183,20 +187,22 @@ class BaseModel:
         for group in self._groups[index]:
             group.forget()
         self._binding.routing = context.routing
-        out = self._parts.layers[index](
-            hidden.unsqueeze(0),
-            attention_mask=None,
-            position_ids=context.position_ids.unsqueeze(0),
-            packed=context,
-            **self._rotation(index, context),
-        )
+        rotation = self._rotation(index, context)
+        options = {} if rotation is None else {"position_embeddings": rotation.tokens}
+        with running(Running(context, None if rotation is None else rotation.tables)):
+            out = self._parts.layers[index](
+                hidden.unsqueeze(0),
+                attention_mask=None,
+                position_ids=context.position_ids.unsqueeze(0),
+                **options,
+            )
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
 
-    def _rotation(self, index: int, context: MicrobatchContext) -> dict[str, Any]:
-        """cos and sin of each token, and by position, for one layer; made once for a kind of layer."""
+    def _rotation(self, index: int, context: MicrobatchContext) -> Rotation | None:
+        """cos and sin for one layer; made once for a kind of layer."""
         rotary = self._parts.rotary
         if rotary is None:
-            return {}
+            return None
         kinds = getattr(self._model.config, "layer_types", None)
         kind = [kinds[index]] if kinds and self._rotary_by_kind else []
         key = kind[0] if kind else ""
@@ -204,9 +210,9 @@ class BaseModel:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             tokens = rotary(like, context.position_ids.unsqueeze(0), *kind)
             longest = torch.arange(int(context.position_ids.max()) + 1, device=self.device)
-            tables = tuple(table.squeeze(0) for table in rotary(like, longest.unsqueeze(0), *kind))
-            context.shared[key] = {"position_embeddings": tokens, "tables": tables}
-        return cast("dict[str, Any]", context.shared[key])
+            cos, sin = rotary(like, longest.unsqueeze(0), *kind)
+            context.shared[key] = Rotation(tokens, (cos.squeeze(0), sin.squeeze(0)))
+        return context.shared[key]
 
     # ---- taking the model over ------------------------------------------------------------------------
 
@@ -231,14 +237,19 @@ class BaseModel:
             self._groups[index].append(group)
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
         self._fuse(context)
-        self._check(context, observed)
+        try:
+            self._check(context, observed)
+        except (TypeError, LookupError, AttributeError) as error:  # a part that wants to be called otherwise
+            raise unusable(model, f"its parts cannot be run one by one: {error}") from error
 
     def _fuse(self, context: MicrobatchContext) -> None:
         """Replace what costs more than it needs to, where the replacement proves exact."""
         fuse_norms(self._model)
         fuse_mlps(self._parts.layers)
         for index, layer in enumerate(self._parts.layers):
-            fuse_attentions(layer, context, self._rotation(index, context))
+            rotation = self._rotation(index, context)
+            if rotation is not None:
+                fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
 
     def _check(self, context: MicrobatchContext, observed: Observed) -> None:
         """Each block, given what the whole model gave its own, must return what it returned."""

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from plait.errors import ModelError
 from plait.models.attention import AttentionRule, Heads, packed_attention
-from plait.models.context import MicrobatchContext
+from plait.models.context import now_running
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
 
@@ -29,6 +29,8 @@ class Parts:
         norm: the last normalisation.
         head: the output layer.
         softcap: of the logits, or None.
+        embedding_scale: factor of the embeddings, where the model and not its embedding applies it.
+        logit_scale: factor of the logits, before the softcap; None where there is none.
     """
 
     prefix: str
@@ -39,6 +41,8 @@ class Parts:
     norm: nn.Module
     head: nn.Linear
     softcap: float | None
+    embedding_scale: float | None
+    logit_scale: float | None
 
 
 def find_parts(model: PreTrainedModel) -> Parts:
@@ -62,6 +66,8 @@ def find_parts(model: PreTrainedModel) -> Parts:
     if len(lists) != 1 or len(norms) != 1 or len(tables) > 1 or not isinstance(head, nn.Linear):
         raise unusable(model, f"its parts are {', '.join(children)}")
     name, layers = next(iter(lists.items()))
+    config = model.config
+    divisor = getattr(config, "logits_scaling", None)  # Granite divides, Cohere multiplies
     return Parts(
         prefix=f"{model.base_model_prefix}.{name}.",
         embedding=embedding,
@@ -70,7 +76,9 @@ def find_parts(model: PreTrainedModel) -> Parts:
         rotary=children.get("rotary_emb"),
         norm=norms[0],
         head=head,
-        softcap=getattr(model.config, "final_logit_softcapping", None),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        embedding_scale=getattr(config, "embedding_multiplier", None),
+        logit_scale=getattr(config, "logit_scale", None) if divisor is None else 1.0 / divisor,
     )
 
 
@@ -92,7 +100,6 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    packed: MicrobatchContext | None = None,
     **_other: Any,
 ) -> tuple[Tensor, None]:
     """Packed attention as transformers' attention modules call it; they rotate before.
@@ -106,16 +113,11 @@ def attention_forward(
         scaling: of the scores; 1/sqrt(head size) where it is None.
         sliding_window: how many keys back a query sees, its own included.
         softcap: of the scores.
-        packed: the microbatch, passed down through the layers' keyword arguments.
 
     Returns:
         (1, tokens, heads, head size), and None for the probabilities.
-
-    Raises:
-        ModelError: the layers do not pass the context on.
     """
-    if packed is None:
-        raise unusable(module, "its layers do not pass keyword arguments on to attention")
+    packed = now_running().context
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     rule = AttentionRule(scale, sliding_window, softcap)
     heads = Heads(query.shape[1], key.shape[1])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +27,19 @@ class AttentionStore(Protocol):
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
         """(tokens, (query + 2 · shared) · head size) to (tokens, query heads · head size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """cos and sin of the rotary position embedding, as one kind of layer has them.
+
+    Attributes:
+        tokens: of each token: (1, tokens, rotated size) each.
+        tables: by position: (longest, rotated size) each.
+    """
+
+    tokens: tuple[Tensor, Tensor]
+    tables: tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +62,7 @@ class MicrobatchContext:
     checkpointing: bool = False
     cache: AttentionStore | None = None
     _layout: AttentionLayout | None = None
-    shared: dict[str, Any] = field(default_factory=dict)  # what all layers have in common: cos and sin
+    shared: dict[str, Rotation] = field(default_factory=dict)  # by kind of layer
 
     @classmethod
     def of(
@@ -80,3 +95,35 @@ class MicrobatchContext:
             lengths = [high - low for low, high in pairwise(self.sample_offsets)]
             self._layout = AttentionLayout.of(lengths, self.token_ids.device)
         return self._layout
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What attention needs of the layer that runs now.
+
+    Attributes:
+        context: of the microbatch.
+        tables: cos and sin by position, (longest, rotated size) each; None where nothing rotates.
+    """
+
+    context: MicrobatchContext
+    tables: tuple[Tensor, Tensor] | None
+
+
+# Beside the layers and not through them: not every family's layers pass keyword arguments on.
+_RUNNING: ContextVar[Running] = ContextVar("running")
+
+
+@contextmanager
+def running(layer: Running) -> Iterator[None]:
+    """Inside, a layer runs, for which :func:`now_running` answers."""
+    token = _RUNNING.set(layer)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def now_running() -> Running:
+    """Of the layer that runs now; a LookupError outside of any layer."""
+    return _RUNNING.get()

@@ -6,7 +6,7 @@ rotary attention, and where on random input the replacement gives what it gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.models.attention import AttentionRule, Heads, packed_attention
-from plait.models.context import MicrobatchContext
+from plait.models.context import MicrobatchContext, Running, now_running, running
 from plait.models.elementwise import GELU_TANH, SILU, activation, gated, rms_norm
 from plait.models.lora import GroupedLinear
 
@@ -113,14 +113,14 @@ class RotaryAttention:
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        packed: MicrobatchContext,
-        tables: tuple[Tensor, Tensor],
         **_other: Any,
     ) -> tuple[Tensor, None]:
         """(1, tokens, hidden) to (1, tokens, hidden), and None for the probabilities."""
         qkv = self.project(hidden_states.squeeze(0))
+        now = now_running()
+        packed = now.context
         if packed.cache is None:
-            out = packed_attention(qkv, self.heads, packed.layout, self.rule, tables)
+            out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         else:
             rotated = self._rotated(qkv, position_embeddings)
             out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
@@ -152,32 +152,35 @@ class _Observer:
         return packed_attention(qkv, heads, context.layout, rule)
 
 
-def fuse_attentions(root: nn.Module, context: MicrobatchContext, rotation: Mapping[str, Any]) -> int:
+def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
     """Replace the forward of every rotary attention below ``root``; how many were replaced.
 
     Args:
         root: a decoder layer.
-        context: a few packed tokens to try it on.
-        rotation: the layer's keyword arguments ``position_embeddings`` and ``tables``.
+        trial: a few packed tokens to try it on.
+        position_embeddings: cos and sin of each of them.
     """
-    return sum(_fuse_attention(module, context, rotation) for module in root.modules())
+    return sum(_fuse_attention(module, trial, position_embeddings) for module in root.modules())
 
 
-def _fuse_attention(module: nn.Module, context: MicrobatchContext, rotation: Mapping[str, Any]) -> bool:
+def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> bool:
     project = _merged_siblings(module, "q_proj", "k_proj", "v_proj") or _merged_siblings(module, "qkv_proj")
     output = getattr(module, "o_proj", None)
-    if project is None or not isinstance(output, GroupedLinear) or not rotation:
+    if project is None or not isinstance(output, GroupedLinear):
         return False
-    x = _noise(1, len(context.token_ids), project.in_features, like=project.weight)
+    x = _noise(1, len(trial.context.token_ids), project.in_features, like=project.weight)
     observer = _Observer()
-    observed = replace(context, cache=observer)
-    expected = module(hidden_states=x, attention_mask=None, packed=observed, **rotation)[0]
+    observed = replace(trial.context, cache=observer)
+    with running(Running(observed, trial.tables)):
+        expected = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)[0]
     if observer.asked is None:
         return False
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
-    if not all(_close(forward(x, packed=tried, **rotation)[0], expected) for tried in (context, observed)):
-        return False
+    for tried in (trial.context, observed):
+        with running(Running(tried, trial.tables)):
+            if not _close(forward(x, position_embeddings)[0], expected):
+                return False
     module.forward = forward
     return True
 

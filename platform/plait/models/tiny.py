@@ -1,4 +1,4 @@
-"""Small random models of eight families with a byte tokeniser of our own: for tests and dry runs."""
+"""Small random models of ten families with a byte tokeniser of our own: for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3": {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8},
     "phi3": {"sliding_window": 8},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 4.0,
+    },
+    "cohere": {"logit_scale": 0.25},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt2": {"num_key_value_heads": None},
 }
