@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+from functools import cache
+from pathlib import Path
+
 import torch
 
 from plait.errors import ConfigError
@@ -36,3 +40,16 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> st
             f"engine.kernels={kernels!r}: {error.value}", f"{error.rule}.", "Give engine.kernels=auto."
         ) from error
     return kernels
+
+
+@cache
+def device_kind(device: str) -> str:
+    """What "cpu" or "cuda" is here: the name of the processor or of the GPU."""
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine() or "cpu")

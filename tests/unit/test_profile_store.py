@@ -1,0 +1,130 @@
+"""Profiles in the cache folder: kept by key, refused where they are another model's or altered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
+from plait.cost.profile_store import (
+    CapacityChoice,
+    Profile,
+    ProfileKey,
+    load_profile,
+    profile_path,
+    save_profile,
+)
+from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.errors import ConfigError, StorageError
+from plait.settings import EngineSettings
+
+KEY = ProfileKey("0123abcd", "some processor", "bfloat16", "auto", False, 2)
+
+
+def _profile(key: ProfileKey = KEY) -> Profile:
+    shapes = [MemoryShape.of([length] * 3, labelled=length, ranks=8) for length in (10, 50, 200, 340)]
+    observed = [
+        MemoryObservation(s, {"forward": 5.0 + 3 * s.tokens + s.squares, "loss": 1.0 + 9 * s.tokens}, 0.0)
+        for s in shapes
+    ]
+    return Profile(
+        key,
+        "a model",
+        MemoryModel.fitted(observed, logit_rows=100),
+        TimeModel(4, {1: LayerTime(0.1, 0.2, 0.3)}, {1: HeadTime(0.0, 0.5)}, 0.4, 0.3),
+        512,
+        (CapacityChoice(256, 900.0, 10**9, True), CapacityChoice(512, 950.5, 2 * 10**9, True)),
+        "measured",
+        0.0001,
+        0.04,
+    )
+
+
+def test_what_is_stored_comes_back(tmp_path: Path) -> None:
+    save_profile(_profile(), cache=tmp_path)
+    found = load_profile(KEY, cache=tmp_path)
+    assert found is not None
+    expected = _profile()
+    assert found.time == expected.time
+    assert found.capacities == expected.capacities
+    assert found.memory.observations == expected.memory.observations
+    shape = MemoryShape.of([77, 13], ranks=4)
+    assert found.memory.safe_peak(shape, static=3.0) == expected.memory.safe_peak(shape, static=3.0)
+    assert found.memory.observe(expected.memory.observations[:1]).phases.keys() == {"forward", "loss"}
+
+
+def test_every_part_of_the_key_tells_profiles_apart(tmp_path: Path) -> None:
+    save_profile(_profile(), cache=tmp_path)
+    others: list[dict[str, Any]] = [
+        {"model": "ffff"},
+        {"device": "another"},
+        {"dtype": "float32"},
+        {"kernels": "grouped"},
+        {"checkpointing": True},
+        {"threads": 1},
+    ]
+    for other in others:
+        assert load_profile(replace(KEY, **other), cache=tmp_path) is None
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = replace(KEY, model="ffff")
+    path = save_profile(_profile(), cache=tmp_path)
+    path.rename(profile_path(other, tmp_path))
+    with pytest.raises(ConfigError, match=r"(?s)model='0123abcd'.*model='ffff'"):
+        load_profile(other, cache=tmp_path)
+    with pytest.raises(ConfigError, match="a model"):
+        _profile().check_model("ffff", "another")
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("memory", "phases", "forward", "token"), -1.0, "token=-1"),
+        (("memory", "phases", "forward", "square"), None, "square is missing"),
+        (("memory", "phases", "loss", "margin"), -0.5, "margin=-0.5"),
+        (("time", "layer", 0, "token"), -1.0, "token=-1"),
+        (("time", "layer"), [], "needs layers"),
+        (("time", "forward_share"), None, "forward_share is missing"),
+        (("version",), 99, "version 99"),
+    ],
+)
+def test_altered_entries_are_named(
+    tmp_path: Path, where: tuple[Any, ...], value: object, message: str
+) -> None:
+    path = save_profile(_profile(), cache=tmp_path)
+    raw = json.loads(path.read_text())
+    owner = raw
+    for key in where[:-1]:
+        owner = owner[key]
+    if value is None:
+        del owner[where[-1]]
+    else:
+        owner[where[-1]] = value
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=message):
+        load_profile(KEY, cache=tmp_path)
+
+
+def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
+    path = save_profile(_profile(), cache=tmp_path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"plait profile"):
+        load_profile(KEY, cache=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "profiles").write_text("a file")
+    with pytest.raises(StorageError):
+        save_profile(_profile(), cache=tmp_path)
+
+
+def test_threads_count_on_the_cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert ProfileKey.of("x", "float32", "cpu", EngineSettings(), on_cpu=True).threads == 3
+    assert ProfileKey.of("x", "float32", "cpu", EngineSettings(threads=2), on_cpu=True).threads == 2
+    assert ProfileKey.of("x", "float32", "a GPU", EngineSettings(threads=2), on_cpu=False).threads == 0
