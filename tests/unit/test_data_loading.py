@@ -214,14 +214,26 @@ def test_too_long_samples_are_refused_dropped_or_cut(tmp_path, tokeniser):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "aaa", "completion": "b" * 30}, {"text": "ccc"}]
     path = write(tmp_path / "rows.jsonl", rows)
 
-    def load(rule):
+    def load(rule, **limits):
         spec = DataSpec.of("jsonl", path=path, validation=0, overlong=rule)
-        return load_data(spec, tokeniser, max_length=10, cache=tmp_path).train
+        return load_data(spec, tokeniser, **({"max_length": 10} | limits), cache=tmp_path).train
 
-    with pytest.raises(
-        DataError, match=r"rows.jsonl, line 2: 34 tokens\n.*10 tokens.*capacity.*\n.*overlong=drop"
-    ):
-        load("error")
+    # The limit that really binds is named, and only a remedy that helps.
+    for limits in ({}, {"capacity": 40}, {"capacity": 8}):
+        with pytest.raises(DataError) as caught:
+            load("error", **limits)
+        assert caught.value.value == "rows.jsonl, line 2: 34 tokens"
+        assert "at most 10 tokens (model.max_length)" in caught.value.rule
+        assert "data.overlong=drop" in caught.value.remedy
+        assert "engine.capacity" not in str(caught.value)
+    with pytest.raises(DataError) as caught:
+        load("error", max_length=40, capacity=8)
+    assert "holds 8 tokens (engine.capacity)" in caught.value.rule
+    assert "engine.capacity=34 or more" in caught.value.remedy
+    assert "model.max_length" not in str(caught.value)
+    assert load("error", max_length=40, capacity=34).lengths.max() == 34
+    with pytest.raises(DataError, match=r"shortest has 3 tokens\n.*holds 2 tokens.*\n.*capacity=3 or more"):
+        load("drop", max_length=40, capacity=2)
     dropped = load("drop")
     assert dropped.lengths.tolist() == [3, 4]
     assert dropped.rows.tolist() == [0, 2]

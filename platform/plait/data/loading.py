@@ -17,7 +17,7 @@ from plait.data.jsonl import JsonlFile, open_jsonl
 from plait.data.options import JsonlOptions, SourceOptions, TaskOptions, parse_options
 from plait.data.rendering import check_template, render
 from plait.data.tasks import Task, check_task, generate_task
-from plait.data.tokenising import check_tokeniser, fit, tokenise, tokeniser_digest
+from plait.data.tokenising import LengthLimit, check_tokeniser, fit, tokenise, tokeniser_digest
 from plait.errors import ConfigError, DataError
 from plait.jobs import DataSpec
 from plait.samples import Int64, Sample, Split, TokenisedData
@@ -64,13 +64,25 @@ def check_data(spec: DataSpec) -> None:
 
 
 def load_data(
-    spec: DataSpec, tokeniser: PreTrainedTokenizerBase, *, max_length: int, cache: Path
+    spec: DataSpec,
+    tokeniser: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    capacity: int | None = None,
+    cache: Path,
 ) -> TokenisedData:
     """The samples of ``spec``, from the cache where it holds them.
 
+    Args:
+        spec: of a job.
+        tokeniser: of its model.
+        max_length: most tokens of a sample that the model takes.
+        capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
+        cache: folder of tokenised data.
+
     Raises:
-        ConfigError, DataError: as :func:`check_data`; also a sample longer than ``max_length`` tokens or
-            without labels, and a chat template that is missing or refuses.
+        ConfigError, DataError: as :func:`check_data`; also a sample that is too long or without labels, and
+            a chat template that is missing or refuses.
         StorageError: the cache cannot be written.
     """
     options = parse_options(spec)
@@ -78,10 +90,11 @@ def load_data(
     check_template(options, tokeniser)
     origin: Task | _Files
     origin = generate_task(options) if isinstance(options, TaskOptions) else _open(options)
-    path = cache / f"{_cache_key(spec.source, options, origin.digest, tokeniser, max_length)}.npz"
+    limit = LengthLimit(max_length, capacity)
+    path = cache / f"{_cache_key(spec.source, options, origin.digest, tokeniser, limit.tokens)}.npz"
     data = read_cached(path)
     if data is None:
-        train, validation = (_split(rows, options, tokeniser, max_length) for rows in _rows(options, origin))
+        train, validation = (_split(rows, options, tokeniser, limit) for rows in _rows(options, origin))
         data = TokenisedData(content_digest(train, validation), train, validation)
         write_cached(path, data)
     return data
@@ -190,19 +203,22 @@ def _validation_count(options: SourceOptions, count: int, name: str) -> int:
     return wanted
 
 
-def _split(rows: _Rows, options: SourceOptions, tokeniser: PreTrainedTokenizerBase, max_length: int) -> Split:
+def _split(
+    rows: _Rows, options: SourceOptions, tokeniser: PreTrainedTokenizerBase, limit: LengthLimit
+) -> Split:
     texts = [render(example, where, options, tokeniser) for where, example in rows.examples]
     samples = tokenise(texts, tokeniser)
-    kept = fit(samples, [where for where, _ in rows.examples], options.overlong, max_length)
+    kept = fit(samples, [where for where, _ in rows.examples], options.overlong, limit)
     fitting = [
         (Sample(sample.tokens[:length], sample.labels[:length]), number)
         for sample, length, number in zip(samples, kept, rows.numbers, strict=True)
         if length is not None
     ]
     if rows.examples and not fitting:
+        shortest = min(len(sample.tokens) for sample in samples)
         raise DataError(
-            f"{rows.name}: none of {len(samples)} rows is left",
-            f"All have more than {max_length} tokens, and data.overlong=drop.",
-            "Raise engine.capacity, or give data.overlong=truncate.",
+            f"{rows.name}: none of {len(samples)} rows is left: the shortest has {shortest} tokens",
+            f"{limit.rule(shortest)} data.overlong=drop leaves out what is longer.",
+            f"{limit.remedy(shortest)}, or give data.overlong=truncate.",
         )
     return Split.of([sample for sample, _ in fitting], rows=[int(number) for _, number in fitting])

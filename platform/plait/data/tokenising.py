@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -97,20 +98,54 @@ def _labels(spans: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) ->
     return labels
 
 
-def fit(samples: Sequence[Sample], places: Sequence[str], rule: Overlong, longest: int) -> list[int | None]:
+@dataclass(frozen=True, slots=True)
+class LengthLimit:
+    """Longest sample, in tokens.
+
+    Attributes:
+        model: what the model takes.
+        capacity: what a microbatch holds; None where that does not limit.
+    """
+
+    model: int
+    capacity: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The smaller limit."""
+        return self.model if self.capacity is None else min(self.model, self.capacity)
+
+    def rule(self, longest: int) -> str:
+        """The limit that a sample of ``longest`` tokens breaks; of both the one that cannot be raised."""
+        if longest > self.model:
+            return f"The model takes samples of at most {self.model} tokens (model.max_length)."
+        return f"A sample lies in one microbatch, which holds {self.capacity} tokens (engine.capacity)."
+
+    def remedy(self, longest: int) -> str:
+        """What would let a sample of ``longest`` tokens through."""
+        if longest > self.model:
+            return "Raise model.max_length if the model takes more, take a model for longer texts"
+        return f"Give engine.capacity={longest} or more"
+
+
+def fit(
+    samples: Sequence[Sample], places: Sequence[str], rule: Overlong, limit: LengthLimit
+) -> list[int | None]:
     """For each sample the number of tokens to keep, or None to drop it.
 
     Raises:
-        DataError: a sample is longer than ``longest`` and the rule is "error", or no labelled token is left.
+        DataError: a sample is longer than the limit and the rule is "error", or no labelled token is left.
     """
     kept: list[int | None] = []
+    longest = limit.tokens
     for sample, where in zip(samples, places, strict=True):
         length = len(sample.tokens)
         if length > longest and rule == "error":
             raise DataError(
                 f"{where}: {length} tokens",
-                f"A sample may have {longest} tokens: the smaller of model.max_length and engine.capacity.",
-                "Raise engine.capacity, or give data.overlong=drop or data.overlong=truncate.",
+                limit.rule(length),
+                f"{limit.remedy(_longest_allowed(samples, limit, length))}, "
+                "or give data.overlong=drop or data.overlong=truncate.",
             )
         if length > longest and rule == "drop":
             kept.append(None)
@@ -123,3 +158,10 @@ def fit(samples: Sequence[Sample], places: Sequence[str], rule: Overlong, longes
             )
         kept.append(min(length, longest))
     return kept
+
+
+def _longest_allowed(samples: Sequence[Sample], limit: LengthLimit, length: int) -> int:
+    """The longest of the samples that the model takes, so that one remedy serves for all of them."""
+    if length > limit.model:
+        return length
+    return max(each for each in (len(sample.tokens) for sample in samples) if each <= limit.model)

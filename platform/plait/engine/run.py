@@ -41,9 +41,13 @@ def train_jobs(
     from plait.engine.worker import local_worker
     from plait.models import inspect_model, load_tokeniser
 
-    longest = min(settings.engine.capacity, inspect_model(settings.model, cache=cache).max_length)
-    tokeniser = load_tokeniser(settings.model, cache=cache)
-    load = partial(load_data, tokeniser=tokeniser, max_length=longest, cache=cache)
+    load = partial(
+        load_data,
+        tokeniser=load_tokeniser(settings.model, cache=cache),
+        max_length=inspect_model(settings.model, cache=cache).max_length,
+        capacity=settings.engine.capacity,
+        cache=cache,
+    )
     data = DataCatalogue(load, generation_limit=generation_limit, judge=score)
     for job in jobs:
         data.of(job.data)  # what is wrong with it shows before the model loads

@@ -40,10 +40,10 @@ def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -
     from plait.models import load_tokeniser
 
     tokeniser = load_tokeniser(settings.model, cache=cache_dir())
-    longest = min(max_length, settings.engine.capacity)
+    capacity = settings.engine.capacity
 
     def load(spec: DataSpec) -> TokenisedData:
-        return load_data(spec, tokeniser, max_length=longest, cache=cache_dir())
+        return load_data(spec, tokeniser, max_length=max_length, capacity=capacity, cache=cache_dir())
 
     catalogue = DataCatalogue(load, generation_limit=generation_limit, judge=score)
     facts: dict[str, Any] = {}
