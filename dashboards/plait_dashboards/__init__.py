@@ -1,1 +1,5 @@
-"""Figures and reports from what MLflow holds."""
+"""Figures and reports of searches, from what MLflow and the study hold.
+
+``reading`` turns a stored search into a ``Sweep`` (plain data), ``figures`` turns that into Plotly figures
+without touching a store, ``page`` turns figures into HTML.
+"""

@@ -1,0 +1,137 @@
+"""All figures of a search, in the order of the page, each with what it says and where that comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import plotly.graph_objects as go
+
+from plait.tracking import names
+from plait_dashboards import costs, curves, packing, parameters, table
+from plait_dashboards.sweep import FAILED, OPEN, PRUNED, USEFUL, Sweep, outcome
+
+UNITS = {
+    names.TRAIN_LOSS: "nats per labelled token",
+    names.EVAL_LOSS: "nats per labelled token",
+    names.EVAL_ACCURACY: "share of answers",
+    names.TRAIN_GRAD_NORM: "before clipping",
+    names.THROUGHPUT: "tokens per second",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One figure of the page.
+
+    Attributes:
+        key: file name and anchor.
+        origin: "Measured", "Predicted and measured" or "Estimated": where the numbers come from.
+        note: what to know when reading it.
+    """
+
+    key: str
+    title: str
+    origin: str
+    note: str
+    figure: go.Figure
+
+
+def all_figures(sweep: Sweep) -> list[Shown]:
+    """Every figure of a search; those that have nothing to show yet say so."""
+    shown = [_curves(sweep, metric) for metric in drawn_metrics(sweep)]
+    shown.append(
+        Shown("leaderboard", "Leaderboard", "Measured", _leaderboard_note(sweep), table.leaderboard(sweep))
+    )
+    shown.append(
+        Shown(
+            "parallel-coordinates",
+            "Parallel coordinates",
+            "Measured",
+            "One line an adapter, coloured by its objective. Drag along an axis to keep the lines that cross "
+            f"it there.{_left_out(sweep)}",
+            parameters.parallel_coordinates(sweep),
+        )
+    )
+    shown.append(
+        Shown(
+            "importance",
+            "Importance of each hyperparameter",
+            "Estimated",
+            parameters.importance_note(sweep),
+            parameters.importance(sweep),
+        )
+    )
+    shown.append(_pareto(sweep))
+    shown += _costs(sweep)
+    return shown
+
+
+def _costs(sweep: Sweep) -> list[Shown]:
+    return [
+        Shown(
+            "device-seconds",
+            "Device-seconds by outcome and by adapter",
+            "Measured",
+            "A microbatch's seconds are shared out to its adapters by their tokens. Useful: of adapters that "
+            "came to their end.",
+            costs.device_seconds(sweep),
+        ),
+        Shown(
+            "packing",
+            "Timeline of the packing",
+            "Measured",
+            packing.packing_note(sweep),
+            packing.packing(sweep),
+        ),
+        Shown(
+            "predictions",
+            "Predicted against measured time and memory",
+            "Predicted and measured",
+            packing.predictions_note(sweep),
+            packing.predictions(sweep),
+        ),
+    ]
+
+
+def _curves(sweep: Sweep, metric: str) -> Shown:
+    drawn = len(sweep.curves[metric])
+    longest = max(len(curve.steps) for curve in sweep.curves[metric].values())
+    said = "Pruned adapters are faded and end in a cross. "
+    if drawn > curves.ALL_NAMED:
+        said += f"The best {curves.TOP} have a colour, the other {drawn - curves.TOP} are faded. "
+    if longest > curves.limit(sweep, metric):
+        said += f"At most {curves.limit(sweep, metric)} points of each curve are drawn. "
+    key = "curves-" + metric.replace("/", "-").replace("_", "-")
+    figure = curves.learning_curves(sweep, metric, UNITS.get(metric, "as logged"))
+    return Shown(key, f"Learning curves: {metric}", "Measured", said.strip(), figure)
+
+
+def _leaderboard_note(sweep: Sweep) -> str:
+    order = "lowest" if sweep.direction == "minimize" else "highest"
+    counts = {
+        how: sum(outcome(item) == how for item in sweep.records) for how in (USEFUL, PRUNED, FAILED, OPEN)
+    }
+    words = {USEFUL: "finished", PRUNED: "pruned", FAILED: "failed", OPEN: "not ended"}
+    parts = [f"{count} {words[how]}" for how, count in counts.items() if count]
+    rule = f"{order.capitalize()} {sweep.metric or 'objective'} first, finished ones before others"
+    return f"{rule}: {', '.join(parts)}."
+
+
+def _left_out(sweep: Sweep) -> str:
+    missing = sum(item.objective is None for item in sweep.records)
+    return f" {missing} adapters without an objective are left out." if missing else ""
+
+
+def _pareto(sweep: Sweep) -> Shown:
+    across, up = costs.pareto_axes(sweep)
+    said = f"{up.name} against {across.name}: on the front are finished adapters that no other beats in both."
+    return Shown("pareto", "Pareto front", "Measured", said, costs.pareto(sweep))
+
+
+def drawn_metrics(sweep: Sweep) -> list[str]:
+    """Metrics that have a course and not an end only."""
+    return [
+        metric
+        for metric, found in sweep.curves.items()
+        if any(len(curve.steps) > 1 for curve in found.values())
+    ]

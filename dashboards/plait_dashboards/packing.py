@@ -1,0 +1,220 @@
+"""How the group was packed: which adapter had which share of each step, and how predictions came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from plait_dashboards.style import BLUE, GREY, MARGIN, ORANGE, SCALE, figure, say
+from plait_dashboards.sweep import Floats, StepRow, Sweep
+
+BINS = 300  # columns of the timeline at most
+NAMED_ROWS = 30  # adapters whose rows can all be labelled
+MOST_POINTS = 4_000  # of a scatter
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Steps gathered into columns.
+
+    Attributes:
+        first, last: iterations of each column.
+        trials: of the rows.
+        share: percent of the column's tokens, (rows, columns); NaN where the adapter was not in it.
+        fill: percent of the microbatches' capacity that held tokens, by column.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    trials: tuple[int, ...]
+    share: Floats
+    fill: Floats
+
+
+def timeline(steps: Sequence[StepRow], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
+    """Gather steps into at most ``bins`` columns of equally many; jobs without a trial are left out."""
+    parts = [part for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))) if len(part)]
+    trials = sorted({trial_of[job] for step in steps for job in step.tokens if job in trial_of})
+    row_of = {trial: row for row, trial in enumerate(trials)}
+    tokens = np.zeros((len(trials), len(parts)))
+    room, held = np.zeros(len(parts)), np.zeros(len(parts))
+    for column, part in enumerate(parts):
+        for at in part:
+            step = steps[at]
+            room[column] += step.microbatches * step.capacity
+            held[column] += sum(step.tokens.values())
+            for job, count in step.tokens.items():
+                if job in trial_of:
+                    tokens[row_of[trial_of[job]], column] += count
+    with np.errstate(invalid="ignore", divide="ignore"):
+        share = np.where(tokens > 0, 100 * tokens / held, np.nan)
+        fill = np.where(room > 0, 100 * held / room, np.nan)
+    first = tuple(steps[part[0]].iteration for part in parts)
+    last = tuple(steps[part[-1]].iteration for part in parts)
+    return Timeline(first, last, tuple(trials), share, fill)
+
+
+def packing(sweep: Sweep) -> go.Figure:
+    """The timeline above, the capacity in use below."""
+    if not sweep.steps:
+        return say(figure(), "No steps of the group were recorded with this search.")
+    found = timeline(sweep.steps, {item.name: item.trial for item in sweep.records})
+    rows = len(found.trials)
+    height = min(max(120 + 22 * rows, 320), 760)
+    made = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.8, 0.2], vertical_spacing=0.05)
+    made.update_layout(template=None, height=height + 120, margin=MARGIN, showlegend=False)
+    spans = [
+        str(first) if first == last else f"{first} to {last}"
+        for first, last in zip(found.first, found.last, strict=True)
+    ]
+    made.add_heatmap(
+        row=1,
+        col=1,
+        x=list(found.first),
+        y=list(found.trials),
+        z=found.share.astype(np.float32),
+        customdata=None,
+        text=None,
+        colorscale=SCALE,
+        zmin=0,
+        ygap=1 if rows <= NAMED_ROWS else 0,
+        colorbar={"title": {"text": "% of the<br>step's tokens"}, "thickness": 12, "len": 0.8, "y": 0.6},
+        hoverongaps=False,
+        hovertemplate="trial %{y}, from iteration %{x}<br>%{z:.1f} % of the tokens<extra></extra>",
+    )
+    made.add_scatter(
+        row=2,
+        col=1,
+        x=list(found.first),
+        y=found.fill.astype(np.float32),
+        customdata=spans,
+        mode="lines",
+        line={"color": BLUE, "width": 2},
+        hovertemplate="iterations %{customdata}<br>%{y:.1f} % of the capacity<extra></extra>",
+    )
+    made.update_yaxes(title={"text": "trial"}, autorange="reversed", zeroline=False, row=1, col=1)
+    if rows <= NAMED_ROWS:
+        made.update_yaxes(tickvals=list(found.trials), row=1, col=1)
+    made.update_xaxes(title={"text": "iteration of the group"}, row=2, col=1)
+    made.update_yaxes(title={"text": "capacity<br>in use (%)"}, range=[0, 105], row=2, col=1)
+    return made
+
+
+def packing_note(sweep: Sweep) -> str:
+    """How many steps stand in a column."""
+    if not sweep.steps:
+        return ""
+    per_column = -(-len(sweep.steps) // BINS)
+    each = (
+        "Each column is one iteration." if per_column == 1 else f"A column is about {per_column} iterations."
+    )
+    count = f"{len(sweep.steps):,} iterations of the group"
+    return f"{count}. {each} Tokens are those of the samples, without padding."
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Predicted and measured values of the steps that have both."""
+
+    iterations: tuple[int, ...]
+    predicted: Floats
+    measured: Floats
+
+    @property
+    def errors(self) -> Floats:
+        """(predicted − measured) / measured, by step."""
+        return (self.predicted - self.measured) / self.measured
+
+
+def seconds_pairs(steps: Sequence[StepRow]) -> Pairs:
+    """Seconds of the steps."""
+    return _pairs([(step.iteration, step.predicted_seconds, step.seconds) for step in steps])
+
+
+def bytes_pairs(steps: Sequence[StepRow]) -> Pairs:
+    """Peak memory of the steps, in GiB."""
+    found = _pairs([(step.iteration, step.predicted_bytes, step.peak_bytes) for step in steps])
+    return Pairs(found.iterations, found.predicted / GIB, found.measured / GIB)
+
+
+def _pairs(rows: Sequence[tuple[int, float | None, float | None]]) -> Pairs:
+    both = [(at, expected, real) for at, expected, real in rows if expected is not None and real]
+    return Pairs(
+        tuple(at for at, _, _ in both),
+        np.array([expected for _, expected, _ in both], dtype=float),
+        np.array([real for _, _, real in both], dtype=float),
+    )
+
+
+def predictions(sweep: Sweep) -> go.Figure:
+    """Predicted against measured: seconds of a step on the left, peak memory on the right."""
+    sides = (
+        ("seconds of a step (s)", seconds_pairs(sweep.steps)),
+        ("peak memory (GiB)", bytes_pairs(sweep.steps)),
+    )
+    if not any(pairs.iterations for _, pairs in sides):
+        return say(figure(), "Nothing was predicted for the steps of this search.")
+    made = make_subplots(1, 2, horizontal_spacing=0.12)
+    made.update_layout(template=None, height=430, margin=MARGIN, showlegend=False)
+    for column, (label, pairs) in enumerate(sides, 1):
+        made.update_xaxes(title={"text": f"predicted {label}"}, row=1, col=column)
+        made.update_yaxes(title={"text": f"measured {label}"}, row=1, col=column)
+        if pairs.iterations:
+            _add_pairs(made, pairs, column)
+        else:
+            made.add_annotation(
+                text="not predicted or not measured here",
+                showarrow=False,
+                x=0.5,
+                y=0.5,
+                xref=f"x{column} domain",
+                yref=f"y{column} domain",
+            )
+    return made
+
+
+def _add_pairs(made: go.Figure, pairs: Pairs, column: int) -> None:
+    kept = np.unique(np.linspace(0, len(pairs.iterations) - 1, MOST_POINTS).round().astype(int))
+    low = float(min(pairs.predicted.min(), pairs.measured.min()))
+    high = float(max(pairs.predicted.max(), pairs.measured.max()))
+    made.add_scatter(
+        row=1,
+        col=column,
+        x=[low, high],
+        y=[low, high],
+        mode="lines",
+        hoverinfo="skip",
+        line={"color": GREY, "dash": "dash", "width": 2},
+    )
+    made.add_scatter(
+        row=1,
+        col=column,
+        x=pairs.predicted[kept].astype(np.float32),
+        y=pairs.measured[kept].astype(np.float32),
+        customdata=np.array(pairs.iterations, dtype=np.int32)[kept],
+        mode="markers",
+        marker={"color": ORANGE if column == 2 else BLUE, "size": 6, "opacity": 0.6},
+        hovertemplate="iteration %{customdata}<br>predicted %{x:.4g}, measured %{y:.4g}<extra></extra>",
+    )
+
+
+def predictions_note(sweep: Sweep) -> str:
+    """The errors in words."""
+    said = []
+    for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", bytes_pairs(sweep.steps))):
+        if pairs.iterations:
+            size = np.abs(pairs.errors)
+            said.append(
+                f"{what}: off by {np.median(size):.1%} in the middle step, by {np.percentile(size, 95):.1%} "
+                f"in the worst twentieth ({len(size):,} steps)"
+            )
+    return (
+        "Error of the prediction: " + "; ".join(said) + ". On the dashed line both are the same."
+        if said
+        else ""
+    )

@@ -1,0 +1,120 @@
+"""One HTML page with all that it needs inside: it opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from plait.tracking import names
+from plait_dashboards.costs import seconds_by_outcome
+from plait_dashboards.figures import Shown
+from plait_dashboards.style import themes
+from plait_dashboards.sweep import OUTCOMES, Sweep, outcome
+
+# Nothing is fetched, whatever a name or a reason holds. Plotly's WebGL traces make functions from text.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; font-src data:"
+)
+
+
+def report(sweep: Sweep, shown: Sequence[Shown]) -> str:
+    """The page of a search: what it came to in a few figures, then every figure."""
+    links = "".join(f'<a href="#{item.key}">{html.escape(item.title)}</a>' for item in shown)
+    head = f"<h1>{html.escape(sweep.name)}</h1>{_facts(facts(sweep))}<nav>{links}</nav>"
+    return _page(f"{sweep.name}: report", head, shown)
+
+
+def single(sweep: Sweep, item: Shown) -> str:
+    """A page with one figure."""
+    return _page(f"{sweep.name}: {item.title}", "", [item])
+
+
+def facts(sweep: Sweep) -> dict[str, str]:
+    """What stands at the top of a report."""
+    found = {"state": sweep.state}
+    for how in OUTCOMES:
+        if count := sum(outcome(item) == how for item in sweep.records):
+            word = "finished" if how == OUTCOMES[0] else how
+            found[f"adapters {word}"] = str(count)
+    best = next((item for item in sweep.records if item.state == names.FINISHED), None)
+    if best is not None and best.objective is not None:
+        found[f"best {sweep.metric or 'objective'} (measured)"] = f"{best.objective:.6g}, trial {best.trial}"
+    totals = seconds_by_outcome(sweep.records)
+    whole = sum(totals.values())
+    found["device-seconds (measured)"] = f"{whole:,.1f} s"
+    if whole > 0:
+        found["of which useful"] = f"{totals[OUTCOMES[0]] / whole:.0%}"
+    found["tokens trained"] = f"{sum(item.tokens for item in sweep.records):,}"
+    return found
+
+
+def _facts(found: Mapping[str, str]) -> str:
+    pairs = (
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+        for name, value in found.items()
+    )
+    return f"<dl>{''.join(pairs)}</dl>"
+
+
+def _page(title: str, head: str, shown: Sequence[Shown]) -> str:
+    assets = files("plait_dashboards").joinpath("assets")
+    style = assets.joinpath("page.css").read_text(encoding="utf-8")
+    script = assets.joinpath("page.js").read_text(encoding="utf-8")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{html.escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>{style}</style>
+</head>
+<body>
+{head}
+{"".join(_section(item) for item in shown)}
+{_data("themes", json.dumps(themes()))}
+<script type="text/plain" id="plotly">{plotly_packed()}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _section(item: Shown) -> str:
+    note = f" {html.escape(item.note)}" if item.note else ""
+    return (
+        f'<section id="{item.key}">\n<h2>{html.escape(item.title)}</h2>\n'
+        f'<p><span class="origin">{item.origin}.</span>{note}</p>\n'
+        f'<div data-figure="data-{item.key}" role="img" aria-label="{html.escape(item.title)}"></div>\n'
+        f"{_data(f'data-{item.key}', figure_json(item.figure))}</section>\n"
+    )
+
+
+def figure_json(figure: go.Figure) -> str:
+    """Traces and layout as JSON, without a theme: the page chooses one. Arrays are packed as Plotly packs
+    them."""
+    found = json.loads(figure.to_json())
+    found["layout"].pop("template", None)
+    return json.dumps({"data": found["data"], "layout": found["layout"]}, separators=(",", ":"))
+
+
+def _data(key: str, text: str) -> str:
+    """JSON inside of HTML: no text in it may end the element."""
+    safe = text.replace("<", "\\u003c")
+    return f'<script type="application/json" id="{key}">{safe}</script>\n'
+
+
+@lru_cache(maxsize=1)
+def plotly_packed() -> str:
+    """plotly.js from the installed package, gzipped, as base64: a third of its size."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode("ascii")

@@ -1,0 +1,140 @@
+"""What the search found out about its keys: parallel coordinates and importance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from plait.search.importance import METHOD
+from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
+from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
+
+LOG_RATIO = 50.0  # largest over smallest value from which on a key is drawn by its logarithm
+MOST_TICKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One upright axis: where each adapter crosses it, and its marks; no marks are left to Plotly."""
+
+    label: str
+    places: tuple[float, ...]
+    tick_places: tuple[float, ...] = ()
+    tick_texts: tuple[str, ...] = ()
+
+    def dimension(self) -> dict[str, Any]:
+        """As Plotly takes it."""
+        made: dict[str, Any] = {"label": self.label, "values": list(self.places)}
+        if self.tick_places:
+            made |= {"tickvals": list(self.tick_places), "ticktext": list(self.tick_texts)}
+        return made
+
+
+def axis_of(label: str, values: Sequence[Any]) -> Axis:
+    """An axis for the values of one key: numbers by size, by logarithm where they span much; anything else,
+    and None among numbers, by name."""
+    numbers = [
+        value
+        for value in values
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ]
+    if len(numbers) < len(values):
+        texts = sorted({str(value) for value in values})
+        place = {text: float(at) for at, text in enumerate(texts)}
+        return Axis(label, tuple(place[str(value)] for value in values), tuple(place.values()), tuple(texts))
+    different = sorted(set(numbers))
+    spread = different[0] > 0 and different[-1] / different[0] >= LOG_RATIO
+    if not spread and len(different) > MOST_TICKS:
+        return Axis(label, tuple(float(value) for value in numbers))
+    if not spread:
+        marks: Sequence[float] = different
+    elif len(different) <= MOST_TICKS:
+        marks = different
+    else:
+        marks = decades(different[0], different[-1])
+    at = math.log10 if spread else float
+    texts = [f"{mark:.3g}" for mark in marks]
+    return Axis(label, tuple(at(value) for value in numbers), tuple(at(mark) for mark in marks), tuple(texts))
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Powers of ten within the bounds, and the bounds."""
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    between = [10.0**power for power in range(first, last + 1)]
+    return sorted({low, high, *(mark for mark in between if low * 1.5 < mark < high / 1.5)})
+
+
+def parallel_coordinates(sweep: Sweep) -> go.Figure:
+    """One line an adapter across the searched keys to its objective."""
+    shown = [item for item in sweep.records if item.objective is not None]
+    keys = short_names(sweep.searched)
+    if len(shown) < 2 or not keys:
+        return say(figure(), "This needs two adapters with an objective, and a key in which they differ.")
+    axes = [axis_of(word, [item.parameters.get(key) for item in shown]) for key, word in keys.items()]
+    if len({outcome(item) for item in shown}) > 1:
+        present = [how for how in OUTCOMES if any(outcome(item) == how for item in shown)]
+        places = tuple(float(present.index(outcome(item))) for item in shown)
+        axes.append(Axis("outcome", places, tuple(map(float, range(len(present)))), tuple(present)))
+    objective = [float(item.objective) for item in shown if item.objective is not None]
+    axes.append(Axis(sweep.metric or "objective", tuple(objective)))
+    made = figure(height=460, margin={"l": 80, "r": 80, "t": 60, "b": 40})
+    low, high = colour_range(objective)
+    made.add_parcoords(
+        dimensions=[axis.dimension() for axis in axes],
+        line={
+            "color": objective,
+            "colorscale": SCALE,
+            "cmin": low,
+            "cmax": high,
+            "showscale": True,
+            "colorbar": {"title": {"text": sweep.metric}, "thickness": 12},
+        },
+    )
+    return made
+
+
+def colour_range(values: Sequence[float]) -> tuple[float, float]:
+    """From the smallest to the largest, without the far tenth: one bad adapter must not take all colours."""
+    ordered = sorted(values)
+    return ordered[0], ordered[min(math.ceil(0.9 * (len(ordered) - 1)), len(ordered) - 1)]
+
+
+def importance(sweep: Sweep) -> go.Figure:
+    """Share of each searched key in what the objective depends on."""
+    found = sweep.importance
+    if not found.shares:
+        return say(figure(), found.trouble)
+    keys = list(found.shares)[::-1]
+    made = figure(
+        height=120 + 34 * len(keys),
+        xaxis={
+            "title": {"text": f"share of importance ({METHOD}; all keys add up to 1)"},
+            "rangemode": "tozero",
+        },
+        yaxis={"title": {"text": "config key"}},
+        showlegend=False,
+    )
+    made.add_bar(
+        x=[found.shares[key] for key in keys],
+        y=keys,
+        orientation="h",
+        text=[f"{found.shares[key]:.2f}" for key in keys],
+        marker={"color": GREY if found.few else BLUE},
+        hovertemplate="%{y}: %{x:.3f}<extra></extra>",
+    )
+    return made
+
+
+def importance_note(sweep: Sweep) -> str:
+    """How far the shares can be relied upon."""
+    found = sweep.importance
+    if not found.shares:
+        return ""
+    said = f"Estimated from the measured objectives of {found.trials} finished trials."
+    if found.few:
+        said += " So few trials give a hint at most: the next trials may turn the order round."
+    return said

@@ -1,0 +1,73 @@
+"""Reads a search out of MLflow and its study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from plait.search.importance import study_importance
+from plait.settings import TrackingSettings
+from plait.tracking import JobRecord, SearchResult, load_search, names
+from plait.tracking.check import storage_errors
+from plait_dashboards.sweep import Curve, Sweep
+
+CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
+SERVER_CALLS = 8  # at once: a server answers several, a database file one
+
+
+def read_sweep(settings: TrackingSettings, name: str | None = None, storage: str | None = None) -> Sweep:
+    """A search with its jobs, curves, steps and importance.
+
+    Args:
+        settings: where to look.
+        name: of the search, or its MLflow run id; None takes the newest.
+        storage: of the study (``search.storage``); None takes what the search's run says.
+
+    Raises:
+        SearchError: there is no such search, or none at all.
+        StorageError: the store cannot be used.
+    """
+    result = load_search(settings, name)
+    client = MlflowClient(result.location.uri)
+    with storage_errors(result.location):
+        parameters = client.get_run(result.run_id).data.params
+        metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
+        curves = {metric: read_curves(client, result, metric) for metric in metrics}
+    storage = storage or parameters.get("search.storage")
+    return Sweep(
+        name=result.name,
+        state=result.state,
+        direction=result.direction,
+        metric=result.metric,
+        records=result.records,
+        curves={metric: found for metric, found in curves.items() if found},
+        importance=study_importance(storage, result.location.root, result.name),
+    )
+
+
+def read_curves(client: MlflowClient, result: SearchResult, metric: str) -> dict[int, Curve]:
+    """One metric of all jobs, by trial."""
+
+    def read(record: JobRecord) -> Sequence[Metric]:
+        return client.get_metric_history(record.run_id, metric)
+
+    if result.location.is_server:
+        with ThreadPoolExecutor(SERVER_CALLS) as pool:
+            histories = list(pool.map(read, result.records))
+    else:
+        histories = [read(record) for record in result.records]
+    found = {record.trial: curve_of(points) for record, points in zip(result.records, histories, strict=True)}
+    return {trial: curve for trial, curve in found.items() if len(curve.steps)}
+
+
+def curve_of(points: Sequence[Metric]) -> Curve:
+    """Points in the order of steps; of several for one step the one written last stands."""
+    latest = {point.step: point.value for point in sorted(points, key=lambda point: point.timestamp)}
+    steps = sorted(latest)
+    return Curve(
+        np.array(steps, dtype=np.int64), np.array([latest[step] for step in steps], dtype=np.float64)
+    )

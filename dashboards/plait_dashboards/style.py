@@ -1,0 +1,86 @@
+"""Colours and axes that all figures share, and the two themes that the page chooses from.
+
+The colours are those of Okabe and Ito (2008), which people with any common colour vision tell apart; none of
+them is lost on a white or on a dark ground. What a colour says is also said by a marker, a dash or a word.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import plotly.graph_objects as go
+
+from plait_dashboards.sweep import FAILED, OPEN, PRUNED, USEFUL
+
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#8A8A8A"
+COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+DASHES = ("solid", "dash", "dot")
+OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, FAILED: RED, OPEN: GREY}
+OUTCOME_MARKER = {USEFUL: "circle", PRUNED: "x", FAILED: "diamond-open", OPEN: "square-open"}
+FADED = "rgba(138, 138, 138, 0.30)"
+BAND = "rgba(138, 138, 138, 0.22)"
+SCALE = [[0.0, SKY], [0.5, "#9E8FB2"], [1.0, ORANGE]]  # low to high
+MARGIN = {"l": 70, "r": 20, "t": 20, "b": 60}
+HEIGHT = 440
+
+
+def figure(height: int = HEIGHT, **layout: Any) -> go.Figure:
+    """An empty figure without a theme of its own."""
+    made = go.Figure()
+    made.update_layout(
+        template=None,
+        height=height,
+        margin=MARGIN,
+        hovermode="closest",
+        legend={"groupclick": "toggleitem", "itemsizing": "constant"},
+    )
+    made.update_layout(**layout)
+    return made
+
+
+def say(made: go.Figure, text: str) -> go.Figure:
+    """The figure with words in the place of what it has not got."""
+    made.update_layout(height=120, xaxis={"visible": False}, yaxis={"visible": False})
+    made.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+    return made
+
+
+def line_style(at: int) -> dict[str, Any]:
+    """Colour and dash of the line at a place: eighteen that differ."""
+    return {
+        "color": COLOURS[at % len(COLOURS)],
+        "dash": DASHES[at // len(COLOURS) % len(DASHES)],
+        "width": 2,
+    }
+
+
+def themes() -> dict[str, Any]:
+    """Plotly templates by the two values of CSS's prefers-color-scheme."""
+    return {
+        "light": _theme("#222222", "#FFFFFF", "#E3E3E3", "#F3F3F3"),
+        "dark": _theme("#E6E6E6", "#161616", "#3A3A3A", "#262626"),
+    }
+
+
+def _theme(ink: str, ground: str, grid: str, head: str) -> dict[str, Any]:
+    axis = {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "automargin": True}
+    cells = {"font": {"color": ink}, "line": {"color": grid}, "align": "left"}
+    return {
+        "layout": {
+            "paper_bgcolor": ground,
+            "plot_bgcolor": ground,
+            "font": {"color": ink, "family": "system-ui, sans-serif", "size": 13},
+            "xaxis": axis,
+            "yaxis": axis,
+            "hoverlabel": {"bgcolor": head, "bordercolor": grid, "font": {"color": ink}},
+        },
+        "data": {
+            "table": [
+                {"header": cells | {"fill": {"color": head}}, "cells": cells | {"fill": {"color": ground}}}
+            ],
+            "parcoords": [
+                {"labelfont": {"color": ink}, "tickfont": {"color": ink}, "rangefont": {"color": ink}}
+            ],
+        },
+    }

@@ -1,0 +1,109 @@
+"""A search as its figures need it: plain data, no store behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.search.importance import Importance
+from plait.tracking import JobRecord, names
+from plait.tracking.leaderboard import varying
+
+Floats = NDArray[np.floating[Any]]
+Integers = NDArray[np.integer[Any]]
+
+# How a job came out. "useful" is what the search was for; the others are what it cost besides.
+USEFUL, PRUNED, FAILED, OPEN = "useful", "pruned", "failed", "not ended"
+OUTCOMES = (USEFUL, PRUNED, FAILED, OPEN)
+_OUTCOME = {
+    names.FINISHED: USEFUL,
+    names.PRUNED: PRUNED,
+    names.STOPPED: PRUNED,
+    names.FAILED: FAILED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One metric of one job: values by optimiser step, steps rising."""
+
+    steps: Integers
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One iteration of a group.
+
+    Attributes:
+        tokens: of the step's samples, by job.
+        capacity: most tokens of one microbatch.
+        seconds, peak_bytes: measured; ``predicted_seconds``, ``predicted_bytes`` were predicted before.
+    """
+
+    iteration: int
+    tokens: Mapping[str, int]
+    microbatches: int
+    capacity: int
+    seconds: float
+    predicted_seconds: float | None = None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """One thing that the search wants low ("minimize") or high ("maximize"), by trial."""
+
+    name: str
+    direction: str
+    values: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A search with all that its figures show.
+
+    Attributes:
+        state: of the search: "running", "finished", "interrupted" or "failed".
+        records: its jobs, best objective first.
+        curves: by metric name and trial.
+        steps: of the groups, in the order in which they ran.
+        importance: of the hyperparameters, from the study.
+        objectives: those of the search, the first being the one by which the records are ordered.
+    """
+
+    name: str
+    state: str
+    direction: str
+    metric: str
+    records: tuple[JobRecord, ...]
+    curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
+    steps: tuple[StepRow, ...] = ()
+    importance: Importance = field(default_factory=Importance)
+    objectives: tuple[Objective, ...] = ()
+
+    @property
+    def searched(self) -> list[str]:
+        """Config keys that are not the same in all jobs."""
+        return varying(self.records)
+
+    @property
+    def finished(self) -> list[JobRecord]:
+        """Jobs that came to their end and have an objective, best first."""
+        return [item for item in self.records if item.state == names.FINISHED and item.objective is not None]
+
+
+def outcome(record: JobRecord) -> str:
+    """How a job came out: one of ``OUTCOMES``."""
+    return _OUTCOME.get(record.state, OPEN)
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Config keys by their last word; whole where two would be the same."""
+    last = [key.rsplit(".", 1)[-1] for key in keys]
+    return {key: word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)}

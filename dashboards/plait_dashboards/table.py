@@ -1,0 +1,65 @@
+"""The leaderboard as a table."""
+
+from __future__ import annotations
+
+import plotly.graph_objects as go
+
+from plait.tracking import JobRecord
+from plait_dashboards.style import figure, say
+from plait_dashboards.sweep import Sweep, outcome, short_names
+
+ROW = 26  # pixels
+MOST_ROWS = 20  # to be seen at once; the table scrolls
+
+Column = tuple[str, list[str]]
+
+
+def leaderboard(sweep: Sweep) -> go.Figure:
+    """All jobs, best first."""
+    if not sweep.records:
+        return say(figure(), "No adapter has begun.")
+    shown = columns(sweep)
+    made = figure(
+        height=ROW * (min(len(sweep.records), MOST_ROWS) + 2) + 40, margin={"l": 0, "r": 0, "t": 10}
+    )
+    made.add_table(
+        header={"values": [f"<b>{name}</b>" for name, _ in shown], "height": ROW},
+        cells={"values": [cells for _, cells in shown], "height": ROW},
+        columnwidth=[max(len(name), *(min(len(cell), 30) for cell in cells)) + 2 for name, cells in shown],
+    )
+    made.update_layout(margin={"b": 10})
+    return made
+
+
+def columns(sweep: Sweep) -> list[Column]:
+    """Headings with their units, and cells; columns in which nothing stands are left out."""
+    records = sweep.records
+    shown: list[Column] = [
+        ("place", [str(at) for at in range(1, len(records) + 1)]),
+        ("trial", [str(item.trial) for item in records]),
+        ("outcome", [_outcome(item) for item in records]),
+        (f"objective: {sweep.metric}", [number(item.objective) for item in records]),
+    ]
+    for key, word in short_names(sweep.searched).items():
+        shown.append((word, [number(item.parameters.get(key)) for item in records]))
+    shown += [
+        ("eval/loss", [number(item.eval_loss) for item in records]),
+        ("train/loss", [number(item.loss) for item in records]),
+        ("steps", [str(item.step or "") for item in records]),
+        ("tokens", [f"{item.tokens:,}" for item in records]),
+        ("device-seconds", [f"{item.device_seconds:.1f}" for item in records]),
+        ("reason", [item.reason for item in records]),
+    ]
+    return [column for column in shown if any(column[1])]
+
+
+def _outcome(item: JobRecord) -> str:
+    how = outcome(item)
+    return item.state if item.state in ("finished", how) else f"{how}: {item.state}"
+
+
+def number(value: object) -> str:
+    """A cell: floats with four digits, nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
