@@ -26,7 +26,9 @@ def device_seconds(sweep: Sweep) -> go.Figure:
         return say(figure(), "No device-seconds have been measured yet.")
     whole = sum(totals.values())
     made = make_subplots(1, 2, column_widths=[0.28, 0.72], horizontal_spacing=0.11)
-    made.update_layout(template=None, height=420, margin=MARGIN, bargap=0.05, legend={"orientation": "h"})
+    made.update_layout(
+        template=None, height=420, margin=MARGIN, bargap=0.05, legend={"orientation": "h", "y": 1.12}
+    )
     ordered = sorted(sweep.records, key=lambda item: -item.device_seconds)
     for how, total in totals.items():
         colour = {"color": OUTCOME_COLOUR[how], "line": {"width": 0}}

@@ -11,14 +11,14 @@ import plotly.graph_objects as go
 from plait.tracking import JobRecord
 from plait_dashboards.style import (
     BAND,
-    FADED,
     GREY,
     OUTCOME_COLOUR,
     OUTCOME_MARKER,
+    faded,
     figure,
     line_style,
 )
-from plait_dashboards.sweep import FAILED, PRUNED, Curve, Floats, Integers, Sweep, outcome
+from plait_dashboards.sweep import FAILED, OUTCOMES, PRUNED, USEFUL, Curve, Floats, Integers, Sweep, outcome
 
 ALL_NAMED = 12  # adapters that can all have a colour and a name
 TOP = 6  # that have them where there are more
@@ -53,8 +53,9 @@ def learning_curves(sweep: Sweep, metric: str, unit: str) -> go.Figure:
     made.update_yaxes(range=_range(curves.values()))
     if len(others) >= BAND_FROM:
         _add_band(made, band([curves[item.trial] for item in shown]))
-    if others:
-        _add_faded(made, others, curves, kind)
+    for how in (*(how for how in OUTCOMES if how != USEFUL), USEFUL):
+        if mine := [item for item in others if outcome(item) == how]:
+            _add_faded(made, mine, curves, kind, how)
     for at, item in enumerate(named):
         _add_named(made, item, curves[item.trial], at, kind)
     for how in (PRUNED, FAILED):
@@ -136,7 +137,10 @@ def _add_band(made: go.Figure, found: Band) -> None:
     )
 
 
-def _add_faded(made: go.Figure, others: Sequence[JobRecord], curves: Mapping[int, Curve], kind: str) -> None:
+def _add_faded(
+    made: go.Figure, others: Sequence[JobRecord], curves: Mapping[int, Curve], kind: str, how: str
+) -> None:
+    colour = GREY if how == USEFUL else OUTCOME_COLOUR[how]
     steps, values, trials = joined([(item.trial, curves[item.trial]) for item in others])
     made.add_trace(
         {
@@ -145,8 +149,8 @@ def _add_faded(made: go.Figure, others: Sequence[JobRecord], curves: Mapping[int
             "y": values,
             "customdata": trials,
             "mode": "lines",
-            "line": {"width": 1, "color": FADED},
-            "name": f"{len(others)} others",
+            "line": {"width": 1, "color": faded(colour, len(others))},
+            "name": f"{len(others)} others, {how}",
             "hovertemplate": "trial %{customdata}<br>step %{x}: %{y:.4g}<extra></extra>",
         }
     )

@@ -91,7 +91,7 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
             "cmin": low,
             "cmax": high,
             "showscale": True,
-            "colorbar": {"title": {"text": sweep.metric}, "thickness": 12},
+            "colorbar": {"thickness": 12, "x": 1.04},
         },
     )
     return made

@@ -32,12 +32,15 @@ def read_sweep(settings: TrackingSettings, name: str | None = None, storage: str
         StorageError: the store cannot be used.
     """
     result = load_search(settings, name)
-    client = MlflowClient(result.location.uri)
     with storage_errors(result.location):
-        parameters = client.get_run(result.run_id).data.params
-        metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
-        curves = {metric: read_curves(client, result, metric) for metric in metrics}
-    storage = storage or parameters.get("search.storage")
+        return sweep_of(result, MlflowClient(result.location.uri), storage)
+
+
+def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) -> Sweep:
+    """A search that has been found, with all the rest; as :func:`read_sweep`."""
+    storage = storage or client.get_run(result.run_id).data.params.get("search.storage")
+    metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
+    curves = {metric: read_curves(client, result, metric) for metric in metrics}
     return Sweep(
         name=result.name,
         state=result.state,

@@ -13,7 +13,7 @@ from plait.settings import TrackingSettings
 
 
 def main(arguments: Sequence[str]) -> int:
-    """A search's figures as one HTML page that needs no network.
+    """a search's figures as one HTML page that opens without a network
 
     Raises:
         SearchError: there is no such search; it lists those there are.

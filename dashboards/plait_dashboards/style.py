@@ -18,11 +18,16 @@ COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 DASHES = ("solid", "dash", "dot")
 OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, FAILED: RED, OPEN: GREY}
 OUTCOME_MARKER = {USEFUL: "circle", PRUNED: "x", FAILED: "diamond-open", OPEN: "square-open"}
-FADED = "rgba(138, 138, 138, 0.30)"
 BAND = "rgba(138, 138, 138, 0.22)"
 SCALE = [[0.0, SKY], [0.5, "#9E8FB2"], [1.0, ORANGE]]  # low to high
 MARGIN = {"l": 70, "r": 20, "t": 20, "b": 60}
 HEIGHT = 440
+
+
+def faded(colour: str, count: int) -> str:
+    """A colour so thin that ``count`` lines of it over each other do not hide what lies below."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {min(0.3, max(0.06, 12 / count)):.2f})"
 
 
 def figure(height: int = HEIGHT, **layout: Any) -> go.Figure:

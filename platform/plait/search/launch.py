@@ -28,6 +28,7 @@ from plait.search.study import StudyTrials
 from plait.settings import ClusterSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import SearchFacts, Tracker, check_tracking
+from plait.tracking.figures import Figures
 from plait.tracking.names import FINISHED, INTERRUPTED
 
 
@@ -119,15 +120,19 @@ class _Launch:
         folder = self._settings.tracking.root.expanduser().absolute() / "searches" / self._source.name
         coordinator = build_coordinator(self._settings, data.catalogue, folder)
         with Tracker(self._settings.tracking) as tracker:
-            self._source.link(tracker.start_search(self._facts()))
+            run_id = tracker.start_search(self._facts())
+            self._source.link(run_id)
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             tracker.record("plan.json", coordinator.plan().to_json())  # the choices, should this end early
-            result = self._train(coordinator, tracker)
+            with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
+                result = self._train(coordinator, tracker)
             tracker.record("plan.json", coordinator.plan().to_json())
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
+        if not result.interrupted:  # who interrupts wants to go; the command that goes on makes them
+            figures.publish(final=True)
         write_result(result, self._settings.search.direction, self._command.directory)
-        self._report(result, tracker)
+        self._report(result, tracker, figures.trouble)
         return result.exit_status
 
     def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
@@ -154,8 +159,10 @@ class _Launch:
             fresh=self._settings.search.fresh,
         )
 
-    def _report(self, result: SearchResult, tracker: Tracker) -> None:
+    def _report(self, result: SearchResult, tracker: Tracker, trouble: str) -> None:
         facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
+        if trouble:
+            facts["no figures"] = trouble
         if result.interrupted:
             facts["go on with"] = redact(shlex.join(going_on(self._command.command)))
         print_summary(self._console, tracker.board, facts)

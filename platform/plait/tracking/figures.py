@@ -1,0 +1,95 @@
+"""Figures of a search: made by whatever package offers them, while the search runs and when it is over.
+
+A package offers them by an entry point of the group ``plait.figures`` that names a :class:`Publish`. Plait
+itself knows of none: without such a package a search has no figures and lacks nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from types import TracebackType
+from typing import Protocol, Self
+
+from plait.errors import PlaitError
+from plait.settings import TrackingSettings
+
+GROUP = "plait.figures"
+FIRST_SECONDS = 60.0  # before figures are made of a running search, and the shortest time between two
+SHARE = 0.01  # of the time may go into making them
+PATIENCE = 30.0  # seconds that the end of a search waits for figures that are being made
+
+
+class Publish(Protocol):
+    """Reads a search from the tracking store and writes its figures to the search's run."""
+
+    def __call__(self, settings: TrackingSettings, run_id: str, storage: str | None, final: bool) -> None:
+        """``storage`` is the study's; ``final``: the search is over."""
+
+
+def publishers() -> list[Publish]:
+    """What the installed packages offer, by name."""
+    return [point.load() for point in sorted(entry_points(group=GROUP), key=lambda item: item.name)]
+
+
+class Figures:
+    """Makes a search's figures now and then in the background; as a context manager, around the search.
+
+    Figures are for looking at: whatever goes wrong with them is told in ``trouble`` and stops nothing.
+
+    Args:
+        settings: of the tracking store.
+        run_id: of the search's run.
+        storage: of the study (``search.storage``).
+        find: who makes them.
+        first_seconds: before the first ones are made.
+    """
+
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        run_id: str,
+        storage: str | None,
+        *,
+        find: Callable[[], list[Publish]] = publishers,
+        first_seconds: float = FIRST_SECONDS,
+    ) -> None:
+        self._settings = settings
+        self._run_id = run_id
+        self._storage = storage
+        self._find = find
+        self._first_seconds = first_seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._now_and_then, name="plait-figures", daemon=True)
+        self.trouble = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if error is None:
+            self._thread.join(PATIENCE)
+
+    def publish(self, *, final: bool) -> None:
+        """Make them now; ``final`` once the store has all of the search."""
+        self.trouble = ""
+        try:
+            for made in self._find():
+                made(self._settings, self._run_id, self._storage, final)
+        except PlaitError as error:
+            self.trouble = error.value
+        except Exception as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+
+    def _now_and_then(self) -> None:
+        pause = self._first_seconds
+        while not self._over.wait(pause):
+            begun = time.monotonic()
+            self.publish(final=False)
+            pause = max(self._first_seconds, (time.monotonic() - begun) / SHARE)
