@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import quote
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -29,3 +30,12 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("PLAIT_CACHE"):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "plait"
+
+
+def search_folder(root: Path, name: str) -> Path:
+    """Where a search keeps what it must find again: below ``tracking.root``, one folder for each name.
+
+    Any name is good for a search; what a file system would read as a path is written as %XX.
+    """
+    quoted = quote(name, safe=" +=,@()[]{}!")
+    return root.expanduser().absolute() / "searches" / (quoted if quoted.strip(".") else f"%2E{quoted[1:]}")
