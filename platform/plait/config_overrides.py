@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from decimal import Decimal
+from difflib import get_close_matches
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -29,6 +30,7 @@ from hydra.errors import HydraException
 
 from plait.config import JOB_GROUPS, RUN_GROUPS, is_whole
 from plait.errors import ConfigError, SearchError
+from plait.jobs import AdapterSpec, TrainSpec
 from plait.search.space import Choice, Dimension, Domain, Real, Space, Value, Whole
 
 
@@ -126,7 +128,24 @@ def _check_scope(name: str) -> None:
             f"{root} belongs to the run, not to a job: {', '.join(JOB_GROUPS)} can be swept.",
             f"Start one sweep for each value of {name}.",
         )
-    raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.")
+    near = _nearest(name)
+    raise ConfigError(
+        f"{name} is swept",
+        f"Only keys of {', '.join(JOB_GROUPS)} can be swept.",
+        f"Did you mean {near}?" if near else "",
+    )
+
+
+def _nearest(name: str) -> str | None:
+    """The key or group of a job that a misspelt name, or one without its group, most likely means."""
+    from plait.data import SOURCES
+
+    specs = {"adapter": (AdapterSpec,), "train": (TrainSpec,), "data": tuple(SOURCES.values())}
+    keys = [
+        f"{group}.{field.name}" for group in JOB_GROUPS for spec in specs[group] for field in fields(spec)
+    ]
+    last = [key for key in keys if key.partition(".")[2] == name]
+    return next(iter(last or get_close_matches(name, [*keys, *JOB_GROUPS], n=1)), None)
 
 
 def _domain(override: Override, *, whole: bool) -> Domain:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from plait.cli.main import main
 
@@ -29,17 +30,25 @@ Short = tuple[str, ...]
         (["adapter.rank=1,2", "hydra.sweep.dir=file/sweep"], ["file/sweep", "hydra.sweep.dir"]),
         (["adapter.rank=1,2", "cluster=h100_llama31_8b"], ["h100_llama31_8b", "plait plan"]),
         (["adapter.rank=1,2", "engine.device=cuda"], ["engine.device=cuda"]),
+        (
+            ["adapter.rank=1,2", "engine.kernels=triton"],
+            ["engine.kernels=triton", "auto, grouped, reference"],
+        ),
     ],
     ids=lambda value: value[-1].split("=")[0] + value[0][-8:] if value[0].count("=") else None,
 )
 def test_bad_input_is_refused_before_the_model_loads(
-    arguments: list[str], said: list[str], folder: Path, short: Short, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: list[str],
+    folder: Path,
+    short: Short,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "engine.device=cuda" in arguments:
-        import torch
-
+    if "engine.device=cuda" in arguments or "engine.kernels=triton" in arguments:
         if torch.cuda.is_available():
             pytest.skip("there is a CUDA device here")
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     (folder / "file").write_text("")
     assert main(["sweep", *short, *arguments]) == 2
     err = capsys.readouterr().err

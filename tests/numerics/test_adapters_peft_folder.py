@@ -95,7 +95,10 @@ def test_a_folder_comes_back_as_it_went(tmp_path: Path) -> None:
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     spec = AdapterSpec(rank=3, alpha=12.0, dropout=0.25, target_modules=("o_proj", "q_proj"))
     attach(base, "one", spec, bank, 4)
-    export_adapter(tmp_path / "one", spec, bank.weights("one"), base="tiny", linears=base.linears)
+    export_adapter(
+        tmp_path / "one", spec, bank.weights("one"), base="tiny", linears=base.linears, revision="v2"
+    )
+    assert LoraConfig.from_pretrained(str(tmp_path / "one")).revision == "v2"
     stored = import_adapter(tmp_path / "one")
     assert stored.spec == spec
     assert stored.base == "tiny"

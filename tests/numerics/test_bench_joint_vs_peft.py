@@ -103,7 +103,7 @@ def test_a_benchmark_without_jobs_or_with_unknown_options_is_refused():
         joint_vs_peft.run(SETTINGS, [], {})
     with pytest.raises(ConfigError, match=r"loss_tolerance"):
         joint_vs_peft.run(SETTINGS, make_jobs(1), {"tolerance": 1})
-    with pytest.raises(ConfigError, match=r"engine.device='(cuda|auto)'"):
+    with pytest.raises(ConfigError, match=r"engine.device=cuda"):
         joint_vs_peft.run(replace(SETTINGS, engine=EngineSettings(device="cuda")), make_jobs(1), {})
     with pytest.raises(ConfigError, match=r"dropout=1\.0"):
         dropout_cost.run(SETTINGS, make_jobs(1), {"dropout": 1.0})

@@ -1,10 +1,14 @@
 """Sorting the leaderboard."""
 
+import io
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from plait.cli.results import sort_records
 from plait.errors import ConfigError
-from plait.tracking import JobRecord
+from plait.tracking import JobRecord, Location, SearchResult, print_leaderboard
 
 RECORDS = [
     JobRecord("a", 0, {"train.lr": 1e-3}, "finished", objective=2.0),
@@ -32,6 +36,20 @@ def test_by_a_column(column: str, names: str) -> None:
         )
         == names
     )
+
+
+def test_the_title_says_how_it_is_sorted() -> None:
+    place = Location("sqlite:///x.db", Path("x"), None)
+    result = SearchResult("mine", "finished", "maximize", "eval/loss", "r", "0", place, tuple(RECORDS))
+    titles = {}
+    for order in (None, "by train.lr, smallest first"):
+        text = io.StringIO()
+        print_leaderboard(result, "table", Console(file=text, width=100), order=order)
+        titles[order] = text.getvalue().splitlines()[0].strip()
+    assert titles[None] == "mine (finished), highest eval/loss first"
+    assert titles["by train.lr, smallest first"] == "mine (finished), by train.lr, smallest first"
+    with pytest.raises(ConfigError, match="csv, json, table"):
+        print_leaderboard(result, "xml", Console())
 
 
 def test_by_a_column_that_is_not_there() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
+from plait.adapters import import_adapter
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.ledger import Worker
@@ -33,10 +33,8 @@ from plait.paths import cache_dir
 from plait.planner.packing import pack
 from plait.plans import GlobalBatch, Microbatch
 from plait.samples import Split
-from plait.search.engine import open_data
+from plait.search.engine import check_engine, open_data
 from plait.settings import RunSettings
-
-PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +89,7 @@ class JointSide:
         self.attach(job)
         self.worker.handle(Export(job.name, folder))
         self.detach(job)
-        tensors = load_file(folder / "adapter_model.safetensors")
-        sites = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
-        parts = [f"{PEFT_PREFIX}{{}}.lora_{part}.weight" for part in "AB"]
-        return {site: (tensors[parts[0].format(site)], tensors[parts[1].format(site)]) for site in sites}
+        return import_adapter(folder).weights
 
 
 def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide:
@@ -106,6 +101,7 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     """
     if not jobs:
         raise ConfigError("no jobs", "A benchmark of training has at least one job.", "Raise search.trials.")
+    check_engine(settings)
     shape = inspect_model(settings.model, cache=cache_dir())
     data = open_data(settings, shape.max_length, jobs).catalogue
     return JointSide(settings, data, local_worker(settings, data, cache=cache_dir()))

@@ -68,7 +68,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     asked = build(Options, options, "bench.options")
     if choose_device(settings.engine.device).type != "cpu":
         raise ConfigError(
-            f"engine.device={settings.engine.device!r}",
+            f"engine.device={settings.engine.device}",
             "This benchmark measures the processor's time and memory.",
             "Give engine.device=cpu.",
         )

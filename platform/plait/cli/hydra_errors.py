@@ -39,7 +39,11 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _unknown_choice(error)
     if match := _UNKNOWN_KEY.search(text):
-        unknown = _unknown_key(match[1], arguments)
+        key, there = match[1], _keys_beside(match[1], arguments)
+        if key in there:
+            given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+            return ConfigError(given, f"{key} has not all of these keys yet.", f"Add them: ++{given}")
+        unknown = unknown_key(key, there)
         added = _MISSING_PLUS.search(text)
         extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
         return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
@@ -64,10 +68,6 @@ def _unknown_choice(error: MissingConfigException) -> ConfigError:
     return ConfigError(
         f"{group}={name}", f"{group} has no such choice.", f"{remedy}There are: {choices(options)}."
     )
-
-
-def _unknown_key(key: str, arguments: Sequence[str]) -> ConfigError:
-    return unknown_key(key, _keys_beside(key, arguments))
 
 
 def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model, worker_facts
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
-from plait.search.engine import choose_device, free_memory, open_data
+from plait.search.engine import check_engine, free_memory, open_data
 from plait.settings import RunSettings
 
 JSON = "--json"
@@ -60,6 +60,8 @@ def plan_search(command: SearchCommand) -> Outlook:
     """
     settings, profile = _where(command.settings)
     check_jobs(command.probes)
+    if profile is None:
+        check_engine(settings)
     shape = check_model(settings.model, command.probes)
     jobs = draw_jobs(replace(command, settings=settings))
     workload = Workload.of(jobs, open_data(settings, shape.max_length, jobs).catalogue)
@@ -67,6 +69,7 @@ def plan_search(command: SearchCommand) -> Outlook:
         named = settings.model.id or settings.model.path or settings.model.kind
         return plan_described(workload, settings, profile, tokeniser=str(named))
     from plait.engine.admission import Admission
+    from plait.engine.devices import choose_device
 
     memory = free_memory(settings)
     admission = Admission(worker_facts(settings.model, shape, memory), settings)

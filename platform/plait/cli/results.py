@@ -14,8 +14,6 @@ from plait.settings import TrackingSettings
 if TYPE_CHECKING:
     from plait.tracking import JobRecord
 
-FORMATS = ("table", "csv", "json")
-
 
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
@@ -32,7 +30,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
     """Print a search's adapters, best first."""
     parser = _parser("leaderboard", "A search's adapters, best first.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
-    parser.add_argument("--format", choices=FORMATS, default="table")
+    parser.add_argument("--format", default="table", help="table (the default), csv or json")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
@@ -41,9 +39,11 @@ def leaderboard(arguments: Sequence[str]) -> int:
     from plait.tracking import load_search, print_leaderboard
 
     result = load_search(_settings(known), known.name)
+    order = None
     if known.sort:
         result = replace(result, records=sort_records(result.records, known.sort, reverse=known.reverse))
-    print_leaderboard(result, known.format, Console())
+        order = f"by {known.sort}, {'largest' if known.reverse else 'smallest'} first"
+    print_leaderboard(result, known.format, Console(), order=order)
     return EXIT_DONE
 
 

@@ -7,11 +7,13 @@ somebody set it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
+from functools import cache
 from typing import Any
 
+import yaml
+
 from plait.errors import ConfigError, choices
-from plait.settings import SearchSettings
+from plait.paths import conf_dir
 
 # hydra.sweeper's key: search's key.
 KEYS = {
@@ -80,7 +82,7 @@ def _merge_one(
         raise ConfigError(f"{theirs}={value}", "One objective is optimised.", "Give one direction.")
     if value == current:
         return
-    if ours in given or current != _default(ours):
+    if ours in given or current != _defaults()[ours]:
         raise ConfigError(
             f"{theirs}={value!r}, search.{ours}={current!r}",
             "They are the same setting, so they must not differ.",
@@ -98,7 +100,8 @@ def _merge_option(options: dict[str, Any], name: str, value: Any) -> None:
         )
 
 
-def _default(key: str) -> Any:
-    default = SearchSettings()
-    assert key in {field.name for field in fields(default)}
-    return getattr(default, key)
+@cache
+def _defaults() -> dict[str, Any]:
+    """What ``search`` holds where nobody set anything."""
+    loaded: dict[str, Any] = yaml.safe_load((conf_dir() / "search" / "default.yaml").read_text("utf-8"))
+    return loaded

@@ -1,1 +1,1 @@
-"""cost"""
+"""Predicted seconds and bytes: models fitted to measurements, and profiles of clusters."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, choices
 from plait_kernels import KernelError, choose_backend
-from plait_kernels.backends import check_backend
+from plait_kernels.backends import BACKENDS, check_backend
 
 
 def choose_device(device: str) -> torch.device:
@@ -21,7 +21,9 @@ def choose_device(device: str) -> torch.device:
     """
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
-        raise ConfigError("engine.device='cuda'", "There is no CUDA device.", "Give engine.device=cpu.")
+        raise ConfigError(
+            "engine.device=cuda", "torch finds no CUDA device here.", "Leave it out, or install a CUDA build."
+        )
     return torch.device("cuda" if device != "cpu" and there else "cpu")
 
 
@@ -31,15 +33,32 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> st
     Raises:
         ConfigError: the backend does not run there.
     """
-    if kernels == "auto":
-        return choose_backend(device, dtype=dtype).backend
+    check_kernels(kernels, device, dtype)
+    return choose_backend(device, dtype=dtype).backend if kernels == "auto" else kernels
+
+
+def check_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse kernels that do not run on a device, without measuring or loading anything.
+
+    Raises:
+        ConfigError: as :func:`choose_kernels`.
+    """
+    if kernels == "auto" or (refusal := _refusal(kernels, device, dtype)) is None:
+        return
+    right = [name for name in BACKENDS if _refusal(name, device, dtype) is None]
+    raise ConfigError(
+        f"engine.kernels={kernels}: {refusal.value}",
+        f"{refusal.rule}.",
+        f"Here engine.kernels may be {choices(['auto', *right])}.",
+    ) from refusal
+
+
+def _refusal(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelError | None:
     try:
         check_backend(kernels, device, dtype)
     except KernelError as error:
-        raise ConfigError(
-            f"engine.kernels={kernels!r}: {error.value}", f"{error.rule}.", "Give engine.kernels=auto."
-        ) from error
-    return kernels
+        return error
+    return None
 
 
 @cache

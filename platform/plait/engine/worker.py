@@ -265,6 +265,7 @@ class LocalWorker:
             self.bank.weights(command.job),
             base=self._model.identity.name,
             linears=self._model.linears,
+            revision=self._model.identity.revision,
         )
         return Saved(command.job, command.directory, 0, exported=True)
 

@@ -31,10 +31,12 @@ class Identity:
     Attributes:
         name: hub id, folder or built-in name: PEFT's ``base_model_name_or_path``.
         digest: of configuration, source and dtype: equal digests are equal models.
+        revision: of the hub repository, where one was asked for.
     """
 
     name: str
     digest: str
+    revision: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

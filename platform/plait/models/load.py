@@ -103,6 +103,15 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     )
 
 
+def model_config(settings: ModelSettings, *, cache: Path) -> PreTrainedConfig:
+    """The model's configuration, without its weights.
+
+    Raises:
+        ModelError, StorageError: as :func:`load_model`.
+    """
+    return _find(settings, cache).config
+
+
 def load_tokeniser(settings: ModelSettings, *, cache: Path) -> PreTrainedTokenizerBase:
     """The model's tokeniser, without the model."""
     if settings.kind == "tiny":
@@ -151,17 +160,17 @@ def _find(settings: ModelSettings, cache: Path) -> _Found:
                 f"model.family={settings.family!r}", f"model.family must be one of {choices(FAMILIES)}."
             )
         config = tiny_config(settings.family, len(byte_tokeniser()))
-        name, version = f"tiny-{settings.family}", str(settings.seed)
+        name, version, revision = f"tiny-{settings.family}", str(settings.seed), None
     else:
         source = find_source(settings, cache)
         config = _ask(AutoConfig.from_pretrained, source)
-        name, version = source.name, source.version
+        name, version, revision = source.name, source.version, source.revision
         commit = getattr(config, "_commit_hash", None)
         version = f"{version} {commit}" if commit else version
     described = {key: value for key, value in config.to_dict().items() if key not in _INCIDENTAL}
     facts = [described, version, settings.dtype]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-    return _Found(config, Identity(name, digest), _max_length(settings, config))
+    return _Found(config, Identity(name, digest, revision), _max_length(settings, config))
 
 
 def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:

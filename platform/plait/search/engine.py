@@ -10,7 +10,6 @@ from typing import Any
 from plait.data import generation_limit, load_data, score, summary
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.errors import ConfigError
 from plait.jobs import DataSpec, JobSpec
 from plait.paths import cache_dir
 from plait.samples import TokenisedData
@@ -60,11 +59,24 @@ def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -
 
 def free_memory(settings: RunSettings) -> int:
     """Bytes that the run's device has, as its worker will count them."""
-    import torch
-
+    from plait.engine.devices import choose_device
     from plait.engine.peaks import device_bytes
 
-    return device_bytes(torch.device(choose_device(settings.engine.device)))
+    return device_bytes(choose_device(settings.engine.device))
+
+
+def check_engine(settings: RunSettings) -> None:
+    """The run's device is there and its kernels run on it.
+
+    Raises:
+        ConfigError: not.
+    """
+    import torch
+
+    from plait.engine.devices import check_kernels, choose_device
+
+    device = choose_device(settings.engine.device)
+    check_kernels(settings.engine.kernels, device, getattr(torch, settings.model.dtype))
 
 
 def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) -> Coordinator:
@@ -78,27 +90,9 @@ def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
+    from plait.engine.devices import choose_device
     from plait.engine.worker import LocalWorker
     from plait.models import load_model
 
     model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
     return Coordinator(LocalWorker(model, data, settings.engine), data, settings, folder=folder)
-
-
-def choose_device(wanted: str) -> str:
-    """The device that ``engine.device`` stands for: "auto" takes the GPU where there is one.
-
-    Raises:
-        ConfigError: "cuda" where there is none.
-    """
-    if wanted == "cpu":
-        return wanted
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    if wanted == "cuda":
-        raise ConfigError(
-            "engine.device=cuda", "torch finds no CUDA device here.", "Leave it out, or install a CUDA build."
-        )
-    return "cpu"

@@ -16,7 +16,7 @@ from plait.addresses import redact
 from plait.errors import EXIT_DONE, ConfigError
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
-from plait.search.engine import LoadedData, build_coordinator, free_memory, open_data
+from plait.search.engine import LoadedData, build_coordinator, check_engine, free_memory, open_data
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
@@ -55,6 +55,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
         for line in describe_result(done, settings.search, source.name):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return EXIT_DONE
+    check_engine(settings)
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))

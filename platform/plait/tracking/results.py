@@ -90,8 +90,14 @@ def _result(store: Store, run: Run) -> SearchResult:
     )
 
 
-def print_leaderboard(result: SearchResult, form: str, console: Console) -> None:
-    """Print a search's jobs as "table", "csv" or "json".
+def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
+    """Print a search's jobs as "table", "csv" or "json", in the order in which ``result`` has them.
+
+    Args:
+        result: the search.
+        form: which of the three.
+        console: where to.
+        order: what the title says of the order; None: best first.
 
     Raises:
         ConfigError: another form.
@@ -99,10 +105,9 @@ def print_leaderboard(result: SearchResult, form: str, console: Console) -> None
     if form not in FORMATS:
         raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
     if form == "table":
-        order = "lowest" if result.direction == "minimize" else "highest"
-        console.print(
-            to_table(result.records, f"{result.name} ({result.state}), {order} {result.metric} first")
-        )
+        if order is None:
+            order = f"{'lowest' if result.direction == 'minimize' else 'highest'} {result.metric} first"
+        console.print(to_table(result.records, f"{result.name} ({result.state}), {order}"))
         return
     text = to_csv(result.records) if form == "csv" else to_json(result.records)
     console.file.write(text if text.endswith("\n") else f"{text}\n")
