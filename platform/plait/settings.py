@@ -70,6 +70,9 @@ class EngineSettings:
         threads: CPU threads; None takes all cores.
         checkpointing: recompute activations in the backward pass.
         device: "auto", "cpu" or "cuda".
+        checkpoint_steps: a job's state is saved every so many of its steps; None: not by steps.
+        checkpoint_minutes: and when the last state is so many minutes old; None: not by time.
+        checkpoint_keep: states of a job that are kept, so that a damaged one has one before it.
     """
 
     kernels: str = "auto"
@@ -77,12 +80,18 @@ class EngineSettings:
     threads: int | None = None
     checkpointing: bool = False
     device: str = "auto"
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float | None = 5.0
+    checkpoint_keep: int = 2
 
     def __post_init__(self) -> None:
         _one_of("engine.kernels", self.kernels, KERNELS)
         _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
         _at_least("engine.capacity", self.capacity, 2)
         _at_least("engine.threads", self.threads, 1)
+        _at_least("engine.checkpoint_steps", self.checkpoint_steps, 1)
+        _at_least("engine.checkpoint_minutes", self.checkpoint_minutes, 0.0)
+        _at_least("engine.checkpoint_keep", self.checkpoint_keep, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +127,21 @@ class TrackingSettings:
     Attributes:
         uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
         experiment: MLflow experiment.
-        flush_seconds: longest time that a point waits in the writer.
+        flush_seconds: time that a point waits so that several are sent together; longer where sending would
+            take more than 2 % of the time.
+        points: about how many steps of each curve are sent; evaluations and objectives are all sent.
         root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
     """
 
     uri: str | None = None
     experiment: str = "plait"
     flush_seconds: float = 2.0
+    points: int = 320
     root: Path = Path("plait-runs")
 
     def __post_init__(self) -> None:
         _at_least("tracking.flush_seconds", self.flush_seconds, 0.0)
+        _at_least("tracking.points", self.points, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,4 +199,4 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
-Mode = Literal["train", "plan", "simulate", "bench"]
+Mode = Literal["train", "plan", "profile", "simulate", "bench"]

@@ -12,6 +12,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, check_tracking
+from plait.tracking.left import send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.tracker import SearchFacts, Tracker
@@ -33,5 +34,6 @@ __all__ = [
     "print_leaderboard",
     "run_ui",
     "search_names",
+    "send_left",
     "ui_command",
 ]

@@ -8,14 +8,17 @@ once however often the same one arrives.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """Make a job's run, or go on with the one that its search and trial already have."""
+    """Make a job's run, or go on with the one that its search and trial already have.
+
+    ``known`` says that it is known which of its points are written; else the store is asked.
+    """
 
     run: str
     trial: int
@@ -23,16 +26,21 @@ class OpenRun:
     parameters: tuple[tuple[str, str], ...]
     tags: tuple[tuple[str, str], ...]
     time_ms: int
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LogPoints:
-    """Metric values of one run at one step; all finite."""
+    """Metric values of one run at one step; all finite.
+
+    ``late`` says that points of later steps went before.
+    """
 
     run: str
     step: int
     time_ms: int
     values: tuple[tuple[str, float], ...]
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +99,72 @@ Operation = OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun
 
 
 @dataclass(frozen=True, slots=True)
-class PointsOfRun:
-    """Points of one run that go out together, in order."""
+class UpdateRun:
+    """Points and tags of one run that go out together; the points in order, each tag once."""
 
     run: str
     points: tuple[LogPoints, ...]
+    tags: tuple[tuple[str, str], ...]
 
 
-Request = OpenRun | PointsOfRun | SetTags | LogText | LogFolder | EndRun
+Request = OpenRun | UpdateRun | LogText | LogFolder | EndRun
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What is to be done with one run, from one OpenRun to the next."""
+
+    run: str
+    opened: OpenRun | None = None
+    points: list[LogPoints] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, LogFolder] = field(default_factory=dict)
+    ended: EndRun | None = None
+
+    def requests(self) -> Iterator[Request]:
+        if self.opened is not None:
+            yield self.opened
+        if self.points or self.tags:
+            yield UpdateRun(self.run, tuple(self.points), tuple(self.tags.items()))
+        yield from self.folders.values()
+        if self.ended is not None:
+            yield self.ended
 
 
 def gather(operations: Iterable[Operation]) -> list[Request]:
-    """Requests that do what the operations do, in few calls.
+    """Requests that leave every run as the operations would, in few calls.
 
-    Points of one run are joined, however the runs' points lie between each other; the order within a run
-    stays. Of several texts for one path only the last is written.
+    Points and tags of one run are joined, however the runs' operations lie between each other; of several
+    values of a tag, texts of a path or final states the last one goes out. Texts come last, so that the runs
+    they refer to are there.
     """
-    listed = list(operations)
-    last_text = {(item.run, item.path): at for at, item in enumerate(listed) if isinstance(item, LogText)}
-    requests: list[Request] = []
-    waiting: dict[str, list[LogPoints]] = {}
+    gathered: list[_Gathered] = []
+    newest: dict[str, _Gathered] = {}
+    texts: dict[tuple[str, str], LogText] = {}
+    for item in operations:
+        if isinstance(item, LogText):
+            texts.pop((item.run, item.path), None)
+            texts[item.run, item.path] = item
+            continue
+        if item.run not in newest or isinstance(item, OpenRun):
+            newest[item.run] = _Gathered(item.run)
+            gathered.append(newest[item.run])
+        _take(newest[item.run], item)
+    return [request for one in gathered for request in one.requests()] + list(texts.values())
 
-    def release(run: str) -> None:
-        if points := waiting.pop(run, None):
-            requests.append(PointsOfRun(run, tuple(points)))
 
-    for at, item in enumerate(listed):
-        if isinstance(item, LogPoints):
-            waiting.setdefault(item.run, []).append(item)
-        elif not isinstance(item, LogText) or last_text[item.run, item.path] == at:
-            release(item.run)
-            requests.append(item)
-    for run in list(waiting):
-        release(run)
-    return requests
+def _take(gathered: _Gathered, item: OpenRun | LogPoints | SetTags | LogFolder | EndRun) -> None:
+    match item:
+        case OpenRun():
+            gathered.opened = item
+        case LogPoints():
+            gathered.points.append(item)
+        case SetTags():
+            gathered.tags.update(item.tags)
+        case LogFolder():
+            gathered.folders[item.path] = item
+        case EndRun():
+            gathered.ended = item
 
 
 def count_points(operations: Sequence[Operation]) -> int:

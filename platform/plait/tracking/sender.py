@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from plait.tracking.operations import (
@@ -13,9 +12,8 @@ from plait.tracking.operations import (
     LogPoints,
     LogText,
     OpenRun,
-    PointsOfRun,
     Request,
-    SetTags,
+    UpdateRun,
     resolve_references,
 )
 from plait.tracking.store import Store
@@ -25,20 +23,19 @@ FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST",
 
 
 class StoreSender:
-    """Knows which MLflow run belongs to which key, and what each run already had when it was found again.
+    """Knows which MLflow run belongs to which key of a search.
 
     Args:
         store: where requests go.
-        runs: MLflow ids of the runs that exist, by key.
-        found: runs of the search's jobs that exist, by trial number.
+        parent_id: MLflow's id of the search's run.
+        ids: MLflow ids of the runs that are known to exist, by key; filled as others are made or found.
     """
 
-    def __init__(self, store: Store, runs: dict[str, str], found: dict[int, Run]) -> None:
+    def __init__(self, store: Store, parent_id: str, ids: dict[str, str]) -> None:
         self._store = store
-        self._ids = runs
-        self._found = found
-        self._tried: set[str] = set()
-        self._had: dict[str, dict[str, int]] = {}
+        self._parent_id = parent_id
+        self._ids = ids
+        self._had: dict[str, dict[str, int]] = {}  # last steps of runs of which the spool knew nothing
 
     def send(self, request: Request) -> None:
         """Carry one request out.
@@ -60,14 +57,10 @@ class StoreSender:
         if isinstance(request, OpenRun):
             self._open(request)
             return
-        run_id = self._ids.get(request.run)
-        if run_id is None:
-            raise RefusedError(f"{request.run}: its run could not be made")
+        run_id = self._id(request.run)
         match request:
-            case PointsOfRun():
-                self._store.log_points(run_id, self._new_points(request))
-            case SetTags():
-                self._store.set_tags(run_id, request.tags)
+            case UpdateRun():
+                self._store.update(run_id, self._new_points(request), request.tags)
             case LogText():
                 text = resolve_references(request.text, self._ids)
                 self._store.log_text(run_id, request.path, text)
@@ -80,34 +73,42 @@ class StoreSender:
             case _:
                 assert_never(request)
 
+    def _id(self, run: str) -> str:
+        """The id of a run that this process, an earlier one or another worker of the search has made."""
+        if run not in self._ids:
+            found = self._store.child(self._parent_id, job=run)
+            if found is None:
+                raise RefusedError(f"{run}: its run could not be made")
+            self._ids[run] = found.info.run_id
+        return self._ids[run]
+
     def _open(self, request: OpenRun) -> None:
-        """Make the run, or take up the one that is there: from before, or from an attempt whose answer got
-        lost on the way."""
-        run = self._found.get(request.trial)
-        if run is None and request.run in self._tried:
-            run = self._store.child(request.parent_id, request.trial)
-        self._tried.add(request.run)
+        """Make the run, or take up the one that is there: from before, from another worker, or from an
+        attempt whose answer got lost on the way."""
+        run = self._store.child(request.parent_id, trial=request.trial)
         if run is None:
             run_id = self._store.create_run(request.run, dict(request.tags), request.time_ms)
             parameters = request.parameters
         else:
             run_id = run.info.run_id
-            self._had[request.run] = self._store.last_steps(run)
+            if not request.known:
+                self._had[request.run] = self._store.last_steps(run)
             parameters = tuple(pair for pair in request.parameters if pair[0] not in run.data.params)
             self._store.reopen(run_id)
-            self._store.set_tags(run_id, request.tags)
+            self._store.update(run_id, (), request.tags)
         self._ids[request.run] = run_id
         self._store.log_parameters(run_id, parameters)
 
-    def _new_points(self, request: PointsOfRun) -> list[LogPoints]:
-        """The points without those that the run had when it was found again: a job that goes on from a
-        checkpoint repeats some steps, and no step is counted twice."""
+    def _new_points(self, request: UpdateRun) -> list[LogPoints]:
+        """The points without those that the run had when it was found: a job that goes on from a checkpoint
+        on another machine, or without its spool, repeats some steps, and no step is counted twice."""
         had = self._had.get(request.run)
         if not had:
             return list(request.points)
         kept = []
         for point in request.points:
-            values = tuple((key, value) for key, value in point.values if point.step > had.get(key, -1))
+            fresh = tuple((key, value) for key, value in point.values if point.step > had.get(key, -1))
+            values = point.values if point.late else fresh
             if values:
                 kept.append(LogPoints(point.run, point.step, point.time_ms, values))
         return kept

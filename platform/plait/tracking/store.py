@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,10 +13,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 
 from plait.tracking.location import Location
-from plait.tracking.names import TAG_PARENT, TAG_SEARCH, TAG_TABLES, TAG_TRIAL
+from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_TABLES, TAG_TRIAL
 from plait.tracking.operations import LogPoints
 
-METRICS_PER_REQUEST = 1000
+ENTRIES_PER_REQUEST = 1000
 PAIRS_PER_REQUEST = 100  # parameters or tags
 PARAMETER_LENGTH = 6000
 TAG_LENGTH = 8000
@@ -59,18 +60,19 @@ class Store:
         newest_last = reversed(list(runs))
         return {int(run.data.tags[TAG_TRIAL]): run for run in newest_last}
 
-    def child(self, parent_id: str, trial: int) -> Run | None:
-        """The run of one trial, if there is one."""
-        condition = f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{TAG_TRIAL}` = '{trial}'"
-        return next(self._runs(condition), None)
+    def child(self, parent_id: str, *, trial: int | None = None, job: str | None = None) -> Run | None:
+        """The run of one trial, or of one job's name, if there is one; of several the newest."""
+        key, value = (TAG_JOB, job) if job is not None else (TAG_TRIAL, str(trial))
+        condition = f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{key}` = '{_quoted(value)}'"
+        return next(self._runs(condition, 1), None)
 
-    def _runs(self, condition: str) -> Iterator[Run]:
+    def _runs(self, condition: str, page_size: int = PAGE) -> Iterator[Run]:
         token = None
         while True:
             page = self.client.search_runs(
                 [self.experiment_id],
                 condition,
-                max_results=PAGE,
+                max_results=page_size,
                 order_by=["attributes.start_time DESC"],
                 page_token=token,
             )
@@ -109,18 +111,17 @@ class Store:
                 run_id, params=[Param(key, value[:PARAMETER_LENGTH]) for key, value in part]
             )
 
-    def set_tags(self, run_id: str, tags: Sequence[tuple[str, str]]) -> None:
-        """Set or replace tags."""
-        for part in _parts(tags, PAIRS_PER_REQUEST):
-            self.client.log_batch(run_id, tags=[RunTag(key, value[:TAG_LENGTH]) for key, value in part])
-
-    def log_points(self, run_id: str, points: Iterable[LogPoints]) -> None:
-        """Log metric values in as few requests as the limits allow."""
+    def update(self, run_id: str, points: Iterable[LogPoints], tags: Sequence[tuple[str, str]] = ()) -> None:
+        """Log metric values and set or replace tags, in as few requests as the limits allow."""
         metrics = [
             Metric(key, value, point.time_ms, point.step) for point in points for key, value in point.values
         ]
-        for part in _parts(metrics, METRICS_PER_REQUEST):
-            self.client.log_batch(run_id, metrics=part)
+        pairs = [RunTag(key, value[:TAG_LENGTH]) for key, value in tags]
+        while metrics or pairs:
+            some = pairs[:PAIRS_PER_REQUEST]
+            most = ENTRIES_PER_REQUEST - len(some)
+            self.client.log_batch(run_id, metrics=metrics[:most], tags=some)
+            metrics, pairs = metrics[most:], pairs[PAIRS_PER_REQUEST:]
 
     def log_text(self, run_id: str, path: str, text: str) -> None:
         """Write a text artifact."""
@@ -147,9 +148,9 @@ class Store:
         self.client.set_terminated(run_id, status, time_ms)
 
 
-def table_tag(path: str) -> tuple[str, str]:
-    """The tag by which MLflow's UI knows that a JSON artifact is a table."""
-    return TAG_TABLES, f'[{{"path": "{path}", "type": "table"}}]'
+def table_tag(*paths: str) -> tuple[str, str]:
+    """The tag by which MLflow's UI knows which JSON artifacts are tables."""
+    return TAG_TABLES, json.dumps([{"path": path, "type": "table"} for path in paths])
 
 
 def _quoted(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -30,25 +31,21 @@ from plait.settings import RunSettings, TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
+from plait.tracking.encoding import Head
 from plait.tracking.leaderboard import to_split_json
+from plait.tracking.left import send_spools
 from plait.tracking.location import locate
-from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, SetTags, run_reference
+from plait.tracking.operations import LogFolder, LogText, OpenRun, run_reference
+from plait.tracking.outgoing import Outgoing, spool_folder
 from plait.tracking.records import record_of
 from plait.tracking.sender import StoreSender
+from plait.tracking.spool import free_spools, open_spool
 from plait.tracking.store import table_tag
-from plait.tracking.values import (
-    finite,
-    group_values,
-    not_finite,
-    parameter_text,
-    progress_values,
-    run_parameters,
-    search_values,
-    user,
-)
-from plait.tracking.writer import Writer
+from plait.tracking.values import group_values, parameter_text, run_parameters, search_values, user
 
-LAST_SECONDS = 1.0  # that a store has to take the last records of an interrupted process
+LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
+REFRESH_SECONDS = 10.0  # between two leaderboards of a search that goes on
+REFRESH_SHARE = 0.005  # of the time may go into making them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,22 @@ class _Totals:
 class Tracker:
     """Writes a search to MLflow, in the background.
 
-    Every method but :meth:`start_search`, :meth:`flush` and :meth:`close` returns at once. As a context
-    manager it ends the search's run and closes.
+    Whatever is to be sent goes to a file below the search's folder first (``spool/``), and from there to the
+    store as it takes it. Every method but :meth:`start_search`, :meth:`flush`, :meth:`commit` and
+    :meth:`close` returns at once. As a context manager it ends the search's run and closes.
 
     Args:
         settings: where to write.
         clock: seconds since 1970; stamps points and runs.
         directory: folder whose git state is recorded.
 
+    Attributes:
+        board: what is known of every job.
+        notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
+
     Raises:
-        StorageError: the store cannot be used (see ``check_tracking``).
+        StorageError: the store cannot be used (see ``check_tracking``). Every method raises it where the
+            spool cannot be written, as on a full disk.
     """
 
     def __init__(
@@ -113,10 +116,13 @@ class Tracker:
         self._parent = ""  # key of the search's run
         self._parent_id = ""
         self._ids: dict[str, str] = {}  # by key; filled by the writer as it makes runs
-        self._writer: Writer | None = None
+        self._out: Outgoing | None = None
         self._totals = _Totals()
-        self._ended = False
+        self._tables = [names.LEADERBOARD_FILE]
+        self._next_refresh = 0.0
+        self._state = ""  # in which the search ended
         self.board = Board("minimize", 0)
+        self.notices: list[str] = []
 
     # ---- the search ------------------------------------------------------------------------------------
 
@@ -132,9 +138,12 @@ class Tracker:
         self.board = Board(search.settings.search.direction, search.settings.search.trials)
         self._search = search.name
         self._parent = f"search {search.name}"
+        folder = spool_folder(self.location.root, search.name)
+        self.notices += send_spools(self._store, folder)
         with storage_errors(self.location):
             runs = [] if search.fresh else self._store.searches(search.name)
-            found = self._go_on(runs[0]) if runs else {}
+            if runs:
+                self._go_on(runs[0])
             tags = self._search_tags(search)
             if not runs:
                 self._parent_id = self._store.create_run(search.name, tags, self._now())
@@ -142,23 +151,32 @@ class Tracker:
         self._ids = {record.name: record.run_id for record in self.board.jobs.values()}
         self._ids[self._parent] = self._parent_id
         self._totals.started = self._clock()
-        sender = StoreSender(self._store, self._ids, found)
-        self._writer = Writer(sender, self._settings.flush_seconds, str(self.location))
-        self._put(SetTags(self._parent, tuple(tags.items())))
+        self._out = self._open_spool(folder)
+        self._out.tags(self._parent, tags)
         self._record_facts(search)
         return self._parent_id
 
-    def _go_on(self, run: Run) -> dict[int, Run]:
+    def _open_spool(self, folder: Path) -> Outgoing:
+        """The spool of this process, with what ended processes knew of this search's points."""
+        for left in free_spools(folder):  # those of searches begun anew are of no use once they are sent
+            other = left.head is not None and left.head.parent_id != self._parent_id
+            left.remove() if other and not left.waiting else left.close()
+        spool = open_spool(folder, Head(self._parent_id, self._parent, str(self.location)))
+        sender = StoreSender(self._store, self._parent_id, self._ids)
+        settings = self._settings
+        out = Outgoing(spool, sender, settings.flush_seconds, settings.points, self._now)
+        out.adopt()
+        return out
+
+    def _go_on(self, run: Run) -> None:
         """Take up an earlier process's run of this search, with its jobs."""
         self._parent_id = run.info.run_id
         self._store.reopen(self._parent_id)
         last = self._store.client.get_metric_history(self._parent_id, names.SEARCH_SECONDS)
         self._totals.step = max((point.step for point in last), default=0)
         self._totals.seconds_before = run.data.metrics.get(names.SEARCH_SECONDS, 0.0)
-        found = self._store.children(self._parent_id)
-        for child in found.values():
+        for child in self._store.children(self._parent_id).values():
             self.board.add(record_of(child))
-        return found
 
     def _search_tags(self, search: SearchFacts) -> dict[str, str]:
         state = facts.git_state(self._directory)
@@ -193,20 +211,28 @@ class Tracker:
         For the plan ("plan.json"), the lengths ("lengths.json"), the data digests ("data.json").
         """
         text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
-        self._put(LogText(self._parent, path, redact(text)))
+        self._started.put(LogText(self._parent, path, redact(text)))
+
+    def record_table(self, path: str, text: str) -> None:
+        """Keep a table with the search's run: JSON with ``columns`` and ``data``, as MLflow shows it."""
+        self.record(path, text)
+        if path not in self._tables:
+            self._tables.append(path)
+            self._started.tags(self._parent, dict([table_tag(*self._tables)]))
 
     def end_search(self, state: str = names.FINISHED, reason: str = "") -> None:
         """End the search's run: "finished", "interrupted" or "failed". Jobs that still train are marked
         interrupted; a later process takes them up."""
-        if self._ended or not self._parent_id:
+        if self._state or self._out is None:
             return
-        self._ended = True
+        self._state = state
         for record in list(self.board.jobs.values()):
             if record.live:
-                self._end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
-        self._refresh()
+                self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
+        self._refresh(now=True)
         self._log_totals({})
-        self._end_run(self._parent, state, reason)
+        self._out.end_run(self._parent, state, reason)
+        self._out.commit()
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
@@ -219,9 +245,10 @@ class Tracker:
             parameters: config keys that define the job; those of the job itself by default.
         """
         shown = dict(job.parameters() if parameters is None else parameters)
-        known = self.board.jobs.get(job.name)
-        self.board.add(known or JobRecord(job.name, trial, shown))
+        self.board.add(self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown))
         self.board.jobs[job.name].parameters = shown
+        out = self._started
+        out.adopt()
         tags = {
             names.TAG_SEARCH: self._search,
             names.TAG_TRIAL: str(trial),
@@ -231,55 +258,65 @@ class Tracker:
             "mlflow.user": user(),
         }
         pairs = tuple((key, parameter_text(value)) for key, value in shown.items())
-        self._put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now()))
+        known = out.knows(job.name)
+        out.put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now(), known))
 
     def judge(self, job: str, state: str, objective: float | None = None, reason: str = "") -> None:
         """The search's last word on a job: "finished", "pruned" or "failed", and its objective."""
+        out = self._started
         record = self.board.judge(job, state, objective, reason)
+        out.end_curve(job)
         if record.objective is not None:
-            self._points(job, record.step, {names.OBJECTIVE: record.objective})
-        self._end_run(job, state, record.reason)
+            out.points(job, record.step, {names.OBJECTIVE: record.objective})
+        out.end_run(job, state, record.reason)
         self._refresh()
 
     def handle(self, event: Event) -> None:
         """Log an event of the engine."""
+        out = self._started
         known = self.board.jobs.get(event.job) if isinstance(event, JobEnded) else None
         logged = (known.tokens, known.device_seconds) if known else None
         self.board.handle(event)
         match event:
             case JobAdmitted():
-                tags = ((names.TAG_STATE, names.RUNNING), (names.TAG_GROUP, event.group))
-                self._put(SetTags(event.job.name, tags))
+                out.begin_curve(event.job.name, event.steps)
+                out.tags(event.job.name, {names.TAG_STATE: names.RUNNING, names.TAG_GROUP: event.group})
             case JobProgress():
-                self._points(event.job, event.step, progress_values(event))
+                out.progress(event)
             case JobEvaluated():
                 values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
-                self._points(event.job, event.step, values)
+                out.points(event.job, event.step, values)
             case JobGenerated():
-                self._points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
+                out.points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
             case JobEnded():
                 self._job_ended(event, logged)
             case GroupStep():
                 self._log_totals(group_values(event))
 
     def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
+        out = self._started
         values = {names.COMPLETION_SECONDS: event.completion_seconds}
         if logged != (event.tokens, event.device_seconds):  # what came after the last complete step
             values |= {names.TRAIN_TOKENS: float(event.tokens), names.DEVICE_SECONDS: event.device_seconds}
-        self._points(event.job, event.step, values)
-        tags = [(names.TAG_STEP, str(event.step))]
+        out.points(event.job, event.step, values)
+        tags = {names.TAG_STEP: str(event.step)}
         if event.adapter is not None:
-            self._put(LogFolder(event.job, event.adapter, names.ADAPTER_FOLDER))
-            tags.append((names.TAG_ADAPTER, str(event.adapter)))
-        self._put(SetTags(event.job, tuple(tags)))
-        self._end_run(event.job, event.state, event.reason)
+            out.put(LogFolder(event.job, event.adapter, names.ADAPTER_FOLDER))
+            tags[names.TAG_ADAPTER] = str(event.adapter)
+        out.tags(event.job, tags)
+        out.end_run(event.job, event.state, event.reason)
         self._refresh()
 
     def _log_totals(self, more: Mapping[str, float]) -> None:
-        """One point of the search's own curves."""
+        """One point of the search's own curves; the last one is always written."""
         self._totals.step += 1
-        values = dict(more) | search_values(self.board, self.seconds)
-        self._points(self._parent, self._totals.step, values)
+        if not more or self._started.wants_totals(self._totals.step):
+            values = dict(more) | search_values(self.board, self.seconds)
+            self._started.points(self._parent, self._totals.step, values)
+
+    def run_id(self, job: str) -> str:
+        """MLflow's id of a job's run; "" while the store has not made it."""
+        return self._ids.get(job, "")
 
     @property
     def seconds(self) -> float:
@@ -288,45 +325,66 @@ class Tracker:
 
     # ---- what is written -------------------------------------------------------------------------------
 
-    def _refresh(self) -> None:
-        """Write leaderboard, best so far and description of the search anew."""
+    def _refresh(self, *, now: bool = False) -> None:
+        """Write leaderboard, best so far and description of the search anew, if that is due: it takes the
+        longer the more jobs there are."""
+        started = time.monotonic()
+        if not now and started < self._next_refresh:
+            return
+        out = self._started
         for record in self.board.jobs.values():
-            record.run_id = self._ids.get(record.name, "")
+            record.run_id = self.run_id(record.name)
         rows = [replace(record, run_id=run_reference(record.name)) for record in self.board.ordered()]
-        self._put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
-        tags = [table_tag(names.LEADERBOARD_FILE)]
+        out.put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
+        tags = dict([table_tag(*self._tables)])
         best = self.board.best()
         if best is not None and best.objective is not None:
-            tags.append((names.TAG_NOTE, f"Best so far: {best.name}, objective {best.objective:.6g}"))
-        self._put(SetTags(self._parent, tuple(tags)))
+            tags[names.TAG_NOTE] = f"Best so far: {best.name}, objective {best.objective:.6g}"
+        out.tags(self._parent, tags)
+        taken = time.monotonic() - started
+        self._next_refresh = started + max(REFRESH_SECONDS, taken / REFRESH_SHARE)
 
-    def _points(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        if kept := finite(values):
-            self._put(LogPoints(run, step, self._now(), kept))
-        if wrong := not_finite(values):
-            self._put(SetTags(run, ((names.TAG_DIVERGED, f"step {step}: {wrong}"),)))
-
-    def _end_run(self, run: str, state: str, reason: str) -> None:
-        self._put(SetTags(run, ((names.TAG_STATE, state), (names.TAG_REASON, reason))))
-        self._put(EndRun(run, names.RUN_STATUS[state], self._now()))
-
-    def _put(self, operation: OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun) -> None:
-        if self._writer is None:
+    @property
+    def _started(self) -> Outgoing:
+        if self._out is None:
             raise RuntimeError("start_search() comes first")
-        self._writer.put(operation)
+        return self._out
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
 
-    def flush(self) -> None:
-        """Wait until the store has everything; raises StorageError as ``Writer.flush``."""
-        if self._writer is not None:
-            self._writer.flush()
+    def commit(self) -> None:
+        """Return when everything handed over so far is safe on the disk: after a crash it is sent, and steps
+        that are trained again from a checkpoint made since are not sent twice."""
+        if self._out is not None:
+            self._out.commit()
 
-    def close(self) -> None:
-        """Send what is left and stop writing; raises StorageError as ``Writer.close``."""
-        if self._writer is not None:
-            self._writer.close()
+    def flush(self) -> None:
+        """Wait until the store has everything.
+
+        Raises:
+            StorageError: it refused something, or did not answer to several attempts; what it has not taken
+                is kept and tried again.
+        """
+        if self._out is not None and (troubles := self._out.flush()):
+            raise StorageError(
+                "\n".join(troubles),
+                "The tracking store has to answer, and a search's runs belong to Plait while it goes on.",
+                "Look after the store; search.fresh=true begins the search anew if its runs were changed.",
+            )
+
+    def close(self, patience: float | None = None) -> None:
+        """Send what is left and stop writing; further calls do nothing.
+
+        What the store does not take is kept in the spool, and told in ``notices``: that is no reason for a
+        search to fail that has its results.
+
+        Args:
+            patience: seconds for the store; None waits as long as it takes what it gets.
+        """
+        out, self._out = self._out, None
+        if out is not None:
+            self.notices += out.close(patience, done=self._state == names.FINISHED)
 
     def __enter__(self) -> Self:
         return self
@@ -334,18 +392,16 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.end_search()
-        elif isinstance(error, KeyboardInterrupt):
-            self.end_search(names.INTERRUPTED, "Interrupted.")
-        else:
-            self.end_search(names.FAILED, f"{type(error).__name__}: {error}")
-        # Who interrupts a second time does not want to wait for a server that is gone.
-        patience = LAST_SECONDS if isinstance(error, KeyboardInterrupt) else None
+        # Who interrupts a second time, or has a full disk, does not want to wait for a server that is gone.
+        patience = None if error is None else LAST_SECONDS
         try:
-            if self._writer is not None:
-                self._writer.close(patience)
-        except StorageError as trouble:
             if error is None:
-                raise
-            error.add_note(str(trouble))
+                self.end_search()
+            else:
+                state, reason = names.FAILED, f"{type(error).__name__}: {error}"
+                if isinstance(error, KeyboardInterrupt):
+                    state, reason = names.INTERRUPTED, "Interrupted."
+                with suppress(StorageError):  # a disk that is full said so already
+                    self.end_search(state, reason)
+        finally:
+            self.close(patience)

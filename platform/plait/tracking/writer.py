@@ -3,8 +3,7 @@
 Operations wait in an outbox and leave it only when the store has taken them. A store that does not answer
 is tried again, later and later; what waits is kept. A store that is slow for the number of runs is written
 to less often, more at a time. What the store refuses for good (a changed parameter, a run that somebody
-deleted) is set aside, so that it does not hold up the rest. Both come to light as a StorageError when
-somebody flushes or closes.
+deleted) is set aside, so that it does not hold up the rest.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from itertools import islice
 from typing import Protocol
 
 from plait.errors import StorageError
-from plait.tracking.operations import LogPoints, Operation, Request, count_points, gather
+from plait.tracking.operations import Operation, Request, gather
 
 BATCH = 16_000  # operations that are gathered into one set of requests
 SHARE = 0.02  # of the time may go into sending while nobody waits for it
 LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
 ATTEMPTS = 4  # of one request, before flush() or close() give up
+STALL_SECONDS = 60.0  # without any progress, after which they give up too: a store that hangs
+GRACE_SECONDS = 1.0  # that a request under way has to come back when its writer is closed
 FIRST_DELAY = 0.5  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 30.0
 
@@ -38,7 +38,8 @@ class Sender(Protocol):
 
 
 class Outbox(Protocol):
-    """Operations that the store has not yet taken, oldest first. Called under the writer's lock."""
+    """Operations that the store has not yet taken, oldest first. The writer's thread reads them while others
+    append."""
 
     def append(self, operation: Operation) -> None:
         """Add one at the end."""
@@ -46,33 +47,12 @@ class Outbox(Protocol):
     def peek(self, count: int) -> list[Operation]:
         """The oldest ones."""
 
-    def drop(self, count: int) -> None:
-        """Forget the oldest ones: the store has them."""
+    def drop(self) -> None:
+        """Forget those that were read last: the store has them."""
 
-    def __len__(self) -> int: ...
-
-
-class MemoryOutbox:
-    """An outbox that lives as long as the process."""
-
-    def __init__(self) -> None:
-        self._operations: deque[Operation] = deque()
-
-    def append(self, operation: Operation) -> None:
-        """Add one at the end."""
-        self._operations.append(operation)
-
-    def peek(self, count: int) -> list[Operation]:
-        """The oldest ones."""
-        return list(islice(self._operations, count))
-
-    def drop(self, count: int) -> None:
-        """Forget the oldest ones."""
-        for _ in range(count):
-            self._operations.popleft()
-
-    def __len__(self) -> int:
-        return len(self._operations)
+    @property
+    def waiting(self) -> int:
+        """How many there are."""
 
 
 class Writer:
@@ -80,109 +60,90 @@ class Writer:
 
     Args:
         sender: carries requests out, in the background thread only.
+        outbox: where operations wait.
         flush_seconds: time that an operation waits, so that several go out together; longer where sending
             would take more than a small share of the time.
-        address: of the store, for messages.
-        outbox: where operations wait.
         first_delay: seconds before a request is tried a second time.
+        stall: seconds without any progress after which flush() gives up.
     """
 
     def __init__(
         self,
         sender: Sender,
+        outbox: Outbox,
         flush_seconds: float,
-        address: str,
         *,
-        outbox: Outbox | None = None,
         first_delay: float = FIRST_DELAY,
+        stall: float = STALL_SECONDS,
     ) -> None:
         self._sender = sender
+        self._outbox = outbox
         self._flush_seconds = flush_seconds
-        self._address = address
-        self._outbox = MemoryOutbox() if outbox is None else outbox
         self._first_delay = first_delay
+        self._stall = stall
         self._condition = threading.Condition()
         self._requests: deque[Request] = deque()  # of the batch in hand, not yet taken by the store
-        self._in_hand = 0  # operations of that batch
+        self._in_hand = False
         self._round_seconds = 0.0  # that the last round of sending took
         self._flushing = 0  # callers that wait for an empty outbox
         self._closing = False
         self._failures = 0  # attempts in a row that failed
-        self._error: BaseException | None = None
+        self._progress = time.monotonic()  # when a request last came through
+        self.cpu_seconds = 0.0  # of the thread, so far
+        self.error: BaseException | None = None  # the store's last answer that was none
         self._refused: list[str] = []
         self._thread = threading.Thread(target=self._run, name="plait-tracking", daemon=True)
         self._thread.start()
 
     def put(self, operation: Operation) -> None:
-        """Leave an operation to the writer; returns at once."""
-        with self._condition:
-            if self._closing:
-                raise RuntimeError("the tracking writer is closed")
-            self._outbox.append(operation)
+        """Leave an operation to the writer; returns at once. Raises what the outbox raises."""
+        if self._closing:
+            raise RuntimeError("the tracking writer is closed")
+        self._outbox.append(operation)
 
-    @property
-    def waiting(self) -> int:
-        """Operations that the store has not taken yet."""
-        with self._condition:
-            return len(self._outbox)
+    def flush(self, patience: float | None = None) -> bool:
+        """Wait until the store has everything, at most ``patience`` seconds if given; whether it has.
 
-    def flush(self, patience: float | None = None) -> None:
-        """Wait until the store has everything, at most ``patience`` seconds if given.
-
-        Raises:
-            StorageError: the store refused something, or did not answer to several attempts; what it has
-                not taken is kept and tried again.
+        It gives up after several attempts that failed, or a time without progress. What the store has not
+        taken stays in the outbox and is tried again.
         """
+        until = None if patience is None else time.monotonic() + patience
         with self._condition:
             self._flushing += 1
             self._failures = 0
+            self._progress = time.monotonic()
             self._condition.notify_all()
             try:
-                self._condition.wait_for(lambda: not self._outbox or self._failures >= ATTEMPTS, patience)
+                while self._outbox.waiting and self._failures < ATTEMPTS:
+                    limit = self._progress + self._stall
+                    limit = limit if until is None else min(limit, until)
+                    if (left := limit - time.monotonic()) <= 0:
+                        break
+                    self._condition.wait(left)
             finally:
                 self._flushing -= 1
-            self._raise_trouble()
+        return not self._outbox.waiting
 
-    def close(self, patience: float | None = None) -> None:
-        """Send what is left and end the thread; further calls do nothing.
+    def close(self, patience: float | None = None) -> bool:
+        """Send what is left, as :meth:`flush`, and end the thread; whether it has ended by now.
 
-        With ``patience`` (seconds), or interrupted, it does not wait for a request that is under way: the
-        thread ends with it, or with the process.
-
-        Raises:
-            StorageError: as :meth:`flush`; what has not been sent is still in the outbox.
+        Where the store did not take everything, or an interrupt ends the waiting, the request that is under
+        way is not waited for: the thread ends with it, or with the process.
         """
-        if self._closing:
-            return
-        wait = patience is None
         try:
-            self.flush(patience)
-        except KeyboardInterrupt:
-            wait = False
-            raise
+            if not self._closing:
+                self.flush(patience)
         finally:
             with self._condition:
                 self._closing = True
                 self._condition.notify_all()
-            if wait:
-                self._thread.join()
+        self._thread.join(GRACE_SECONDS)
+        return not self._thread.is_alive()
 
-    def _raise_trouble(self) -> None:
-        if self._outbox:
-            left = self._outbox.peek(len(self._outbox))
-            points = count_points([item for item in left if isinstance(item, LogPoints)])
-            raise StorageError(
-                f"{len(left)} records ({points} metric values) are not in {self._address}: {self._error}",
-                "The tracking store has to answer before a run ends.",
-                "Look after the store, then start the same command again: it goes on.",
-            )
-        if self._refused:
-            refused, self._refused = self._refused, []
-            raise StorageError(
-                f"{len(refused)} records were refused by {self._address}; the first: {refused[0]}",
-                "Runs of a search belong to Plait while it goes on.",
-                "Start the search anew under the same name with search.fresh=true if its runs were changed.",
-            )
+    def take_refused(self) -> list[str]:
+        """What the store has refused for good since this was last asked, in words."""
+        refused, self._refused = self._refused, []
+        return refused
 
     # ---- the thread ------------------------------------------------------------------------------------
 
@@ -196,22 +157,30 @@ class Writer:
             while self._take_batch() and self._send_batch():
                 pass
             self._round_seconds = time.monotonic() - started
+            self.cpu_seconds = time.thread_time()
 
     def _take_batch(self) -> bool:
-        """Have requests in hand: those that are left, or a new batch. False where nothing waits."""
-        with self._condition:
-            if not self._requests:
-                batch = self._outbox.peek(BATCH)
-                self._requests.extend(gather(batch))
-                self._in_hand = len(batch)
-            return self._in_hand > 0
+        """Have requests in hand: those that are left, or a new batch. False where nothing waits, or the disk
+        does not hold what waits."""
+        if self._closing:
+            return False
+        if self._in_hand:
+            return True
+        try:
+            batch = self._outbox.peek(BATCH)
+        except (StorageError, OSError, ValueError) as error:  # whoever appends is told, too
+            self._failed(error)
+            return False
+        self._requests.extend(gather(batch))
+        self._in_hand = bool(batch)
+        return self._in_hand
 
     def _due(self) -> bool:
         if self._closing:
             return True
         if self._failures:
             return False  # the pause before the next attempt runs its full length
-        return bool(self._flushing and self._outbox)
+        return bool(self._flushing and self._outbox.waiting)
 
     def _pause(self) -> float:
         if not self._failures:
@@ -221,20 +190,27 @@ class Writer:
     def _send_batch(self) -> bool:
         """Send the requests in hand until one fails; drop the batch when all are through."""
         while self._requests:
+            if self._closing:
+                return False
             try:
                 self._sender.send(self._requests[0])
             except RefusedError as verdict:
                 self._refused.append(str(verdict))
             except Exception as error:
-                with self._condition:
-                    self._error = error
-                    self._failures += 1
-                    self._condition.notify_all()
+                self._failed(error)
                 return False
             self._requests.popleft()
-            self._failures = 0
+            with self._condition:
+                self._failures = 0
+                self._progress = time.monotonic()
+        self._outbox.drop()
+        self._in_hand = False
         with self._condition:
-            self._outbox.drop(self._in_hand)
-            self._in_hand = 0
             self._condition.notify_all()
         return True
+
+    def _failed(self, error: Exception) -> None:
+        with self._condition:
+            self.error = error
+            self._failures += 1
+            self._condition.notify_all()

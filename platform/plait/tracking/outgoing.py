@@ -1,0 +1,157 @@
+"""What leaves for the tracking store: kept in the spool first, then sent by the writer; curves thinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from plait.engine.messages import JobProgress
+from plait.paths import search_folder
+from plait.tracking import names
+from plait.tracking.operations import EndRun, LogPoints, Operation, SetTags
+from plait.tracking.spool import Spool, free_spools
+from plait.tracking.thinning import Curve, grown_stride, is_kept
+from plait.tracking.values import finite, not_finite, progress_values
+from plait.tracking.writer import Sender, Writer
+
+
+class Outgoing:
+    """Hands operations to spool and writer, in the thread that trains: nothing here waits for the store.
+
+    Args:
+        spool: of this process.
+        sender: carries the writer's requests out.
+        flush_seconds, points: as in ``TrackingSettings``.
+        now: milliseconds since 1970.
+
+    Every method raises StorageError where the spool cannot be written.
+    """
+
+    def __init__(
+        self, spool: Spool, sender: Sender, flush_seconds: float, points: int, now: Callable[[], int]
+    ) -> None:
+        self._spool = spool
+        self._most = points
+        self._now = now
+        self._curves: dict[str, Curve] = {}
+        self.writer = Writer(sender, spool, flush_seconds)
+
+    def put(self, operation: Operation) -> None:
+        """Send an operation in due course."""
+        self.writer.put(operation)
+
+    def adopt(self) -> None:
+        """Take over what other workers of the search that have ended left unsent."""
+        head = self._spool.head
+        if head is not None:
+            for left in free_spools(self._spool.path.parent, head.parent_id):
+                self._spool.take_over(left)
+
+    def knows(self, run: str) -> bool:
+        """Whether the spool has points of a run, so that it knows which are written."""
+        return self._spool.written.last(run, names.TRAIN_LOSS) is not None
+
+    # ---- points ----------------------------------------------------------------------------------------
+
+    def begin_curve(self, run: str, steps: int) -> None:
+        """A job of so many steps trains from now on, fresh or again."""
+        if run not in self._curves:
+            self._curves[run] = Curve.of(run, steps, self._most, self._spool.written.held(run))
+
+    def progress(self, event: JobProgress) -> None:
+        """A step of a job: written where its curve keeps it, or where it has values that are not finite."""
+        values = progress_values(event)
+        kept = finite(values)
+        point = LogPoints(event.job, event.step, self._now(), kept)
+        curve = self._curves.get(event.job)
+        if len(kept) < len(values):
+            self._not_finite(event.job, event.step, values)
+        elif curve is not None and not curve.take(point):
+            return
+        if kept:
+            self.put(point)
+
+    def end_curve(self, run: str) -> None:
+        """The job is over for good: its newest and its best step are written too."""
+        curve = self._curves.pop(run, None)
+        for point in curve.remainder() if curve is not None else ():
+            self.put(point)
+
+    def wants_totals(self, step: int) -> bool:
+        """Whether a point of the search's own curves is written."""
+        return is_kept(step, grown_stride(step, self._most))
+
+    def points(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Values of a run at a step, whatever its curve; those that are not finite are told in a tag."""
+        if kept := finite(values):
+            self.put(LogPoints(run, step, self._now(), kept))
+        if len(kept) < len(values):
+            self._not_finite(run, step, values)
+
+    def _not_finite(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
+
+    # ---- the rest --------------------------------------------------------------------------------------
+
+    def tags(self, run: str, tags: Mapping[str, str]) -> None:
+        """Set or replace tags of a run."""
+        self.put(SetTags(run, tuple(tags.items())))
+
+    def end_run(self, run: str, state: str, reason: str) -> None:
+        """Set a run's final state, in our words and in MLflow's."""
+        self.tags(run, {names.TAG_STATE: state, names.TAG_REASON: reason})
+        self.put(EndRun(run, names.RUN_STATUS[state], self._now()))
+
+    def commit(self) -> None:
+        """Return when all that was put so far is on the disk, with what is held back of the live curves."""
+        for curve in self._curves.values():
+            if (held := curve.held()) is not None:
+                self._spool.note(held)
+                curve.noted = True
+        self._spool.commit()
+
+    def flush(self) -> list[str]:
+        """Wait until the store has everything, as ``Writer.flush``; what it did not take, in words."""
+        self.writer.flush()
+        return self._troubles()
+
+    def close(self, patience: float | None, *, done: bool) -> list[str]:
+        """Send what is left as ``Writer.close``, and let go of the spool.
+
+        Args:
+            patience: seconds; None waits as long as the store takes what it gets.
+            done: the search is over: a spool that is empty is of no use any more.
+
+        Returns:
+            what the store did not take, in words.
+        """
+        ended = self.writer.close(patience)
+        troubles = self._troubles()
+        if ended and done and not self._spool.waiting:
+            self._spool.remove()
+        elif ended:
+            self._spool.close()
+        return troubles
+
+    def _troubles(self) -> list[str]:
+        troubles = []
+        if self._spool.waiting:
+            troubles.append(unsent(self._spool, self.writer.error))
+        if refused := self.writer.take_refused():
+            troubles.append(f"{len(refused)} records were refused; the first: {refused[0]}")
+        return troubles
+
+
+def unsent(spool: Spool, error: BaseException | None) -> str:
+    """What a spool has that the store has not, where it lies and how it is sent."""
+    store = spool.head.store if spool.head is not None else "the store"
+    cause = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error).strip() else ""
+    return (
+        f"{spool.waiting} records ({spool.waiting_points} metric values) are not in {store} yet{cause}. "
+        f"They are kept in {spool.path}; the same command sends them when the store answers."
+    )
+
+
+def spool_folder(root: Path, search: str) -> Path:
+    """Where the spools of a search lie."""
+    return search_folder(root, search) / "spool"
