@@ -1,8 +1,11 @@
 """Saved states of jobs: whole tensors under PEFT's names, so that no layout of devices is baked in.
 
 A state is a folder with ``state.safetensors`` (weights and both moments, float32) and ``state.json``
-(job, model, data, cursor, and the digest of the tensor file). It is complete or absent: it is written
-beside its place and renamed into it, and read only when the digest agrees.
+(job, model, data, cursor, and digests of both). It is complete or absent: it is written beside its place
+and renamed into it, and read only when the digests agree. Random state is not among it, for there is none:
+data order and dropout masks follow from seed and step.
+
+The states of a job lie in one folder, each named after its step (``plait.engine.saved``).
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.engine.messages import Cursor
+from plait.engine.saved import HEADER, states
 from plait.errors import CheckpointError, StorageError
 from plait.jobs import JobSpec
 
-VERSION = 1
+VERSION = 2
 TENSORS = "state.safetensors"
-HEADER = "state.json"
 _ORDER = ("seed", "batch_size", "accumulation")  # of TrainSpec: what gives a step its samples
+
+
+class OriginError(CheckpointError):
+    """A saved state is whole, but belongs to another adapter, data order, model or data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +75,10 @@ def write_state(directory: Path, origin: Origin, cursor: Cursor, tensors: Mappin
             "version": VERSION,
             "origin": asdict(origin),
             "cursor": asdict(cursor),
-            "sha256": _digest(beside / TENSORS),
+            "tensors": _digest(beside / TENSORS),
         }
-        (beside / HEADER).write_text(json.dumps(header, indent=2, sort_keys=True))
+        sealed = header | {"sha256": _seal(header)}
+        (beside / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
         for path in (beside / TENSORS, beside / HEADER, beside):
             _to_disk(path)
         replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
@@ -93,27 +101,67 @@ def read_state(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, Tenso
     """The cursor and tensors of a complete state of this very origin.
 
     Raises:
-        CheckpointError: missing, cut short, altered, or of another job, model or data.
+        OriginError: of another job, model or data.
+        CheckpointError: missing, cut short or altered.
     """
     try:
         header = json.loads((directory / HEADER).read_text())
+        if header["version"] != VERSION:
+            raise _damaged(directory, f"version {header['version']}; this release reads {VERSION}")
+        seal = header.pop("sha256")
         found = Origin(**header["origin"])
         cursor = Cursor(**header["cursor"])
-        version, expected = header["version"], header["sha256"]
-        actual = _digest(directory / TENSORS)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for name, is_right in (
+            (HEADER, seal == _seal(header)),
+            (TENSORS, header["tensors"] == _digest(directory / TENSORS)),
+        ):
+            if not is_right:
+                raise _damaged(directory, f"{name} is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(directory, f"{type(error).__name__}: {error}") from error
-    if version != VERSION:
-        raise _damaged(directory, f"version {version}; this release reads {VERSION}")
-    if actual != expected:
-        raise _damaged(directory, f"{TENSORS} is not what was written")
     if found != origin:
-        raise CheckpointError(
+        raise OriginError(
             f"{directory}: {_difference(found, origin)}",
             "A job goes on only with the adapter, data order, model and data that it was saved with.",
             "Give the same settings, or start the job afresh.",
         )
     return cursor, load_file(directory / TENSORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A whole state that was found, and what was wrong with newer ones.
+
+    ``directory`` is None, and there are no tensors, where there is none: the job starts afresh.
+    """
+
+    directory: Path | None
+    cursor: Cursor
+    tensors: Mapping[str, Tensor]
+    troubles: tuple[str, ...]
+
+
+def newest_state(place: Path | None, origin: Origin) -> Found:
+    """The newest whole state of a place: of a state, or of a folder of them.
+
+    Raises:
+        OriginError: a state is whole, but of another job, model or data.
+    """
+    troubles: list[str] = []
+    for directory in states(place) if place is not None else ():
+        try:
+            cursor, tensors = read_state(directory, origin)
+        except OriginError:
+            raise
+        except CheckpointError as error:
+            troubles.append(error.value)
+        else:
+            return Found(directory, cursor, tensors, tuple(troubles))
+    return Found(None, Cursor(), {}, tuple(troubles))
+
+
+def _seal(header: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
 
 def _damaged(directory: Path, what: str) -> CheckpointError:

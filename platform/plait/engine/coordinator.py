@@ -6,15 +6,17 @@ Pure Python. It owns no tensor: it sends commands to a worker and turns what com
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpointing import Checkpointing
 from plait.engine.ledger import Ledger, Outcome, Tally, Worker
-from plait.engine.live import LiveJob
+from plait.engine.live import PAUSED, LiveJob
 from plait.engine.messages import (
     Attach,
     Command,
@@ -28,13 +30,15 @@ from plait.engine.messages import (
     JobAdmitted,
     JobEvaluated,
     JobGenerated,
+    JobParked,
     JobProgress,
+    Notice,
     RunMicrobatches,
-    SaveState,
     StepJob,
     StepJobs,
 )
 from plait.engine.order import DataOrder
+from plait.engine.roster import Roster
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.planner.packing import pack
@@ -43,19 +47,23 @@ from plait.settings import RunSettings
 
 GROUP = "group-0"
 INTERRUPTED = "interrupted"
+DISPLACED = "makes room"
 
 
 class Coordinator:
     """Trains jobs together on one worker, an iteration at a time.
 
     Jobs join and leave between iterations. In each one, every live job's next global batch is packed into
-    microbatches with the others', runs through the model, and each job steps its own optimiser.
+    microbatches with the others', runs through the model, and each job steps its own optimiser. A job that
+    waits at a rung, is paused, or has to make room is parked: saved, taken from the worker, and later gone
+    on with exactly.
 
     Args:
         worker: owns model and adapters.
         data: the jobs' data sets; an in-process worker shares it.
         settings: of the run.
-        folder: where finished adapters (``adapters/``) and interrupted jobs (``checkpoints/``) go.
+        folder: where finished adapters (``adapters/``) and saved states (``checkpoints/``) go.
+        states: folder for saved states instead of ``checkpoints/``.
         clock: seconds, rising.
     """
 
@@ -66,17 +74,20 @@ class Coordinator:
         settings: RunSettings,
         *,
         folder: Path,
+        states: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = Ledger(worker)
         self._tile = worker.facts.tile
         self._admission = Admission(worker.facts, settings)
+        self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
         self._capacity = settings.engine.capacity
         self._folder = folder
         self._clock = clock
-        self._waiting: list[LiveJob] = []
-        self._live: dict[str, LiveJob] = {}
+        self.checkpointing = Checkpointing(
+            settings.engine, states or folder / "checkpoints", self._send, clock
+        )
         self._arrivals = count()
         self._iterations = count(1)
         self._stopping = False
@@ -85,34 +96,67 @@ class Coordinator:
 
     # ---- what is asked from outside -------------------------------------------------------------------
 
-    def submit(self, job: JobSpec, *, resume_from: Path | None = None) -> None:
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        resume_from: Path | None = None,
+        rungs: Collection[int] = (),
+        measured: bool = False,
+    ) -> None:
         """Queue a job, fresh or from a saved state.
+
+        Args:
+            job: to train.
+            resume_from: saved state.
+            rungs: steps after which it waits until ``unpark(job, AT_RUNG)`` lets it past.
+            measured: whether the validation loss is wanted at every rung.
 
         Raises:
             ConfigError: a job of this name waits or trains already.
             InputError: its data, targets or rank cannot be used, or it does not fit into memory alone.
         """
-        if any(job.name == other.name for other in self._all()):
+        if self._roster.find(job.name) is not None:
             raise ConfigError(f"job {job.name!r}", "A job's name is its own while it waits or trains.")
         data = self._data.of(job.data)
         order = DataOrder.of(job.train, len(data.train))
         longest = max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
         demand = self._admission.demand(job.adapter, longest)
-        arrival = next(self._arrivals)
-        self._waiting.append(LiveJob(job, data, order, demand, arrival, self._clock(), resume_from))
-        self._waiting.sort(key=lambda waiting: (-waiting.spec.train.priority, waiting.arrival))
+        new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
+        new.rungs, new.measured = frozenset(rungs), measured
+        self._roster.queue(new)
 
     def cancel(self, job: str, reason: str = "cancelled") -> None:
-        """Stop a waiting or live job at the next iteration's boundary.
+        """Stop a job at the next boundary, wherever it stands.
 
         Raises:
             ConfigError: there is no such job.
         """
-        for each in self._all():
-            if each.name == job:
-                each.cancelled = reason
-                return
-        raise ConfigError(f"job {job!r}", "Only a job that waits or trains can be cancelled.")
+        self._find(job).cancelled = reason
+
+    def park(self, job: str, reason: str = PAUSED) -> None:
+        """At the next boundary, save a job and give its place away, until :meth:`unpark` with that reason.
+
+        Raises:
+            ConfigError: there is no such job.
+        """
+        self._find(job).holds.add(reason)
+
+    def unpark(self, job: str, reason: str = PAUSED) -> None:
+        """Let a job go on that was parked, or that waits at a rung (``AT_RUNG``).
+
+        It comes back at the next boundary with a place for it; one that has not lost its place keeps it.
+
+        Raises:
+            ConfigError: there is no such job.
+        """
+        self._find(job).release(reason)
+
+    def _find(self, name: str) -> LiveJob:
+        job = self._roster.find(name)
+        if job is None:
+            raise ConfigError(f"job {name!r}", "There is no such job that waits or trains.")
+        return job
 
     def stop(self) -> None:
         """At the next boundary, save every live job and end all with the reason "interrupted"."""
@@ -125,10 +169,7 @@ class Coordinator:
         """
         if self._stopping:
             return 0
-        known = [job.demand for job in self._all()]
-        if not known:
-            return max(1, self._admission.room([], self._admission.usual, most))
-        return self._admission.room(known, max(known, key=lambda demand: demand.bytes), most)
+        return self._roster.room(most) if self._roster.all() else max(1, self._roster.room(most))
 
     def plan(self) -> Plan:
         """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
@@ -138,59 +179,100 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        """Whether no job waits or trains."""
-        return not self._waiting and not self._live
+        """Whether no job waits, trains or is parked."""
+        return not self._roster.all()
 
     @property
     def device_ns(self) -> int:
         """Device time of all commands so far, in nanoseconds: the sum of what was attributed to jobs."""
         return self._ledger.device_ns
 
+    def settle(self) -> list[Event]:
+        """Act on what was asked for since the last boundary: ends what was cancelled, parks what waits.
+
+        Part of :meth:`advance`; apart, so that whoever fills the free places knows by then what ended.
+        """
+        if self._stopping:
+            return []
+        roster = self._roster
+        events = [
+            self._end(job, "stopped", job.cancelled) for job in roster.all() if job.cancelled is not None
+        ]
+        for job in [*roster.live.values(), *roster.waiting]:
+            if job.holds:
+                events += self._park(job, ", ".join(sorted(job.holds)), roster.park)
+        for job in list(roster.parked.values()):
+            if not job.holds:
+                roster.queue(job)
+        return events
+
     def advance(self) -> list[Event]:
         """One iteration: end what was stopped, admit what fits, train one step of every live job."""
         if self._stopping:
             return self._interrupt()
-        events = [*self._end_cancelled(), *self._admit()]
-        if any(not job.done for job in self._live.values()):
-            events += self._train()
+        events = self.checkpointing.save_due(self._live.values())
+        events += [*self.settle(), *self._admit(), *self._train()]
         return [*events, *self._evaluate(), *self._finish()]
 
     # ---- joining and leaving --------------------------------------------------------------------------
 
-    def _all(self) -> list[LiveJob]:
-        return [*self._live.values(), *self._waiting]
+    @property
+    def _live(self) -> dict[str, LiveJob]:
+        return self._roster.live
 
     def _admit(self) -> list[Event]:
+        """Fill the free places; a job of higher priority takes that of a lower one."""
+        if not self._roster.waiting:
+            return []
+        chosen = self._roster.choose()
+        jobs = {job.name: job for job in self._roster.all()}
         events: list[Event] = []
-        while self._waiting:
-            job = self._waiting[0]
-            if not self._admission.fits([*(live.demand for live in self._live.values()), job.demand]):
-                break
-            del self._waiting[0]
-            self._live[job.name] = job
-            outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from))
-            if job.name in outcome.attached:
-                job.cursor = outcome.attached[job.name].cursor
-                self._joined.append(job.name)
-                events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
-            events += self._end_failed(outcome)
+        for name in chosen.parked:
+            events += self._park(jobs[name], DISPLACED, self._roster.queue)
+        if any(name in self._live for name in chosen.parked):
+            return events  # one could not be saved, so its place is not free
+        for name in chosen.started:
+            events += self._attach(jobs[name])
         return events
 
-    def _end_cancelled(self) -> list[Event]:
-        return [self._end(job, "stopped", job.cancelled) for job in self._all() if job.cancelled is not None]
+    def _attach(self, job: LiveJob) -> list[Event]:
+        self._roster.start(job)
+        outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from))
+        events: list[Event] = []
+        if job.name in outcome.attached:
+            attached = outcome.attached[job.name]
+            # The state has the device time up to its saving; what was spent since stays on the account.
+            spent = max(job.cursor.device_ns, attached.cursor.device_ns)
+            job.cursor = replace(attached.cursor, device_ns=spent)
+            job.reach()
+            self.checkpointing.admitted(job)
+            events += [Notice(f"{job.name}: {text}") for text in attached.notices]
+            if job.name not in self._joined:
+                self._joined.append(job.name)
+            events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
+        return [*events, *self._end_failed(outcome)]
+
+    def _park(self, job: LiveJob, reason: str, move: Callable[[LiveJob], None]) -> list[Event]:
+        """Save a live job, take it from the worker and ``move`` it; one that cannot be saved stays."""
+        if job.name not in self._live:
+            move(job)
+            return [JobParked(job.name, job.step, reason)]
+        found, events = self.checkpointing.save([job])
+        if job.step > 0 and job.name not in found:
+            return events
+        job.resume_from = self.checkpointing.folder_of(job.name) if job.name in found else None
+        self._send(Detach(job.name))
+        move(job)
+        return [*events, JobParked(job.name, job.step, reason)]
 
     def _end_failed(self, outcome: Outcome) -> list[Event]:
         return [self._end(self._live[name], "failed", reason) for name, reason in outcome.failures.items()]
 
     def _interrupt(self) -> list[Event]:
-        events = []
-        for job in self._all():
-            checkpoint = None
-            if job.name in self._live:
-                checkpoint = self._folder / "checkpoints" / job.name / f"step-{job.step:08d}"
-                self._send(SaveState(job.name, checkpoint, job.cursor))
-            events.append(self._end(job, "stopped", INTERRUPTED, checkpoint=checkpoint))
-        return events
+        jobs = self._roster.all()
+        saved, events = self.checkpointing.save(jobs)
+        ends = [self._end(job, "stopped", INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
+        return [*events, *ends]
 
     def _end(
         self,
@@ -203,9 +285,8 @@ class Coordinator:
     ) -> Event:
         if job.name in self._live:
             self._send(Detach(job.name))
-            del self._live[job.name]
-        else:
-            self._waiting.remove(job)
+        self._roster.remove(job)
+        self.checkpointing.left(job.name)
         return job.ended(state, reason, self._clock(), adapter=adapter, checkpoint=checkpoint)
 
     # ---- one iteration --------------------------------------------------------------------------------
@@ -219,8 +300,27 @@ class Coordinator:
     def _train(self) -> list[Event]:
         """One global batch of every live job through the model, then the step of each that may."""
         started = self._clock()
-        jobs = {name: job for name, job in self._live.items() if not job.done}
-        run = self._send(RunMicrobatches(self._pack([job.next_batch() for job in jobs.values()])))
+        events: list[Event] = []
+        while jobs := {name: job for name, job in self._live.items() if job.trains}:
+            run = self._send(RunMicrobatches(self._pack([job.next_batch() for job in jobs.values()])))
+            if run.out_of_memory is None:
+                return [*events, *self._step(jobs, run, started)]
+            events += self._make_room(run.out_of_memory)
+        return events
+
+    def _make_room(self, detail: str) -> list[Event]:
+        """A step ran out of memory: the last in standing goes, and the others take the step again."""
+        last = max(self._live.values(), key=lambda job: job.standing)
+        if len(self._live) > 1:
+            self._roster.shrink(self._live.values())
+            events = self._park(last, DISPLACED, self._roster.queue)
+            if last.name not in self._live:
+                return events
+            return [*events, self._end(last, "failed", f"out of memory, and it could not be saved: {detail}")]
+        return [self._end(last, "failed", f"out of memory while it trained alone: {detail}")]
+
+    def _step(self, jobs: dict[str, LiveJob], run: Outcome, started: float) -> list[Event]:
+        """The optimiser's steps after a group's microbatches, and what came of them."""
         due = [
             StepJob(name, job.step + 1, job.next_rate())
             for name, job in jobs.items()
@@ -244,21 +344,31 @@ class Coordinator:
                 seconds=seconds,
                 peak_bytes=run.peak_bytes,
                 capacity=self._capacity,
+                job_tokens=tuple(run.tallies[name].tokens for name in jobs),
             )
         )
         return events
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""
-        due = [job for job in self._live.values() if job.evaluation_due]
+        return self._evaluate_jobs([job for job in self._live.values() if job.evaluation_due])
+
+    def _evaluate_jobs(self, due: Sequence[LiveJob]) -> list[Event]:
+        """As :meth:`_evaluate`; where memory runs out, in two parts."""
         if not due:
             return []
         outcome = self._send(Evaluate(self._pack([job.validation_batch() for job in due])))
+        if outcome.out_of_memory is not None:
+            if len(due) == 1:
+                reason = f"out of memory while it was evaluated alone: {outcome.out_of_memory}"
+                return [self._end(due[0], "failed", reason)]
+            half = len(due) // 2
+            return [*self._evaluate_jobs(due[:half]), *self._evaluate_jobs(due[half:])]
         events = self._end_failed(outcome)
         for job in due:
             if job.name not in outcome.failures:
                 tally = outcome.tallies[job.name]
-                job.eval_loss = tally.mean
+                job.eval_loss, job.evaluated = tally.mean, job.step
                 events.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens))
         return events
 

@@ -15,6 +15,7 @@ from plait.engine.messages import (
     Generated,
     JobFailed,
     MicrobatchDone,
+    OutOfMemory,
     Saved,
     StepDone,
     WorkerEvent,
@@ -48,13 +49,14 @@ class Tally:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one command brought, by job."""
+    """What one command brought, by job. Where it ran out of memory, only the time spent counts."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     steps: dict[str, StepDone] = field(default_factory=dict)
     attached: dict[str, Attached] = field(default_factory=dict)
     generated: dict[str, Generated] = field(default_factory=dict)
+    out_of_memory: str | None = None
     microbatches: int = 0
     peak_bytes: int | None = None
 
@@ -92,6 +94,8 @@ class Ledger:
                     outcome.failures.setdefault(event.job, event.reason)
                 case Attached():
                     outcome.attached[event.job] = event
+                case OutOfMemory():
+                    outcome.out_of_memory = event.detail
                 case Saved():
                     pass
         return outcome

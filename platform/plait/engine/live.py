@@ -14,6 +14,9 @@ from plait.jobs import JobSpec
 from plait.plans import GlobalBatch
 from plait.samples import TokenisedData
 
+AT_RUNG = "waits at a rung"
+PAUSED = "paused"
+
 
 @dataclass(slots=True, eq=False)
 class LiveJob:
@@ -25,6 +28,11 @@ class LiveJob:
         cursor: how far it has come.
         eval_loss: of the last evaluation.
         cancelled: why it is to be stopped, or None.
+        rungs: steps after which it waits until it is let past.
+        measured: whether the validation loss is wanted at every rung.
+        passed: the last rung that it was let past.
+        holds: why it may not train now; empty while it may.
+        evaluated: step of the last evaluation.
     """
 
     spec: JobSpec
@@ -37,6 +45,11 @@ class LiveJob:
     cursor: Cursor = field(default_factory=Cursor)
     eval_loss: float | None = None
     cancelled: str | None = None
+    rungs: frozenset[int] = frozenset()
+    measured: bool = False
+    passed: int = 0
+    holds: set[str] = field(default_factory=set)
+    evaluated: int | None = None
 
     @property
     def name(self) -> str:
@@ -56,8 +69,26 @@ class LiveJob:
     @property
     def evaluation_due(self) -> bool:
         """Whether the validation loss is wanted after the step just done."""
+        if len(self.data.validation) == 0 or self.evaluated == self.step:
+            return False
         every = self.spec.train.eval_every
-        return len(self.data.validation) > 0 and (self.done or (every > 0 and self.step % every == 0))
+        at_rung = self.measured and self.step in self.rungs
+        return self.done or at_rung or (every > 0 and self.step > 0 and self.step % every == 0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether its next step may be taken."""
+        return not self.done and not self.holds
+
+    @property
+    def keeps_place(self) -> bool:
+        """Whether it will still want its place after the next boundary."""
+        return not self.holds and self.cancelled is None
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """Whoever has less is served first: higher priority, then earlier arrival."""
+        return -self.spec.train.priority, self.arrival
 
     def next_batch(self) -> GlobalBatch:
         """The global batch of the step to come."""
@@ -71,6 +102,17 @@ class LiveJob:
         """Learning rate of the step to come."""
         return learning_rate(self.spec.train, self.step + 1, self.order.steps)
 
+    def reach(self) -> None:
+        """Wait here if this is a rung that it was not let past."""
+        if self.step in self.rungs and self.step > self.passed and not self.done:
+            self.holds.add(AT_RUNG)
+
+    def release(self, hold: str) -> None:
+        """No longer wait for this reason."""
+        self.holds.discard(hold)
+        if hold == AT_RUNG:
+            self.passed = self.step
+
     def charge(self, device_ns: int) -> None:
         """Add device time."""
         self.cursor = Cursor(self.step, self.cursor.tokens, self.cursor.device_ns + device_ns)
@@ -78,6 +120,7 @@ class LiveJob:
     def advance(self, tokens: int) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
         self.cursor = Cursor(self.step + 1, self.cursor.tokens + tokens, self.cursor.device_ns)
+        self.reach()
 
     def ended(
         self,

@@ -17,7 +17,10 @@ from plait.plans import Microbatch
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Take a job in: fresh, or from the state saved in ``resume_from``. ``data`` is a digest."""
+    """Take a job in: fresh, or from a saved state. ``data`` is a digest.
+
+    ``resume_from`` is a state's folder, or a folder of states: then the newest that is whole is taken.
+    """
 
     job: JobSpec
     data: str
@@ -116,10 +119,15 @@ Command = Attach | Detach | RunMicrobatches | StepJobs | Evaluate | Generate | S
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A job is in, and goes on from ``cursor``: from the start where it is fresh."""
+    """A job is in, and goes on from ``cursor``: from the start where it is fresh.
+
+    ``state`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
+    """
 
     job: str
     cursor: Cursor
+    state: Path | None = None
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +191,14 @@ class Saved:
     exported: bool
 
 
-WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again."""
+
+    detail: str
+
+
+WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved | OutOfMemory
 
 # ---- events of the coordinator: what happened to a job as a whole -------------------------------------
 
@@ -196,6 +211,18 @@ class JobAdmitted:
     step: int
     steps: int
     group: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobParked:
+    """A job left its place with its state saved after ``step`` steps, and goes on later from there.
+
+    It waits at a rung, is paused, or had to make room. A further :class:`JobAdmitted` says that it is back.
+    """
+
+    job: str
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +286,33 @@ class JobEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSaved:
+    """A live job's state is whole on disk: after a crash it goes on from ``step``."""
+
+    job: str
+    step: int
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that whoever watches should know; nothing ends by it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One iteration of a group: what went through together."""
+    """One iteration of a group: what went through together.
+
+    Attributes:
+        iteration: of this process, from 1.
+        tokens: real tokens of all jobs.
+        peak_bytes: highest of the microbatches; None where the device cannot tell.
+        job_tokens: real tokens of each job, in the order of ``jobs``.
+        predicted_seconds: what was expected before it ran; None where nothing is known yet.
+        predicted_bytes: the same for the peak.
+    """
 
     group: str
     iteration: int
@@ -270,6 +322,19 @@ class GroupStep:
     seconds: float
     peak_bytes: int | None
     capacity: int
+    job_tokens: tuple[int, ...] = ()
+    predicted_seconds: float | None = None
+    predicted_bytes: int | None = None
 
 
-Event = JobAdmitted | JobProgress | JobEvaluated | JobGenerated | JobEnded | GroupStep
+Event = (
+    JobAdmitted
+    | JobParked
+    | JobProgress
+    | JobEvaluated
+    | JobGenerated
+    | JobEnded
+    | JobSaved
+    | Notice
+    | GroupStep
+)

@@ -14,7 +14,7 @@ from plait.adapters import export_adapter, initialise, named_tensors
 from plait.engine.admission import WorkerFacts
 from plait.engine.answers import answer
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.checkpoints import Origin, read_state, write_state
+from plait.engine.checkpoints import Found, Origin, newest_state, write_state
 from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.memory_estimate import ActivationShape
 from plait.engine.messages import (
@@ -29,6 +29,7 @@ from plait.engine.messages import (
     Generated,
     JobFailed,
     MicrobatchDone,
+    OutOfMemory,
     RunMicrobatches,
     Saved,
     SaveState,
@@ -38,6 +39,7 @@ from plait.engine.messages import (
     WorkerEvent,
 )
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.out_of_memory import give_back, ran_out
 from plait.engine.peaks import PeakMeter, device_bytes
 from plait.errors import CheckpointError
 from plait.models import BaseModel, check_rank, load_model
@@ -113,9 +115,9 @@ class LocalWorker:
                 del self._jobs[command.job]
                 return []
             case RunMicrobatches():
-                return [event for each in command.microbatches for event in self._run(each, training=True)]
+                return self._run_all(command.microbatches, training=True)
             case Evaluate():
-                return [event for each in command.microbatches for event in self._run(each, training=False)]
+                return self._run_all(command.microbatches, training=False)
             case StepJobs():
                 return self._step(command.steps)
             case Generate():
@@ -139,16 +141,15 @@ class LocalWorker:
             sites=sites,
         )
         self._jobs[job.name] = command
-        cursor = Cursor()
-        if command.resume_from is None:
-            initialise(self.bank, job.name, job.train.seed)
-        else:
-            try:
-                cursor = self._restore(command, command.resume_from)
-            except CheckpointError as error:
-                return JobFailed(job.name, 0, str(error))
+        initialise(self.bank, job.name, job.train.seed)
+        try:
+            found = self._restore(command)
+        except CheckpointError as error:
+            return JobFailed(job.name, 0, str(error))
         self.bank.refresh([job.name])
-        return Attached(job.name, cursor)
+        passed_over = f"passed over; it goes on from step {found.cursor.step}"
+        notices = tuple(f"{trouble}: {passed_over}" for trouble in found.troubles)
+        return Attached(job.name, found.cursor, found.directory, notices)
 
     def _origin(self, command: Attach) -> Origin:
         return Origin.of(command.job, model=self._model.config_digest, data=command.data)
@@ -165,15 +166,17 @@ class LocalWorker:
             for name, tensor in named_tensors(pairs).items()
         }
 
-    def _restore(self, command: Attach, directory: Path) -> Cursor:
-        cursor, saved = read_state(directory, self._origin(command))
-        state = self._state(command.job.name)
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        if shapes != {name: tensor.shape for name, tensor in saved.items()}:
-            raise CheckpointError(f"{directory}: its tensors are not those of the adapter")
-        for name, tensor in state.items():
-            tensor.copy_(saved[name])
-        return cursor
+    def _restore(self, command: Attach) -> Found:
+        """Load the newest whole state that there is."""
+        found = newest_state(command.resume_from, self._origin(command))
+        if found.directory is not None:
+            state = self._state(command.job.name)
+            shapes = {name: tensor.shape for name, tensor in state.items()}
+            if shapes != {name: tensor.shape for name, tensor in found.tensors.items()}:
+                raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")
+            for name, tensor in state.items():
+                tensor.copy_(found.tensors[name])
+        return found
 
     def _save(self, command: SaveState) -> WorkerEvent:
         state = {name: tensor.cpu() for name, tensor in self._state(command.job).items()}
@@ -185,6 +188,23 @@ class LocalWorker:
     def _split_of(self, segment: Segment) -> Split:
         data = self._data[self._jobs[segment.job].data]
         return data.train if segment.split == "train" else data.validation
+
+    def _run_all(self, microbatches: Sequence[Microbatch], *, training: bool) -> list[WorkerEvent]:
+        """One after another; where memory runs out, nothing is left of what they began."""
+        events: list[WorkerEvent] = []
+        try:
+            for microbatch in microbatches:
+                events += self._run(microbatch, training=training)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            detail = str(error).partition("\n")[0]
+        else:
+            return events
+        # Here and not above: while the error is alive, its traceback keeps the activations.
+        self.bank.zero_gradients()
+        give_back(self._model.device)
+        return [*events, OutOfMemory(detail)]
 
     def _run(self, microbatch: Microbatch, *, training: bool) -> list[WorkerEvent]:
         """Forward, and backward when training; gradients add up in the bank."""

@@ -1,0 +1,112 @@
+"""Where each job stands: waiting for a place, live in the group, or parked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from plait.engine.admission import Admission, Demand
+from plait.engine.live import LiveJob
+from plait.planner.admission import Admission as Chosen
+from plait.planner.admission import Applicant, admit
+
+
+class Roster:
+    """Keeps the jobs of one worker, and says who trains next.
+
+    Args:
+        admission: predicts the memory of a group.
+        max_jobs: most jobs that train at once; None leaves it to memory.
+
+    Attributes:
+        waiting: for a place, by priority, then arrival.
+        live: on the worker, by name.
+        parked: saved and not on the worker; they ask for no place until nothing holds them.
+    """
+
+    def __init__(self, admission: Admission, max_jobs: int | None) -> None:
+        self._admission = admission
+        self._max_jobs = max_jobs
+        self._ceiling: int | None = (
+            None  # predicted bytes of the smallest group that ran out of memory, less 1
+        )
+        self.waiting: list[LiveJob] = []
+        self.live: dict[str, LiveJob] = {}
+        self.parked: dict[str, LiveJob] = {}
+
+    def all(self) -> list[LiveJob]:
+        """Every job that has not ended."""
+        return [*self.live.values(), *self.waiting, *self.parked.values()]
+
+    def find(self, name: str) -> LiveJob | None:
+        """The job of this name, wherever it stands."""
+        return next((job for job in self.all() if job.name == name), None)
+
+    def queue(self, job: LiveJob) -> None:
+        """Let a job wait for a place; whoever arrived first keeps that."""
+        self.remove(job)
+        self.waiting.append(job)
+        self.waiting.sort(key=lambda each: each.standing)
+
+    def start(self, job: LiveJob) -> None:
+        """Give a job a place."""
+        self.remove(job)
+        self.live[job.name] = job
+
+    def park(self, job: LiveJob) -> None:
+        """Take a job from where it stands, until nothing holds it."""
+        self.remove(job)
+        self.parked[job.name] = job
+
+    def remove(self, job: LiveJob) -> None:
+        """Take a job from wherever it stands; nothing where it stands nowhere."""
+        self.live.pop(job.name, None)
+        self.parked.pop(job.name, None)
+        self.waiting = [each for each in self.waiting if each is not job]
+
+    def choose(self) -> Chosen:
+        """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
+
+        A job that has been taken can always train alone, whatever has been learned since.
+        """
+        jobs = {job.name: job for job in [*self.live.values(), *self.waiting]}
+
+        def predict(group: Iterable[Applicant]) -> float:
+            return self._admission.predicted([jobs[each.name].demand for each in group])
+
+        applicants = [
+            Applicant(
+                name,
+                job.spec.train.priority,
+                job.arrival,
+                job.demand.bytes,
+                job.spec.adapter.rank,
+                name in self.live,
+            )
+            for name, job in jobs.items()
+        ]
+        alone = max((predict([each]) for each in applicants), default=0.0)
+        return admit(
+            applicants, available=max(self._available, alone), predict=predict, max_jobs=self._max_jobs
+        )
+
+    def room(self, most: int) -> int:
+        """How many more jobs would start at once, were they as large as the largest that wants a place."""
+        taken = [job.demand for job in [*self.live.values(), *self.waiting] if job.keeps_place]
+        largest = max(taken, key=lambda demand: demand.bytes, default=None) or self._admission.usual
+        number = 0
+        while number < most and self._fits([*taken, *[largest] * (number + 1)]):
+            number += 1
+        return number
+
+    def shrink(self, group: Iterable[LiveJob]) -> None:
+        """This group ran out of memory: no group that is predicted to need as much is formed again."""
+        needed = self._admission.predicted([job.demand for job in group]) - 1
+        self._ceiling = needed if self._ceiling is None else min(self._ceiling, needed)
+
+    @property
+    def _available(self) -> int:
+        budget = self._admission.budget
+        return budget if self._ceiling is None else min(budget, self._ceiling)
+
+    def _fits(self, demands: list[Demand]) -> bool:
+        return self._admission.fits(demands) and self._admission.predicted(demands) <= self._available
