@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
 
 from plait.addresses import redact
 from plait.errors import EXIT_DONE, ConfigError
+from plait.paths import search_folder
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.engine import LoadedData, build_coordinator, check_engine, free_memory, open_data
@@ -27,8 +29,9 @@ from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.settings import ClusterSettings
 from plait.terminal import Terminal, print_summary
-from plait.tracking import SearchFacts, Tracker, check_tracking
+from plait.tracking import SearchFacts, Tracker, check_tracking, send_left
 from plait.tracking.figures import Figures
+from plait.tracking.group_steps import GroupSteps
 from plait.tracking.names import FINISHED, INTERRUPTED
 
 
@@ -51,6 +54,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
         line += f"; {len(done.finished)} of {source.total} trials are over, {source.left_over} go on"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     if len(done.finished) >= source.total:
+        _tell(console, send_left(settings.tracking, source.name))
         write_result(done, settings.search.direction, command.directory)
         for line in describe_result(done, settings.search, source.name):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -108,6 +112,11 @@ def going_on(command: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(word for word in command if word.lstrip("+").partition("=")[0] != "search.fresh")
 
 
+def _tell(console: Console, notices: Sequence[str]) -> None:
+    for line in notices:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 class _Launch:
     """One search in this process, from the loading of the model to the last line."""
 
@@ -118,7 +127,7 @@ class _Launch:
         self._console = console
 
     def run(self, data: LoadedData) -> int:
-        folder = self._settings.tracking.root.expanduser().absolute() / "searches" / self._source.name
+        folder = search_folder(self._settings.tracking.root, self._source.name)
         coordinator = build_coordinator(self._settings, data.catalogue, folder)
         with Tracker(self._settings.tracking) as tracker:
             run_id = tracker.start_search(self._facts())
@@ -127,28 +136,32 @@ class _Launch:
             tracker.record("lengths.json", data.lengths)
             tracker.record("plan.json", coordinator.plan().to_json())  # the choices, should this end early
             with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
-                result = self._train(coordinator, tracker)
+                result = self._train(coordinator, tracker, GroupSteps(folder))
             tracker.record("plan.json", coordinator.plan().to_json())
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         if not result.interrupted:  # who interrupts wants to go; the command that goes on makes them
             figures.publish(final=True)
         write_result(result, self._settings.search.direction, self._command.directory)
         self._report(result, tracker, figures.trouble)
+        _tell(self._console, tracker.notices)
         return result.exit_status
 
-    def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
+    def _train(self, coordinator: Coordinator, tracker: Tracker, steps: GroupSteps) -> SearchResult:
         with (
             Terminal(tracker.board, self._console) as terminal,
             Interrupts(announce) as interrupts,
         ):
-            return SearchRun(
+            recorder = SearchRecorder(tracker, terminal, steps)
+            result = SearchRun(
                 self._source,
                 self._command.make_job,
                 coordinator,
-                SearchRecorder(tracker, terminal),
+                recorder,
                 self._settings.search,
                 stop=lambda: interrupts.requested,
             ).run()
+            recorder.show_steps()
+            return result
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

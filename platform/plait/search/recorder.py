@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from plait.engine.messages import Event
+from plait.engine.messages import Event, GroupStep, Notice
 from plait.jobs import JobSpec
 from plait.terminal import Terminal
 from plait.tracking import Tracker
+from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
 
 
 class SearchRecorder:
-    """A tracker and a terminal view as one."""
+    """A tracker, a terminal view and the table of group steps as one."""
 
-    def __init__(self, tracker: Tracker, terminal: Terminal) -> None:
+    def __init__(self, tracker: Tracker, terminal: Terminal, steps: GroupSteps) -> None:
         self._tracker = tracker
         self._terminal = terminal
+        self._steps = steps
 
     def start_job(self, job: JobSpec, trial: int) -> None:
         """A job is about to be submitted."""
@@ -21,8 +23,19 @@ class SearchRecorder:
 
     def handle(self, event: Event) -> None:
         """Something happened in the engine."""
+        if isinstance(event, Notice):
+            self._terminal.note(event.text)
+            return
         self._tracker.handle(event)
         self._terminal.handle(event)
+        if isinstance(event, GroupStep):
+            self._steps.add(event)
+            if self._steps.grown:
+                self.show_steps()
+
+    def show_steps(self) -> None:
+        """Keep the table of group steps with the search's run."""
+        self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
 
     def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
         """The search's last word on a job."""
@@ -31,5 +44,4 @@ class SearchRecorder:
 
     def run_id(self, job: str) -> str:
         """MLflow's id of the job's run; "" while it is not known."""
-        record = self._tracker.board.jobs.get(job)
-        return record.run_id if record is not None else ""
+        return self._tracker.run_id(job)

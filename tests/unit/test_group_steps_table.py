@@ -1,0 +1,72 @@
+"""The table of group steps: on disk line by line, as MLflow's table, and over restarts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.engine.messages import GroupStep
+from plait.errors import StorageError
+from plait.tracking.group_steps import COLUMNS, MOST_ROWS, GroupSteps, read_group_steps
+
+
+def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
+    return GroupStep(
+        "g0",
+        iteration,
+        ("a", "b"),
+        2,
+        300,
+        seconds,
+        None,
+        256,
+        (100, 200),
+        predicted,
+        4096 if predicted else None,
+    )
+
+
+def test_rows_come_back_as_they_were_added(tmp_path: Path) -> None:
+    table = GroupSteps(tmp_path / "search")
+    table.add(step(1))
+    table.add(step(2, seconds=0.25, predicted=0.3))
+    first, second = read_group_steps(table.path)
+    assert (first.iteration, first.jobs, first.job_tokens) == (1, ("a", "b"), (100, 200))
+    assert (first.predicted_seconds, first.peak_bytes, first.predicted_bytes) == (None, None, None)
+    assert (second.seconds, second.predicted_seconds, second.predicted_bytes) == (0.25, 0.3, 4096)
+
+
+def test_a_restart_counts_on_and_drops_what_a_crash_left_half_written(tmp_path: Path) -> None:
+    table = GroupSteps(tmp_path)
+    table.add(step(1))
+    with table.path.open("a") as file:
+        file.write('{"iteration": 2, "gro')
+    assert len(read_group_steps(table.path)) == 1
+    again = GroupSteps(tmp_path)
+    again.add(step(1))
+    assert [row.iteration for row in read_group_steps(table.path)] == [1, 2]
+
+
+def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_path: Path) -> None:
+    table, written = GroupSteps(tmp_path), 0
+    for iteration in range(1, 200):
+        table.add(step(iteration))
+        if table.grown:
+            written += 1
+            table.artifact()
+    assert written < 30
+    lines = table.path.read_text()
+    table.path.write_text(lines * (3 * MOST_ROWS // 199))
+    shown = json.loads(table.artifact())
+    assert tuple(shown["columns"]) == COLUMNS
+    assert MOST_ROWS / 2 < len(shown["data"]) <= MOST_ROWS
+    assert all(len(row) == len(COLUMNS) for row in shown["data"])
+
+
+def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> None:
+    assert read_group_steps(tmp_path / "none.jsonl") == []
+    (tmp_path / "group_steps.jsonl").write_text('{"iteration": 1}\n')
+    with pytest.raises(StorageError, match=r"group_steps\.jsonl"):
+        GroupSteps(tmp_path)
