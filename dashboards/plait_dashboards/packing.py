@@ -9,8 +9,9 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from plait.tracking.group_steps import GroupStepRow
 from plait_dashboards.style import BLUE, GREY, MARGIN, ORANGE, SCALE, figure, say
-from plait_dashboards.sweep import Floats, StepRow, Sweep
+from plait_dashboards.sweep import Floats, Sweep
 
 BINS = 300  # columns of the timeline at most
 NAMED_ROWS = 30  # adapters whose rows can all be labelled
@@ -36,10 +37,10 @@ class Timeline:
     fill: Floats
 
 
-def timeline(steps: Sequence[StepRow], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
+def timeline(steps: Sequence[GroupStepRow], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
     """Gather steps into at most ``bins`` columns of equally many; jobs without a trial are left out."""
     parts = [part for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))) if len(part)]
-    trials = sorted({trial_of[job] for step in steps for job in step.tokens if job in trial_of})
+    trials = sorted({trial_of[job] for step in steps for job in step.jobs if job in trial_of})
     row_of = {trial: row for row, trial in enumerate(trials)}
     tokens = np.zeros((len(trials), len(parts)))
     room, held = np.zeros(len(parts)), np.zeros(len(parts))
@@ -47,8 +48,8 @@ def timeline(steps: Sequence[StepRow], trial_of: Mapping[str, int], bins: int = 
         for at in part:
             step = steps[at]
             room[column] += step.microbatches * step.capacity
-            held[column] += sum(step.tokens.values())
-            for job, count in step.tokens.items():
+            held[column] += sum(step.job_tokens)
+            for job, count in zip(step.jobs, step.job_tokens, strict=True):
                 if job in trial_of:
                     tokens[row_of[trial_of[job]], column] += count
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -114,6 +115,8 @@ def packing_note(sweep: Sweep) -> str:
         "Each column is one iteration." if per_column == 1 else f"A column is about {per_column} iterations."
     )
     count = f"{len(sweep.steps):,} iterations of the group"
+    if (last := max(step.iteration for step in sweep.steps)) > len(sweep.steps):
+        count = f"{len(sweep.steps):,} of {last:,} iterations of the group, evenly chosen"
     return f"{count}. {each} Tokens are those of the samples, without padding."
 
 
@@ -131,12 +134,12 @@ class Pairs:
         return (self.predicted - self.measured) / self.measured
 
 
-def seconds_pairs(steps: Sequence[StepRow]) -> Pairs:
+def seconds_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
     """Seconds of the steps."""
     return _pairs([(step.iteration, step.predicted_seconds, step.seconds) for step in steps])
 
 
-def bytes_pairs(steps: Sequence[StepRow]) -> Pairs:
+def bytes_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
     """Peak memory of the steps, in GiB."""
     found = _pairs([(step.iteration, step.predicted_bytes, step.peak_bytes) for step in steps])
     return Pairs(found.iterations, found.predicted / GIB, found.measured / GIB)

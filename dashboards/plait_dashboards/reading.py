@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
+from plait.paths import search_folder
 from plait.search.importance import study_importance
 from plait.settings import TrackingSettings
 from plait.tracking import JobRecord, SearchResult, load_search, names
 from plait.tracking.check import storage_errors
+from plait.tracking.group_steps import (
+    GROUP_STEPS_ARTIFACT,
+    GROUP_STEPS_FILE,
+    GroupStepRow,
+    read_group_steps,
+)
 from plait_dashboards.sweep import Curve, Sweep
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
@@ -48,6 +58,7 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
         metric=result.metric,
         records=result.records,
         curves={metric: found for metric, found in curves.items() if found},
+        steps=read_steps(client, result),
         importance=study_importance(storage, result.location.root, result.name),
     )
 
@@ -73,4 +84,22 @@ def curve_of(points: Sequence[Metric]) -> Curve:
     steps = sorted(latest)
     return Curve(
         np.array(steps, dtype=np.int64), np.array([latest[step] for step in steps], dtype=np.float64)
+    )
+
+
+def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
+    """The search's group steps: all of them from its folder, or, where that is not here, those that the
+    search's run has as a table."""
+    path = search_folder(result.location.root, result.name) / GROUP_STEPS_FILE
+    if path.exists():
+        return tuple(read_group_steps(path))
+    if not any(item.path == GROUP_STEPS_ARTIFACT for item in client.list_artifacts(result.run_id)):
+        return ()
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(client.download_artifacts(result.run_id, GROUP_STEPS_ARTIFACT, folder))
+        table = json.loads(copied.read_text(encoding="utf-8"))
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    return tuple(
+        GroupStepRow(**row | {"jobs": tuple(row["jobs"]), "job_tokens": tuple(row["job_tokens"])})
+        for row in rows
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from plait.search.importance import Importance
 from plait.tracking import JobRecord, names
+from plait.tracking.group_steps import GroupStepRow
 from plait.tracking.leaderboard import varying
 
 Floats = NDArray[np.floating[Any]]
@@ -36,26 +37,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """One iteration of a group.
-
-    Attributes:
-        tokens: of the step's samples, by job.
-        capacity: most tokens of one microbatch.
-        seconds, peak_bytes: measured; ``predicted_seconds``, ``predicted_bytes`` were predicted before.
-    """
-
-    iteration: int
-    tokens: Mapping[str, int]
-    microbatches: int
-    capacity: int
-    seconds: float
-    predicted_seconds: float | None = None
-    peak_bytes: int | None = None
-    predicted_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Objective:
     """One thing that the search wants low ("minimize") or high ("maximize"), by trial."""
 
@@ -72,7 +53,7 @@ class Sweep:
         state: of the search: "running", "finished", "interrupted" or "failed".
         records: its jobs, best objective first.
         curves: by metric name and trial.
-        steps: of the groups, in the order in which they ran.
+        steps: iterations of the groups, in the order in which they ran; of a long search perhaps every k-th.
         importance: of the hyperparameters, from the study.
         objectives: those of the search, the first being the one by which the records are ordered.
     """
@@ -83,7 +64,7 @@ class Sweep:
     metric: str
     records: tuple[JobRecord, ...]
     curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
-    steps: tuple[StepRow, ...] = ()
+    steps: tuple[GroupStepRow, ...] = ()
     importance: Importance = field(default_factory=Importance)
     objectives: tuple[Objective, ...] = ()
 
