@@ -21,7 +21,6 @@ from plait.engine.messages import (
     Attach,
     Attached,
     Command,
-    Cursor,
     Detach,
     Evaluate,
     Export,

@@ -16,6 +16,7 @@ from plait.engine.messages import (
     JobEvaluated,
     JobGenerated,
     JobProgress,
+    Notice,
 )
 from plait.tracking.names import FINISHED, RUNNING
 
@@ -94,6 +95,8 @@ class Board:
             record = self._record(event.job.name)
             record.state, record.group = RUNNING, event.group
             record.step, record.steps = event.step, event.steps
+            return
+        if isinstance(event, Notice):
             return
         record = self._record(event.job)
         match event:

@@ -1,0 +1,175 @@
+"""When states are saved, in which order things become durable, and which states are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.engine.admission import Demand
+from plait.engine.checkpointing import Checkpointing
+from plait.engine.live import LiveJob
+from plait.engine.messages import Command, Cursor, Event, JobSaved, Notice, SaveState
+from plait.engine.order import DataOrder
+from plait.engine.saved import HEADER, prune, state_folder, states
+from plait.errors import StorageError
+from plait.jobs import JobSpec, TrainSpec
+from plait.samples import Sample, Split, TokenisedData
+from plait.settings import EngineSettings
+
+SPLIT = Split.of([Sample(np.ones(4, np.int32), np.ones(4, np.bool_))])
+STEPS = 40
+
+
+def live(name: str = "a", step: int = 0) -> LiveJob:
+    spec = JobSpec(name, train=TrainSpec(steps=STEPS))
+    data = TokenisedData("digest", SPLIT, SPLIT)
+    order = DataOrder.of(spec.train, 1)
+    return LiveJob(spec, data, order, Demand(1, 4), 0, 0.0, cursor=Cursor(step))
+
+
+@dataclass
+class Desk:
+    """A schedule with its surroundings: notes the order of commits and states."""
+
+    folder: Path
+    settings: EngineSettings
+    now: float = 0.0
+    log: list[str] = field(default_factory=list)
+    full: bool = False
+
+    def __post_init__(self) -> None:
+        self.saving = Checkpointing(self.settings, self.folder, self._send, lambda: self.now)
+        self.saving.commit = lambda: self.log.append("commit")
+
+    def _send(self, command: Command) -> None:
+        assert isinstance(command, SaveState)
+        if self.full:
+            raise StorageError("No space left on device")
+        command.directory.mkdir(parents=True)
+        (command.directory / HEADER).touch()
+        self.log.append(f"{command.job}@{command.cursor.step}")
+
+    def walk(self, job: LiveJob, steps: int, seconds: Callable[[int], float] = lambda _: 1.0) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(steps):
+            self.now += seconds(job.step)
+            job.advance(1)
+            events += self.saving.save_due([job])
+        return events
+
+
+def desk(folder: Path, *, steps: int | None = None, minutes: float | None = None, keep: int = 2) -> Desk:
+    return Desk(
+        folder,
+        EngineSettings(checkpoint_steps=steps, checkpoint_minutes=minutes, checkpoint_keep=keep),
+    )
+
+
+def test_by_steps_at_every_multiple_and_never_when_the_budget_is_spent(tmp_path: Path) -> None:
+    made = desk(tmp_path, steps=8)
+    job = live()
+    made.saving.admitted(job)
+    events = made.walk(job, STEPS)
+    assert [event.step for event in events if isinstance(event, JobSaved)] == [8, 16, 24, 32]
+    assert [path.name for path in states(tmp_path / "a")] == ["step-00000032", "step-00000024"]
+
+
+def test_what_is_recorded_is_durable_before_the_state_is_there(tmp_path: Path) -> None:
+    made = desk(tmp_path, steps=1)
+    jobs = [live("a", 3), live("b", 5)]
+    made.saving.save_due(jobs)
+    assert made.log == ["commit", "a@3", "b@5"]
+    made.saving.save_due(jobs)
+    assert made.log == ["commit", "a@3", "b@5"]  # neither has moved
+
+
+def test_by_minutes_since_the_last_one(tmp_path: Path) -> None:
+    made = desk(tmp_path, minutes=0.5)
+    job = live(step=7)
+    made.saving.admitted(job)
+    saved = made.walk(job, 20, lambda _: 12.0)
+    assert [event.step for event in saved if isinstance(event, JobSaved)] == [10, 13, 16, 19, 22, 25]
+
+
+def test_a_job_that_goes_on_counts_from_where_it_went_on(tmp_path: Path) -> None:
+    made = desk(tmp_path, steps=10)
+    job = live(step=17)
+    made.saving.admitted(job, Path("elsewhere"))
+    saved = [event.step for event in made.walk(job, 6) if isinstance(event, JobSaved)]
+    assert saved == [20]
+
+
+def test_asked_for_by_name(tmp_path: Path) -> None:
+    made = desk(tmp_path)
+    jobs = [live("a", 3), live("b", 3)]
+    made.saving.want("b")
+    assert [event.job for event in made.saving.save_due(jobs) if isinstance(event, JobSaved)] == ["b"]
+    assert made.saving.save_due(jobs) == []
+
+
+def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path) -> None:
+    made = desk(tmp_path, steps=5)
+    moved, still, fresh = live("moved"), live("still", 4), live("fresh")
+    made.saving.admitted(moved)
+    made.saving.admitted(still, tmp_path / "elsewhere")
+    made.saving.admitted(fresh)
+    made.walk(moved, 7)
+    found, events = made.saving.save([moved, still, fresh])
+    assert found == {
+        "moved": state_folder(tmp_path / "moved", 7),
+        "still": tmp_path / "elsewhere",
+    }
+    assert [event.job for event in events if isinstance(event, JobSaved)] == ["moved"]
+
+
+def test_a_full_disk_stops_nobody_and_is_said_once_for_each_attempt(tmp_path: Path) -> None:
+    made = desk(tmp_path, steps=5)
+    job = live()
+    made.saving.admitted(job)
+    made.walk(job, 6)
+    made.full = True
+    said = [event.text for event in made.walk(job, 10) if isinstance(event, Notice)]
+    assert [text.split(" (")[0] for text in said] == [
+        "a could not be saved at step 10",
+        "a could not be saved at step 15",
+    ]
+    assert all("No space left" in text and "the last state is that of step 5" in text for text in said)
+    made.full = False
+    assert [event.step for event in made.walk(job, 5) if isinstance(event, JobSaved)] == [20]
+    assert [path.name for path in states(tmp_path / "a")] == ["step-00000020", "step-00000005"]
+
+
+@given(
+    present=st.sets(st.integers(1, 30), min_size=1),
+    keep=st.integers(1, 4),
+    data=st.data(),
+)
+def test_the_newest_up_to_the_present_step_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, present: set[int], keep: int, data: st.DataObject
+) -> None:
+    """What is newer was damaged and passed over; what a killed process began goes too."""
+    newest = data.draw(st.sampled_from(sorted(present)))
+    folder = tmp_path_factory.mktemp("states")
+    for step in present:
+        state_folder(folder, step).mkdir()
+    (folder / ".step-00000031.partial-1").mkdir()
+    prune(folder, keep, newest=newest)
+    left = sorted((step for step in present if step <= newest), reverse=True)[:keep]
+    assert states(folder) == [state_folder(folder, step) for step in left]
+    assert not list(folder.glob(".*"))
+
+
+def test_states_of_a_place_that_is_not_there() -> None:
+    assert states(Path("nowhere")) == []
+
+
+def test_a_state_is_a_place_of_its_own(tmp_path: Path) -> None:
+    state_folder(tmp_path, 3).mkdir()
+    (state_folder(tmp_path, 3) / HEADER).touch()
+    assert states(state_folder(tmp_path, 3)) == [state_folder(tmp_path, 3)]
