@@ -59,15 +59,17 @@ def run(program: str, arguments: Sequence[str]) -> int:
     Raises:
         PlaitError: bad input of any kind, Hydra's own complaints included.
     """
+    from plait.cli.traces import without_traces
+
     application = Application()
     start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(application)
-    with _command_line(program, arguments), _errors_come_through():
+    with _command_line(program, arguments), _errors_come_through(), without_traces():
         try:
             start()
         except HydraException as error:
             raise explain(error, arguments) from error
-    if application.error is not None:
-        raise application.error
+        if application.error is not None:
+            raise application.error
     return application.exit_status
 
 

@@ -14,12 +14,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from plait.cli.app import command_words
 from plait.cli.compose import TrialComposer, hydra_config, save_all
 from plait.cli.sweeper_keys import merge
+from plait.cli.traces import keep
 from plait.config import check_keys, plain, settings_of
 from plait.config_overrides import read_request
 from plait.errors import ConfigError
+from plait.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.feasibility import check_sampler
 from plait.search.objective import check_metric
+from plait.search.trials import Trial
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -42,12 +45,17 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     check_metric(settings.search.metric)
     check_sampler(settings.search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
+
+    def make_job(trial: Trial) -> JobSpec:
+        keep()  # something is trained from here on
+        return composer.job(trial)
+
     planning = composed["mode"] == "plan"
     command = SearchCommand(
         settings=settings,
         space=request.space,
         base=composer.probe(),
-        make_job=composer.unwritten if planning else composer.job,
+        make_job=composer.unwritten if planning else make_job,
         probes=tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes()),
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=command_words(),

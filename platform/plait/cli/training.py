@@ -9,11 +9,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from plait.cli.app import command_words
+from plait.cli.traces import keep
 from plait.config import job_of, plain, settings_of
 from plait.errors import ConfigError
+from plait.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.objective import check_metric
 from plait.search.space import Space
+from plait.search.trials import Trial
 
 
 def train(config: DictConfig) -> int:
@@ -39,11 +42,16 @@ def train(config: DictConfig) -> int:
         )
     check_metric(settings.search.metric)
     base = job_of("base", composed)
+
+    def make_job(trial: Trial) -> JobSpec:
+        keep()  # it is trained from here on
+        return job_of(trial.name, composed)
+
     command = SearchCommand(
         settings=settings,
         space=Space(),
         base=base,
-        make_job=lambda trial: job_of(trial.name, composed),
+        make_job=make_job,
         probes=(base,),
         config=OmegaConf.to_yaml(config, resolve=True),
         command=command_words(),
