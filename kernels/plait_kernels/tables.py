@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -14,6 +15,7 @@ from plait_kernels.layer import LayerCall, Placed
 from plait_kernels.routing import Routing
 
 Row = tuple[int, int, int, int]
+RANK_STEP = 16  # rows of S are padded to a multiple of it, as in `triton_common`
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class TileTable:
     """Tiles of at most `rows` rows, each of one span.
 
     Args:
-        tiles: (count, 4) int64: first row, end row of the span, span (−1: no adapter), slot (−1: only tile).
+        tiles: (count, 4) int64: first row, rows, span (−1: no adapter), slot (−1: only tile).
         count: tiles.
         slots: ranks of all partial sums together.
         shared: (adapters with several tiles, 3) int64: one of its spans, first slot, tiles.
@@ -38,10 +40,11 @@ class SpanTable:
     """What kernels know of every span.
 
     Args:
-        spans: (spans, 5) int64: first row, rank, dropout threshold, seed, offset of its S.
+        spans: (spans, 4) int64: rank, dropout threshold, seed, where row 0 of its S would lie.
         scales: (spans,) float32.
         packed: elements of one site's S.
         max_rank: the largest rank.
+        rank_factor: the largest power of two up to 16 that divides every rank.
         dropout: whether any span drops.
         origin, gradient_origin: tensors whose addresses the offsets count from.
         addresses, gradients: (spans, bank sites, 2) int64 offsets of A and B.
@@ -51,6 +54,7 @@ class SpanTable:
     scales: Tensor
     packed: int
     max_rank: int
+    rank_factor: int
     dropout: bool
     origin: Tensor
     gradient_origin: Tensor
@@ -73,8 +77,9 @@ def span_table(routing: Routing) -> SpanTable:
 def _span_table(routing: Routing) -> SpanTable:
     bank, rows, packed = routing.bank, [], 0
     for span in routing.spans:
-        rows.append((span.start, span.block.rank, span.threshold, span.block.seed, packed))
-        packed += (span.stop - span.start) * span.block.rank
+        stride = -(-span.block.rank // RANK_STEP) * RANK_STEP
+        rows.append((span.block.rank, span.threshold, span.block.seed, packed - span.start * stride))
+        packed += (span.stop - span.start) * stride
     origin = torch.zeros(16, dtype=bank.compute_dtype, device=bank.device)
     gradient_origin = torch.zeros(16, dtype=torch.float32, device=bank.device)
     local = torch.stack([span.block.local for span in routing.spans])
@@ -85,6 +90,7 @@ def _span_table(routing: Routing) -> SpanTable:
         scales=_device([span.block.scale for span in routing.spans], routing, torch.float32),
         packed=packed,
         max_rank=max(span.block.rank for span in routing.spans),
+        rank_factor=math.gcd(RANK_STEP, *(span.block.rank for span in routing.spans)),
         dropout=any(span.threshold for span in routing.spans),
         origin=origin,
         gradient_origin=gradient_origin,
@@ -127,7 +133,7 @@ def _tile_table(routing: Routing, rows: int, base: bool) -> TileTable:
         if len(own) > 1:
             shared.append((spans[0], slots, len(own)))
         for first, end, index in own:
-            tiles.append((first, end, index, slots if len(own) > 1 else -1))
+            tiles.append((first, min(rows, end - first), index, slots if len(own) > 1 else -1))
             slots += rank if len(own) > 1 else 0
     if base:
         tiles = sorted(tiles + _base_tiles(routing, rows))
@@ -140,7 +146,11 @@ def _base_tiles(routing: Routing, rows: int) -> list[Row]:
         holes.append((end, span.start))
         end = span.stop
     holes.append((end, routing.tokens))
-    return [(first, stop, -1, -1) for start, stop in holes for first in range(start, stop, rows)]
+    return [
+        (first, min(rows, stop - first), -1, -1)
+        for start, stop in holes
+        for first in range(start, stop, rows)
+    ]
 
 
 def _layer_key(call: LayerCall) -> tuple[object, ...]:

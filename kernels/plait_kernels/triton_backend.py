@@ -51,8 +51,8 @@ class Launcher:
         self.features = x.shape[1]
         self.bank_sites = len(call.bank.sites)
         self.precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        self.rank_block = min(64, max(16, 1 << (self.table.max_rank - 1).bit_length()))
-        self.rank_blocks = _blocks(self.table.max_rank, self.rank_block)
+        self.widths = 1 + (self.table.max_rank > 16) + (self.table.max_rank > 32)
+        self.rank_blocks = _blocks(self.table.max_rank, 8 << self.widths)
         self.counters = call.routing.counters
         # Where all columns begin at a multiple of 16, loads of several elements at once are allowed.
         starts = [edge for _, columns in call.placed for edge in (columns.start, columns.stop)]
@@ -61,7 +61,7 @@ class Launcher:
     def common(self, tiles: Tiles) -> dict[str, Any]:
         """What every product's launch is given."""
         return {
-            "BR": self.rank_block,
+            "RANKS": self.table.rank_factor,
             "PRECISION": self.precision,
             "num_warps": tiles.warps,
             "num_stages": tiles.stages,
@@ -93,7 +93,8 @@ class Launcher:
             *(self.x, self.x.stride(0), s, table.packed, self.site_count * table.packed, table.origin),
             *(rows.tiles, table.spans, self.sites, self.site_count, table.addresses, self.bank_sites),
             *(self.counters, self.features, depth),
-            **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.depth, **self.common(tiles)},
+            **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.depth, "WIDTHS": self.widths},
+            **self.common(tiles),
         )
         return self.summed(s, tiles.splits)
 
@@ -139,7 +140,8 @@ class Launcher:
             *(grad, grad.stride(0), s, ds, table.packed, self.site_count * table.packed, table.origin),
             *(table.gradient_origin, partial, rows.tiles, table.spans, table.scales, self.sites),
             *(self.site_count, table.addresses, table.gradients, self.bank_sites, rows.slots, width),
-            **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, **self.common(tiles)},
+            **{"ALIGN": self.align, "BM": tiles.rows, "BN": tiles.columns, "WIDTHS": self.widths},
+            **self.common(tiles),
         )
         self._sum_partials(partial, rows.shared, rows.slots, widest, is_b=True)
         return self.summed(ds, tiles.splits)
@@ -155,7 +157,7 @@ class Launcher:
             *(self.x, self.x.stride(0), ds, table.packed, table.gradient_origin, partial, chunks.tiles),
             *(table.spans, self.sites, self.site_count, table.gradients, self.bank_sites, chunks.slots),
             *(self.counters, self.features),
-            **{"DROPOUT": table.dropout, "ROWS": chunk, "BM": tiles.rows, "BK": tiles.columns},
+            **{"DROPOUT": table.dropout, "BM": tiles.rows, "BK": tiles.columns, "WIDTHS": self.widths},
             **self.common(tiles),
         )
         self._sum_partials(partial, chunks.shared, chunks.slots, self.features, is_b=False)

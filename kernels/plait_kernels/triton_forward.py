@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Triton kernels of the forward pass. Tables: `triton_common`.
+"""Triton kernels of the forward pass. Tables and what kernels share: `triton_common`.
 
 Arguments that change with the microbatch are not specialised, so that no kernel is compiled again for them.
 """
@@ -12,40 +12,28 @@ import triton.language as tl
 from plait_kernels.triton_common import (
     ABSENT,
     BLOCK_FIELDS,
-    TILE_FIELDS,
+    A,
+    B,
     add_low_rank,
     drop_tile,
+    load_offset,
     load_site,
     load_span,
+    load_tile,
+    rank_width,
+    row_stride,
     swizzle,
 )
 
 
-@triton.jit(do_not_specialize=["packed", "split_stride", "site_count", "bank_sites"])
-def down(
-    x, x_stride, s, packed, split_stride, origin, tiles, spans, sites, site_count, addresses, bank_sites,
-    counters, features, split_features,
+@triton.jit
+def _down_ranks(
+    x, x_stride, s, stride, a, counters, count, left, start, end, features, seed, module, threshold,
     DROPOUT: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S = (D ∘ x) Aᵀ of each tile's own adapter, over one split of the features."""
-    tile = tiles + tl.program_id(0) * TILE_FIELDS
-    span = tl.load(tile + 2)
-    if span < 0:
-        return
-    site = tl.program_id(1) % site_count
-    first_rank = (tl.program_id(1) // site_count) * BR
-    span_first, rank, threshold, seed, s_offset = load_span(spans, span)
-    bank_site, module, _, _ = load_site(sites, site)
-    a_offset = tl.load(addresses + (span * bank_sites + bank_site) * 2)
-    if (a_offset < ABSENT) | (first_rank >= rank):
-        return
-    rows = tl.load(tile) + tl.arange(0, BM)
-    row_mask = rows < tl.load(tile + 1)
-    ranks = first_rank + tl.arange(0, BR)
-    rank_mask = ranks < rank
-    a = origin + tl.multiple_of(a_offset, 16)
-    start = tl.program_id(2) * split_features
-    end = tl.minimum(start + split_features, features)
+    """BR ranks of one tile's S; the pointers are those of its first row and rank."""
+    rows, ranks = tl.arange(0, BM), tl.arange(0, BR)
+    row_mask = rows < count
     total = tl.zeros((BM, BR), tl.float32)
     for k in range(start, end, BK):
         columns = k + tl.arange(0, BK)
@@ -57,99 +45,144 @@ def down(
                 values.to(tl.float32), counters, rows, row_mask, k, seed, module, threshold, BM, BK
             )
             values = dropped.to(values.dtype)
-        a_mask = column_mask[:, None] & rank_mask[None, :]
-        own_a = tl.load(a + ranks[None, :].to(tl.int64) * features + columns[:, None], mask=a_mask, other=0.0)
+        a_mask = column_mask[:, None] & (ranks < left)[None, :]
+        own_a = tl.load(a + ranks[None, :] * features + columns[:, None], mask=a_mask, other=0.0)
         total = tl.dot(values, own_a, total, input_precision=PRECISION)
-    target = s + tl.program_id(2) * split_stride + site * packed + s_offset
-    where = (rows - span_first)[:, None] * rank + ranks[None, :]
-    tl.store(target + where, total.to(s.dtype.element_ty), mask=row_mask[:, None] & rank_mask[None, :])
+    total = tl.where((ranks < left)[None, :], total, 0.0).to(s.dtype.element_ty)
+    s_mask = row_mask[:, None] & (ranks < row_stride(left))[None, :]
+    tl.store(s + rows[:, None] * stride + ranks[None, :], total, mask=s_mask)
 
 
-@triton.jit(do_not_specialize=["split_stride", "elements"])
+@triton.jit(do_not_specialize=["site_count", "bank_sites"])
+def down(
+    x, x_stride, s, packed, split_stride, origin, tiles, spans, sites, site_count, addresses, bank_sites,
+    counters, features, split_features,
+    DROPOUT: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WIDTHS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S = (D ∘ x) Aᵀ of each tile's own adapter, over one split of the features."""
+    site = tl.program_id(1) % site_count
+    first_rank = tl.program_id(1) // site_count * (8 << WIDTHS)
+    first, count, span, _ = load_tile(tiles, tl.program_id(0))
+    bank_site, module, _, _ = load_site(sites, site, 1)
+    a_offset = load_offset(addresses, span, bank_sites, bank_site, A)
+    if a_offset < ABSENT:
+        return
+    rank, threshold, seed, s_start = load_span(spans, span, RANKS)
+    left = rank - first_rank
+    if left <= 0:
+        return
+    stride = row_stride(rank)
+    split = tl.program_id(2).to(tl.int64)
+    start = tl.program_id(2) * split_features
+    end = tl.minimum(start + split_features, features)
+    s += split * split_stride + site.to(tl.int64) * packed + s_start + first * stride + first_rank
+    a = origin + a_offset + first_rank.to(tl.int64) * features
+    for width in tl.static_range(WIDTHS):
+        if rank_width(left) == (16 << width):
+            _down_ranks(
+                x + first * x_stride, x_stride, s, stride, a, counters + 3 * first, count, left, start,
+                end, features, seed, module, threshold, DROPOUT, BM, BK, 16 << width, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
 def sum_splits(partial, out, elements, split_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """out = Σ over splits of partial, in order."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < elements
     total = tl.load(partial + index, mask=mask, other=0.0)
-    for split in range(1, SPLITS):
-        total += tl.load(partial + split * split_stride + index, mask=mask, other=0.0)
+    for _ in range(1, SPLITS):
+        partial += split_stride
+        total += tl.load(partial + index, mask=mask, other=0.0)
     tl.store(out + index, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["packed", "bank_sites"])
+@triton.jit
+def _low_rank_up(
+    s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
+    column, columns, column_mask,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """s S Bᵀ of a tile in the columns that begin at `column`; zero without an adapter."""
+    total = tl.zeros((BM, BN), tl.float32)
+    own_site = tl.maximum(site, 0)
+    bank_site, _, column_first, _ = load_site(sites, own_site, 1)
+    b_offset = load_offset(addresses, tl.where(site < 0, -1, span), bank_sites, bank_site, B)
+    if b_offset >= ABSENT:
+        rank, _threshold, _seed, s_start = load_span(spans, span, RANKS)
+        total = add_low_rank(
+            total, s + own_site * packed + s_start + first * row_stride(rank), rows, row_mask,
+            origin + b_offset + (column - column_first) * rank, columns, column_mask, rank, 1, rank,
+            PRECISION,
+        )  # fmt: skip
+        total *= tl.load(scales + span)
+    return total
+
+
+@triton.jit(do_not_specialize=["bank_sites"])
 def up(
     out, out_stride, s, packed, origin, tiles, spans, scales, sites, addresses, bank_sites, blocks,
-    ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out += s S Bᵀ in the columns of one site; the epilogue of a vendor's product."""
-    tile = tiles + tl.program_id(1) * TILE_FIELDS
-    span = tl.load(tile + 2)
+    first, count, span, _ = load_tile(tiles, tl.program_id(1))
     block = blocks + tl.program_id(0) * BLOCK_FIELDS
-    site = tl.load(block)
-    if (span < 0) | (site < 0):
+    site, column = tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
+    bank_site, _, _, _ = load_site(sites, tl.maximum(site, 0), 1)
+    if load_offset(addresses, tl.where(site < 0, -1, span), bank_sites, bank_site, B) < ABSENT:
         return
-    span_first, rank, _, _, s_offset = load_span(spans, span)
-    bank_site, _, column_first, _ = load_site(sites, site)
-    b_offset = tl.load(addresses + (span * bank_sites + bank_site) * 2 + 1)
-    if b_offset < ABSENT:
-        return
-    rows = tl.load(tile) + tl.arange(0, BM)
-    row_mask = rows < tl.load(tile + 1)
-    columns = tl.multiple_of(tl.load(block + 1), ALIGN) + tl.arange(0, BN)
-    column_mask = columns < tl.multiple_of(tl.load(block + 2), ALIGN)
-    total = tl.zeros((BM, BN), tl.float32)
-    total = add_low_rank(
-        total, s, site * packed + s_offset, rows - span_first, row_mask, origin + b_offset,
-        columns - column_first, column_mask, rank, 1, rank, BR, PRECISION,
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    row_mask = rows < count
+    column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
+    total = _low_rank_up(
+        s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
+        column, columns, column_mask, RANKS, BM, BN, PRECISION,
     )  # fmt: skip
-    target = out + rows[:, None] * out_stride + columns[None, :]
+    target = out + first * out_stride + column + rows[:, None] * out_stride + columns[None, :]
     mask = row_mask[:, None] & column_mask[None, :]
-    value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + tl.load(scales + span) * total
+    value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
     tl.store(target, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["packed", "bank_sites", "tile_count", "block_count"])
+@triton.jit(do_not_specialize=["bank_sites", "tile_count", "block_count"])
 def linear_up(
     x, x_stride, w, w_out_stride, w_in_stride, bias, out, out_stride, s, packed, origin, tiles, tile_count,
     spans, scales, sites, addresses, bank_sites, blocks, block_count, features,
-    BIAS: tl.constexpr, ALIGN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BR: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS: tl.constexpr, ALIGN: tl.constexpr, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = x Wᵀ + b + s S Bᵀ, the low-rank term added in the base product's accumulator."""
-    tile_index, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
-    tile, block = tiles + tile_index * TILE_FIELDS, blocks + block_index * BLOCK_FIELDS
-    span, site, column_start = tl.load(tile + 2), tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
-    rows = tl.load(tile) + tl.arange(0, BM)
-    row_mask = rows < tl.load(tile + 1)
-    columns = column_start + tl.arange(0, BN)
-    column_mask = columns < tl.multiple_of(tl.load(block + 2), ALIGN)
-    total = tl.zeros((BM, BN), tl.float32)
+    """out = x Wᵀ + b + s S Bᵀ, the base product added to the low-rank term in one accumulator."""
+    tile, block_index = swizzle(tl.program_id(0), tile_count, block_count, GROUP)
+    first, count, span, _ = load_tile(tiles, tile)
+    block = blocks + block_index * BLOCK_FIELDS
+    site, column = tl.load(block), tl.multiple_of(tl.load(block + 1), ALIGN)
+    rows, columns = tl.arange(0, BM), tl.arange(0, BN)
+    row_mask = rows < count
+    column_mask = columns < tl.multiple_of((tl.load(block + 2) - column).to(tl.int32), ALIGN)
+    total = _low_rank_up(
+        s, packed, origin, spans, scales, sites, addresses, bank_sites, span, site, first, rows, row_mask,
+        column, columns, column_mask, RANKS, BM, BN, PRECISION,
+    )  # fmt: skip
+    x += first * x_stride
+    w += column * w_out_stride
     for k in range(0, features, BK):
-        inner = k + tl.arange(0, BK)
-        inner_mask = inner < features
+        inner = tl.arange(0, BK)
+        inner_mask = inner < features - k
         own_x = tl.load(
             x + rows[:, None] * x_stride + inner[None, :],
             mask=row_mask[:, None] & inner_mask[None, :],
             other=0.0,
         )
         own_w = tl.load(
-            w + columns[None, :] * w_out_stride + inner[:, None].to(tl.int64) * w_in_stride,
+            w + columns[None, :] * w_out_stride + inner[:, None] * w_in_stride,
             mask=inner_mask[:, None] & column_mask[None, :],
             other=0.0,
         )
         total = tl.dot(own_x, own_w, total, input_precision=PRECISION)
+        x += BK
+        w += BK * w_in_stride
     if BIAS:
-        total += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    if (span >= 0) & (site >= 0):
-        span_first, rank, _, _, s_offset = load_span(spans, span)
-        bank_site, _, column_first, _ = load_site(sites, site)
-        b_offset = tl.load(addresses + (span * bank_sites + bank_site) * 2 + 1)
-        if b_offset >= ABSENT:
-            low = tl.zeros((BM, BN), tl.float32)
-            low = add_low_rank(
-                low, s, site * packed + s_offset, rows - span_first, row_mask, origin + b_offset,
-                columns - column_first, column_mask, rank, 1, rank, BR, PRECISION,
-            )  # fmt: skip
-            total += tl.load(scales + span) * low
-    target = out + rows[:, None] * out_stride + columns[None, :]
+        total += tl.load(bias + column + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    target = out + first * out_stride + column + rows[:, None] * out_stride + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])

@@ -8,8 +8,11 @@ choice again, and so the same bits.
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,10 +23,13 @@ import torch
 from torch import Tensor
 
 from plait_kernels.compiled import cache_folder
+from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall
 
 if TYPE_CHECKING:
     from plait_kernels.triton_backend import Launcher
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,29 @@ class Choice:
     up: Tiles = Tiles(rows=64, columns=128)
     up_gradient: Tiles = Tiles(rows=128, columns=64, splits=4, warps=8)
     down_gradient: Tiles = Tiles(rows=64, columns=64, splits=16)
-    dx: Tiles = Tiles(rows=64, columns=128)
+    dx: Tiles = Tiles(rows=64, columns=128, warps=8)
     fused_forward: Tiles | None = None
     fused_backward: Tiles | None = None
     vendor: bool = False
 
 
 DEFAULT = Choice()
-_PRODUCT = (
-    Tiles(rows=128, columns=128, depth=64, warps=8, stages=3),
-    Tiles(rows=128, columns=256, depth=64, warps=8, stages=3),
+# For float32, whose exact products need no tensor cores but twice the memory, and for small devices.
+SMALL = Choice(
+    down=Tiles(rows=32, depth=32, splits=2, stages=2),
+    up=Tiles(rows=32, columns=64, stages=2),
+    up_gradient=Tiles(rows=32, columns=32, splits=4, stages=2),
+    down_gradient=Tiles(rows=32, columns=32, splits=16, stages=2),
+    dx=Tiles(rows=32, columns=64, stages=2),
 )
-# For each stage of a layer what may replace the default; the stages are measured one after the other.
-CANDIDATES: dict[str, tuple[tuple[str, Tiles], ...]] = {
+SMALL_MEMORY = 99 * 1024  # bytes of shared memory that SMALL stays below; DEFAULT needs up to 160 KiB
+DEFAULT_MEMORY = 160 * 1024
+Candidates = dict[str, tuple[tuple[str, Tiles], ...]]
+# For each stage of a layer what may replace the default; stages are measured one after the other. On compute
+# capability 9.0 all have the registers that they need; what a device has no shared memory for is left out.
+CANDIDATES: Candidates = {
     "down": tuple(
-        ("down", Tiles(rows=rows, depth=depth, splits=splits))
+        ("down", Tiles(rows=rows, depth=depth, splits=splits, warps=8 if rows == 128 else 4))
         for rows in (32, 64, 128)
         for depth in (64, 128)
         for splits in (1, 4)
@@ -80,12 +94,12 @@ CANDIDATES: dict[str, tuple[tuple[str, Tiles], ...]] = {
     "up": (
         ("up", Tiles(rows=128, columns=128, warps=8)),
         ("up", Tiles(rows=32, columns=256)),
-        *(("fused_forward", tiles) for tiles in _PRODUCT),
+        ("fused_forward", Tiles(rows=128, columns=128, depth=64, warps=8)),
+        ("fused_forward", Tiles(rows=128, columns=256, depth=64, warps=8)),
     ),
     "up_gradient": tuple(
-        ("up_gradient", Tiles(rows=rows, columns=columns, splits=splits, warps=8))
-        for rows in (128, 256)
-        for columns in (64, 128)
+        ("up_gradient", Tiles(rows=rows, columns=columns, splits=splits, warps=warps))
+        for rows, columns, warps in ((64, 64, 4), (128, 64, 8), (256, 64, 8), (128, 128, 8))
         for splits in (4, 8)
     ),
     "down_gradient": tuple(
@@ -94,34 +108,63 @@ CANDIDATES: dict[str, tuple[tuple[str, Tiles], ...]] = {
         for splits in (8, 32)
     ),
     "dx": (
-        ("dx", Tiles(rows=128, columns=128, warps=8)),
-        ("dx", Tiles(rows=32, columns=256)),
-        ("fused_backward", Tiles(rows=128, columns=64, depth=128, warps=8, stages=3)),
-        ("fused_backward", Tiles(rows=128, columns=64, depth=256, warps=8, stages=3)),
+        ("dx", Tiles(rows=64, columns=64)),
+        ("dx", Tiles(rows=128, columns=64, warps=8)),
+        ("dx", Tiles(rows=32, columns=256, warps=8)),
+        ("fused_backward", Tiles(rows=128, columns=32, depth=128, warps=8)),
+        ("fused_backward", Tiles(rows=128, columns=64, depth=64, warps=8)),
+        ("fused_backward", Tiles(rows=256, columns=64, depth=64, warps=8)),
     ),
+}
+SMALL_CANDIDATES: Candidates = {
+    "down": tuple(("down", Tiles(rows=32, depth=32, splits=splits, stages=2)) for splits in (1, 4)),
+    "up": (
+        ("up", Tiles(rows=64, columns=32, stages=2)),
+        ("fused_forward", Tiles(rows=64, columns=64, depth=32, stages=2)),
+    ),
+    "up_gradient": (("up_gradient", Tiles(rows=32, columns=32, splits=8, stages=2)),),
+    "down_gradient": (("down_gradient", Tiles(rows=32, columns=32, splits=32, stages=2)),),
+    "dx": (("fused_backward", Tiles(rows=64, columns=32, depth=64, stages=2)),),
 }
 Measure = Callable[[Choice, str], float]
 
 
-def tune(measure: Measure, *, single: bool = False) -> Choice:
+def tune(
+    measure: Measure,
+    *,
+    start: Choice = DEFAULT,
+    candidates: Candidates = CANDIDATES,
+    single: bool = False,
+) -> Choice:
     """The fastest choice: each stage's candidates in turn, the others as found so far.
 
     Args:
         measure: seconds of one stage under a choice, or of "layer", the whole; infinity where it cannot run.
+        start: what the candidates may replace.
+        candidates: by stage.
         single: whether there is one adapter only, for which the vendor's products may do all.
+
+    Raises:
+        KernelError: nothing that a stage may choose runs.
     """
-    chosen = DEFAULT
-    for stage, candidates in CANDIDATES.items():
-        changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in candidates]
-        options = [chosen, *(replace(chosen, **change) for change in changes)]
-        chosen = min(options, key=partial(_stage_seconds, measure, stage))
+    chosen = start
+    for stage, found in candidates.items():
+        changes: list[dict[str, Any]] = [{field: tiles} for field, tiles in found]
+        chosen = _fastest(measure, stage, [chosen, *(replace(chosen, **change) for change in changes)])
     if single:
-        chosen = min((chosen, replace(chosen, vendor=True)), key=partial(_stage_seconds, measure, "layer"))
+        chosen = _fastest(measure, "layer", [chosen, replace(chosen, vendor=True)])
     return chosen
 
 
-def _stage_seconds(measure: Measure, stage: str, option: Choice) -> float:
-    return measure(option, stage)
+def _fastest(measure: Measure, stage: str, options: list[Choice]) -> Choice:
+    seconds = [measure(option, stage) for option in options]
+    if min(seconds) == math.inf:
+        raise KernelError(
+            f"stage {stage!r}: none of its {len(options)} tile sizes runs on this device",
+            "a kernel runs with one of its tile sizes",
+            "choose the backend grouped, or set PLAIT_KERNELS_TUNE=0 to see the first one's own error",
+        )
+    return options[seconds.index(min(seconds))]
 
 
 def load(path: Path) -> dict[str, Choice]:
@@ -156,17 +199,42 @@ _known: dict[str, Choice] = {}
 
 def choice(call: LayerCall, x: Tensor) -> Choice:
     """The tiles for a layer's call: known, from the file, or measured now."""
-    if x.device.type != "cuda" or os.environ.get("PLAIT_KERNELS_TUNE") == "0":
+    if x.device.type != "cuda":
         return DEFAULT
+    small = x.dtype == torch.float32 or _shared_memory(x.device) < DEFAULT_MEMORY
+    start = SMALL if small else DEFAULT
+    if os.environ.get("PLAIT_KERNELS_TUNE") == "0":
+        return start
     key = _key(call, x)
     if key not in _known:
         path = cache_folder() / "tuned.json"
         found = load(path).get(key)
         if found is None:
-            found = tune(_on_device(call, x), single=len(call.routing.spans) == 1)
-            save(path, key, found)
-        _known[key] = found
+            found = _measured(call, x, start, SMALL_CANDIDATES if small else CANDIDATES)
+            if found is not None:
+                save(path, key, found)
+        _known[key] = found or start
     return _known[key]
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
+    """What is fastest; None where the device's memory has no room beside the model to measure in."""
+    single = len(call.routing.spans) == 1
+    try:
+        return tune(_on_device(call, x), start=start, candidates=candidates, single=single)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        warnings.warn(
+            "no device memory is left to measure tile sizes in: this run takes the usual ones",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
 def _bucket(number: int) -> int:
@@ -204,8 +272,8 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
     plain = made.x.detach()
 
     def measure(chosen: Choice, stage: str) -> float:
-        launcher = Launcher(own, plain, made.weight, chosen)
         try:
+            launcher = Launcher(own, plain, made.weight, chosen)
             if stage == "layer":
                 return median_seconds(partial(_layer, launcher, made.grad), x.device)
             s = launcher.down()
@@ -218,8 +286,11 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
                 "dx": lambda: launcher.dx(made.grad, ds),
             }
             return median_seconds(stages[stage], x.device)
-        except _too_large():
-            return float("inf")
+        except torch.OutOfMemoryError:
+            raise
+        except _refusals() as refusal:
+            _log.debug("%s without %s: %s", stage, chosen, refusal)
+            return math.inf
 
     return measure
 
@@ -240,8 +311,9 @@ def _layer(launcher: Launcher, grad: Tensor) -> None:
     launcher.dx(grad, ds)
 
 
-def _too_large() -> tuple[type[Exception], ...]:
-    """What Triton raises where tiles need more shared memory or registers than there are."""
+def _refusals() -> tuple[type[Exception], ...]:
+    """What Triton raises where tiles need more than there is, or a compiler or the driver refuses them."""
+    from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    return OutOfResources, PTXASError
+    return OutOfResources, PTXASError, CompilationError, RuntimeError

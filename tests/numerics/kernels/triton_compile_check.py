@@ -1,87 +1,150 @@
-"""Compile every Triton kernel for a GPU that need not be there; prints one JSON object per kernel.
+"""Compile what the Triton backend would launch on a GPU that need not be there; one JSON object per binary.
 
-Run by test_kernels_compile.py in a process of its own, since Triton's interpreter is on in the tests'.
+Triton's own launch path runs, with the arguments, alignment and constants that a device would see, up to the
+binary that ptxas writes; only the launch itself is left out. Run by test_kernels_compile.py in a process of
+its own, since Triton's interpreter is on in the tests': `CAPABILITY all|sample`.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from plait_kernels import triton_backward, triton_forward
-from plait_kernels.tuning import CANDIDATES, DEFAULT
+from plait_kernels.layer import layer_call
+from plait_kernels.synthetic import Shape, problem
+from plait_kernels.triton_backend import Launcher
+from plait_kernels.tuning import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
 
-TABLES = {"tiles", "spans", "sites", "addresses", "gradients", "counters", "blocks", "chunks", "adapters"}
-FLOATS = {"scales", "partial", "gradient_origin"}
-COMPUTE = {"x", "w", "bias", "out", "s", "origin", "dx", "grad", "ds"}
-COUNTS = {
-    "packed",
-    "split_stride",
-    "site_count",
-    "bank_sites",
-    "tile_count",
-    "block_count",
-    "slots",
-    "elements",
-}
-FUSED = {field: tiles for stage in CANDIDATES.values() for field, tiles in stage if "fused" in field}
-KERNELS = {
-    "down": (DEFAULT.down, {"BM": "rows", "BK": "depth"}),
-    "sum_splits": (DEFAULT.down, {}),
-    "up": (DEFAULT.up, {"BM": "rows", "BN": "columns"}),
-    "linear_up": (FUSED["fused_forward"], {"BM": "rows", "BN": "columns", "BK": "depth"}),
-    "up_gradient": (DEFAULT.up_gradient, {"BM": "rows", "BN": "columns"}),
-    "down_gradient": (DEFAULT.down_gradient, {"BM": "rows", "BK": "columns"}),
-    "sum_partials": (DEFAULT.up_gradient, {}),
-    "dx_low_rank": (DEFAULT.dx, {"BM": "rows", "BK": "columns"}),
-    "dx_linear": (FUSED["fused_backward"], {"BM": "rows", "BN": "columns", "BK": "depth"}),
-}
-FIXED = {
-    **{"DROPOUT": True, "BIAS": True, "ALIGN": 16, "BR": 16, "PRECISION": "tf32", "SPLITS": 4, "BLOCK": 1024},
-    **{"GROUP": 8, "ROWS": 1024, "IS_B": 1},
-}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CASE = ("dtype", "ranks", "dropout", "outputs", "bias")
+SAMPLE = [(torch.bfloat16, (3, 100), 0.1, (64, 32), True)]
+ALL = [
+    *(
+        (torch.bfloat16, ranks, dropout, (64, 32), True)
+        for ranks in ((16, 16), (32, 17), (4, 128), (3, 100))
+        for dropout in (0.0, 0.1)
+    ),
+    (torch.float16, (3, 100), 0.1, (48, 9), False),
+    (torch.float16, (16, 16), 0.0, (64,), False),
+    (torch.float32, (3, 100), 0.1, (64, 32), True),
+    (torch.float32, (16, 16), 0.0, (48, 9), False),
+]
 
 
-def compile_kernel(name: str, capability: int, dtype: str) -> dict[str, object]:
-    """Compile one kernel as the backend would launch it on aligned sizes."""
-    tiles, sizes = KERNELS[name]
-    values = {**FIXED, **{key: getattr(tiles, field) for key, field in sizes.items()}}
-    function = getattr(triton_forward, name, None) or getattr(triton_backward, name)
-    signature, constants, hints = {}, {}, {}
-    for index, argument in enumerate(inspect.signature(function.fn).parameters):
-        if argument in values:
-            signature[argument], constants[index,] = "constexpr", values[argument]
-            continue
-        floats = argument in FLOATS
-        if argument in TABLES:
-            signature[argument] = "*i64"
-        elif floats or argument in COMPUTE:
-            signature[argument] = "*fp32" if floats else f"*{dtype}"
-        else:
-            signature[argument] = "i32"
-        if argument not in COUNTS:
-            hints[index,] = [["tt.divisibility", 16]]
-    compiled = triton.compile(
-        ASTSource(function, signature, constants, hints),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
-    )
-    wide = re.findall(r"ld\.global\.v4|cp\.async\.cg|cp\.async\.bulk", compiled.asm["ptx"])
+class AbsentDevice:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def registers(binary: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of it that had to go to memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+def describe(name: str, tiles: str, compiled: object, case: dict[str, object]) -> dict[str, object]:
+    """What the test asks of one binary."""
+    ptx = compiled.asm["ptx"]
+    count, spilled = registers(compiled.asm["cubin"])
     return {
         "kernel": name,
-        "capability": capability,
+        "tiles": tiles,
+        "case": {key: str(value) for key, value in case.items()},
         "shared": compiled.metadata.shared,
-        "wide": len(wide),
-        "atomics": len(re.findall(r"\b(?:atom|red)\.", compiled.asm["ptx"])),
+        "registers": count,
+        "spilled": spilled,
+        "tensor_cores": len(re.findall(r"\bwgmma\.mma_async|\bmma\.sync|\btcgen05\.mma", ptx)),
+        "wide": len(re.findall(r"ld\.global\.v[24]\.b(?:32|64)|cp\.async\.c[ag]|cp\.async\.bulk", ptx)),
+        "narrow": len(re.findall(r"ld\.global\.b(?:8|16)\b", ptx)),
+        "atomics": sorted(set(re.findall(r"\b(?:atom|red)\.\S+", ptx))),
     }
 
 
+def choices(dtype: torch.dtype, every: bool) -> Iterator[tuple[str, str, Choice]]:
+    """(stage or all, name, choice) of the untuned tiles and what the tuner may take: all, or the last."""
+    small = dtype == torch.float32
+    start = SMALL if small else DEFAULT
+    yield "all", "untuned", start
+    if not small:
+        yield "all", "small", SMALL
+    for stage, found in (SMALL_CANDIDATES if small else CANDIDATES).items():
+        for field, tiles in found if every else dict(found).items():
+            yield stage, "tuned", replace(start, **{field: tiles})
+
+
+def launch(case: dict[str, object], every: bool) -> None:
+    """Every launch that the backend would make in one case."""
+    shape = Shape(96, 64, case["outputs"], case["ranks"], case["dropout"])
+    made = problem(shape, device="cpu", dtype=case["dtype"])
+    call = layer_call(made.bank, made.routing, made.sites, made.weight.shape[0])
+    bias = made.weight.new_zeros(made.weight.shape[0]) if case["bias"] else None
+    for stage, name, chosen in choices(case["dtype"], every):
+        case["tiles"] = name
+        launcher = Launcher(call, made.x.detach(), made.weight, chosen)
+        s = launcher.packed(1)
+        run = {
+            "down": launcher.down,
+            "up": lambda own=launcher, s=s: own.up(s, bias),
+            "up_gradient": lambda own=launcher, s=s: own.up_gradient(made.grad, s),
+            "down_gradient": lambda own=launcher, s=s: own.down_gradient(s),
+            "dx": lambda own=launcher, s=s: own.dx(made.grad, s),
+        }
+        for own_stage, own_run in run.items():
+            if stage in ("all", own_stage):
+                own_run()
+
+
+def main(capability: int, every: bool) -> None:
+    """Compile every case and print what came out, each binary once."""
+    seen: set[int] = set()
+    current: dict[str, object] = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, **options):
+        compiled = run(self, *args, **{**options, "warmup": True})
+        if id(compiled) not in seen:
+            seen.add(id(compiled))
+            sizes = " ".join(
+                f"{key}={value}" for key, value in options.items() if key not in ("grid", "warmup")
+            )
+            print(json.dumps(describe(self.__name__, sizes, compiled, current)), flush=True)
+        return compiled
+
+    driver.set_active(AbsentDevice(capability))
+    JITFunction.run = compile_only
+    for values in ALL if every else SAMPLE:
+        current = dict(zip(CASE, values, strict=True))
+        launch(current, every)
+
+
 if __name__ == "__main__":
-    for kernel in KERNELS:
-        print(json.dumps(compile_kernel(kernel, int(sys.argv[1]), sys.argv[2])))
+    main(int(sys.argv[1]), sys.argv[2] == "all")
