@@ -323,6 +323,11 @@ class Tracker:
         """Wall-clock seconds of the search, those of earlier processes included."""
         return self._totals.seconds_before + self._clock() - self._totals.started
 
+    @property
+    def writer_seconds(self) -> float:
+        """CPU seconds that sending took so far, in the background."""
+        return self._started.writer.cpu_seconds
+
     # ---- what is written -------------------------------------------------------------------------------
 
     def _refresh(self, *, now: bool = False) -> None:

@@ -157,7 +157,6 @@ class Writer:
             while self._take_batch() and self._send_batch():
                 pass
             self._round_seconds = time.monotonic() - started
-            self.cpu_seconds = time.thread_time()
 
     def _take_batch(self) -> bool:
         """Have requests in hand: those that are left, or a new batch. False where nothing waits, or the disk
@@ -205,6 +204,7 @@ class Writer:
                 self._progress = time.monotonic()
         self._outbox.drop()
         self._in_hand = False
+        self.cpu_seconds = time.thread_time()
         with self._condition:
             self._condition.notify_all()
         return True
