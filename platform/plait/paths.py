@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -39,3 +39,9 @@ def search_folder(root: Path, name: str) -> Path:
     """
     quoted = quote(name, safe=" +=,@()[]{}!")
     return root.expanduser().absolute() / "searches" / (quoted if quoted.strip(".") else f"%2E{quoted[1:]}")
+
+
+def search_names(root: Path) -> list[str]:
+    """The names of the searches that have a folder below ``tracking.root``, in order."""
+    folder = root.expanduser().absolute() / "searches"
+    return sorted(unquote(path.name) for path in folder.glob("*") if path.is_dir())

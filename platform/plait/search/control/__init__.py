@@ -1,0 +1,5 @@
+"""Steering a search while it runs: `plait control` writes requests, the running search acts on them."""
+
+from plait.search.control.mailbox import Answer, Mailbox, Orders, Request
+
+__all__ = ["Answer", "Mailbox", "Orders", "Request"]

@@ -1,0 +1,226 @@
+"""The mailbox of a search: requests of its owner, answers, and the standing orders; plain files.
+
+``control/`` in the search's folder holds
+
+    requests/TIME-ID.json   what was asked and is not yet done; read in this order
+    answers/ID.json         what was said to it
+    orders.json             what holds until it is withdrawn: paused, stopping, trials to stop
+    desk.lock               locked by the process that reads the requests: one of the search's workers
+
+Each file appears whole: it is written under another name and renamed. A request is removed after its answer
+is there, so that one which a killed search had begun is done again; doing one twice changes nothing more
+(an added trial bears the request's id). The lock is the operating system's: it falls with its process,
+however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+from plait.errors import StorageError
+
+Mode = Literal["running", "paused", "stopping", "cancelling"]
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One command of the search's owner.
+
+    Attributes:
+        verb: pause, resume, stop, cancel, add or clone.
+        trial: the trial that it is about; None for the whole search.
+        overrides: values of searched keys (add, clone).
+        warm: start from the weights of the cloned trial.
+        id: its own.
+    """
+
+    verb: str
+    trial: int | None = None
+    overrides: tuple[str, ...] = ()
+    warm: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the search says to a request: done or refused, in a sentence or an error's lines."""
+
+    done: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What holds until it is withdrawn, for every worker of the search.
+
+    Attributes:
+        mode: of the whole search.
+        stops: numbers of the trials that are to end, as long as they are live.
+    """
+
+    mode: Mode = "running"
+    stops: tuple[int, ...] = ()
+
+
+class Desk:
+    """Who has it acts on requests: one process at a time, until it gives it up or ends, however it ends."""
+
+    def __init__(self, lock: Path) -> None:
+        self._lock = lock
+        self._file: IO[bytes] | None = None
+        self._taken = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()  # and with it the lock falls
+        self._file, self._taken = None, False
+
+    def take(self) -> bool:
+        """Whether this process has the desk, now that it has tried to get it.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        if self._taken:
+            return True
+        try:
+            if self._file is None:
+                self._lock.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._lock.open("ab")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise _unusable(self._lock, error) from error
+        self._taken = True
+        return True
+
+
+class Mailbox:
+    """Both ends of it.
+
+    Args:
+        folder: ``control/`` of the search; made when something is first written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._requests = folder / "requests"
+        self._answers = folder / "answers"
+        self._orders = folder / "orders.json"
+        self._seen: tuple[int, Orders] = (-1, Orders())
+
+    def post(self, request: Request) -> None:
+        """Leave a request.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        content = asdict(request)
+        self._write(self._requests / f"{time.time_ns():020d}-{request.id}.json", content)
+
+    def waiting(self) -> list[Request]:
+        """The requests not yet answered, oldest first; what is not a request is left alone."""
+        found = []
+        for path in sorted(self._requests.glob("*.json")):
+            content = _read(path)
+            if content is not None:
+                found.append(Request(**{**content, "overrides": tuple(content["overrides"])}))
+        return found
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        """Answer a request, and take it out of the box."""
+        self._write(self._answers / f"{request.id}.json", asdict(answer))
+        for path in self._requests.glob(f"*-{request.id}.json"):
+            path.unlink(missing_ok=True)
+
+    def take_answer(self, request: Request, seconds: float) -> Answer | None:
+        """The answer to a request, waited for; None if it has not come after ``seconds``."""
+        path = self._answers / f"{request.id}.json"
+        until = time.monotonic() + seconds
+        while True:
+            content = _read(path)
+            if content is not None:
+                path.unlink(missing_ok=True)
+                return Answer(**content)
+            if time.monotonic() >= until:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    @property
+    def orders(self) -> Orders:
+        """The standing orders; read again only after they were written."""
+        try:
+            stamp = self._orders.stat().st_mtime_ns
+        except FileNotFoundError:
+            return Orders()
+        if stamp != self._seen[0]:
+            content = _read(self._orders) or asdict(Orders())
+            self._seen = (stamp, Orders(content["mode"], tuple(content["stops"])))
+        return self._seen[1]
+
+    def set_mode(self, mode: Mode) -> None:
+        """Change what the whole search is to do."""
+        self._set(replace(self.orders, mode=mode))
+
+    def set_stops(self, stops: tuple[int, ...]) -> None:
+        """Change which trials are to end."""
+        self._set(replace(self.orders, stops=stops))
+
+    def _set(self, orders: Orders) -> None:
+        if orders != self.orders:
+            self._write(self._orders, asdict(orders))
+            self._seen = (-1, orders)
+
+    def desk(self) -> Desk:
+        """The place from which requests are acted on."""
+        return Desk(self._folder / "desk.lock")
+
+    @property
+    def attended(self) -> bool:
+        """Whether a running search has the desk."""
+        lock = self._folder / "desk.lock"
+        if not lock.exists():
+            return False
+        with Desk(lock) as desk:
+            return not desk.take()
+
+    def _write(self, path: Path, content: object) -> None:
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("w", encoding="utf-8") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except OSError as error:
+            raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: {error.strerror or error}",
+        "Requests to a running search are kept there.",
+        "Free some space, or make the folder writable.",
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is none (yet)."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return content if isinstance(content, dict) else None

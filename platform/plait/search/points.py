@@ -1,0 +1,102 @@
+"""Points of a search space as a person writes them: "adapter.rank=64", "train.lr=2e-4"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from plait.errors import SearchError, choices
+from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
+
+
+def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
+    """The values that overrides such as ``train.lr=2e-4`` give to searched keys; the rest is left open.
+
+    Args:
+        space: of the search.
+        overrides: ``key=value`` each.
+
+    Raises:
+        SearchError: not ``key=value``, a key that is not searched or is given twice, a value outside of what
+            is searched for it.
+    """
+    known = {dimension.name: dimension for dimension in space.dimensions}
+    point: dict[str, Value] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.lstrip("+")
+        if not equals:
+            raise SearchError(override, "A value is given as KEY=VALUE.", f"Keys are: {choices(known)}.")
+        if key not in known:
+            raise SearchError(
+                override, f"{key} is not searched here.", f"The searched keys are: {choices(known)}."
+            )
+        if key in point:
+            raise SearchError(override, f"{key} is given twice.", "Give it once.")
+        point[key] = read_value(known[key], text)
+    return point
+
+
+def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
+    """The same for values that a configuration file gives; errors as :func:`read_point`."""
+    return read_point(space, [f"{key}={_written(value)}" for key, value in values.items()])
+
+
+def read_value(dimension: Dimension, text: str) -> Value:
+    """A value of one searched key, from its text.
+
+    Raises:
+        SearchError: it is not among what is searched.
+    """
+    domain = dimension.domain
+    if isinstance(domain, Choice):
+        return _chosen(dimension, domain, text.strip())
+    try:
+        number = int(text) if isinstance(domain, Whole) else float(text)
+    except ValueError:
+        number = math.nan
+    if not _lies_on(domain, number):
+        raise _outside(dimension, text)
+    return number
+
+
+def _chosen(dimension: Dimension, domain: Choice, text: str) -> Value:
+    for value, known in zip(domain.values, domain.texts, strict=True):
+        if text == known or text == str(value) or _same_number(text, value):
+            return value
+    raise _outside(dimension, text)
+
+
+def _same_number(text: str, value: Value) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return float(text) == value
+    except ValueError:
+        return False
+
+
+def _lies_on(domain: Whole | Real, number: float) -> bool:
+    if not domain.low <= number <= domain.high:  # false for NaN, too
+        return False
+    if domain.step is None:
+        return True
+    steps = (number - domain.low) / domain.step
+    return math.isclose(steps, round(steps), abs_tol=1e-9)
+
+
+def _outside(dimension: Dimension, text: str) -> SearchError:
+    return SearchError(
+        f"{dimension.name}={text}",
+        f"It must come from {dimension.domain}, which is what this search searches.",
+        "Another space is another search: start one with another search.name.",
+    )
+
+
+def _written(value: object) -> str:
+    """As the command line would have it: true, null, [a,b]."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(_written(item) for item in value)}]"
+    return repr(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,237 @@
+"""Requests to a running search: written whole, answered once, acted on by one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from plait.cli.control import read_request
+from plait.errors import ConfigError, SearchError, StorageError
+from plait.search.control.desk import Clerk
+from plait.search.control.mailbox import Answer, Mailbox, Orders, Request
+from plait.search.points import read_point, read_values
+from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
+
+SPACE = Space(
+    (
+        Dimension("adapter.rank", Choice((8, 16), ("8", "16"))),
+        Dimension("train.lr", Real(1e-5, 1e-3, log=True)),
+        Dimension("train.batch_size", Whole(2, 8, step=2)),
+        Dimension("train.schedule", Choice(("linear", "cosine"), ("linear", "cosine"))),
+    )
+)
+
+
+def test_a_point_in_the_searched_space() -> None:
+    point = read_point(
+        SPACE, ["adapter.rank=16", "train.lr=2e-4", "train.batch_size=4", "train.schedule=cosine"]
+    )
+    assert point == {
+        "adapter.rank": 16,
+        "train.lr": 2e-4,
+        "train.batch_size": 4,
+        "train.schedule": "cosine",
+    }
+    assert type(point["adapter.rank"]) is int
+    assert read_values(SPACE, {"adapter.rank": 8, "train.lr": 1e-4}) == {"adapter.rank": 8, "train.lr": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["adapter.rank=64"], "choice(8,16)"),
+        (["train.lr=1"], "1e-05"),
+        (["train.lr=nan"], "1e-05"),
+        (["train.batch_size=3"], "step=2"),
+        (["train.batch_size=four"], "step=2"),
+        (["adapter.alpha=3"], "adapter.rank, train.batch_size, train.lr, train.schedule"),
+        (["adapter.rank"], "KEY=VALUE"),
+        (["adapter.rank=8", "adapter.rank=16"], "twice"),
+    ],
+)
+def test_a_point_outside_says_what_is_searched(words: list[str], said: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        read_point(SPACE, words)
+    assert said in str(caught.value)
+
+
+def test_requests_are_read_in_order_and_gone_when_answered(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path / "control")
+    first, second = Request("pause"), Request("add", overrides=("adapter.rank=8",))
+    box.post(first)
+    box.post(second)
+    assert box.waiting() == [first, second]
+    box.answer(first, Answer(True, "done"))
+    assert box.waiting() == [second]
+    assert box.take_answer(first, 0) == Answer(True, "done")
+    assert box.take_answer(second, 0) is None
+
+
+def test_what_is_no_request_is_left_alone(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path / "control")
+    box.post(Request("pause"))
+    folder = tmp_path / "control" / "requests"
+    (folder / "00-cut.json").write_text('{"verb": "pa')
+    (folder / ".half.json.17").write_text("{}")
+    assert [request.verb for request in box.waiting()] == ["pause"]
+
+
+def test_orders_stand_until_withdrawn_and_others_see_them(tmp_path: Path) -> None:
+    mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
+    assert mine.orders == Orders()
+    mine.set_mode("paused")
+    mine.set_stops((3,))
+    assert other.orders == mine.orders == Orders("paused", (3,))
+    other.set_mode("running")
+    assert mine.orders == Orders("running", (3,))
+
+
+def test_one_process_has_the_desk_and_its_end_frees_it(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path)
+    assert not box.attended
+    with box.desk() as desk:
+        assert desk.take()
+        assert box.attended
+        with box.desk() as second:
+            assert not second.take()
+    assert not box.attended
+
+
+def test_a_child_that_dies_leaves_the_desk_free(tmp_path: Path) -> None:
+    box = Mailbox(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        box.desk().take()
+        os.write(write, b"x")
+        os.read(read, 2)  # never comes: killed below
+    while not box.attended:
+        pass
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert not box.attended
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "control").write_text("a file")
+    with pytest.raises(StorageError, match="Requests to a running search"):
+        Mailbox(tmp_path / "control").post(Request("pause"))
+
+
+class Study:
+    """A study in memory."""
+
+    def __init__(self) -> None:
+        self.states = {0: "complete", 1: "running"}
+        self.points: dict[int, Mapping[str, Value]] = {
+            0: {"adapter.rank": 8, "train.lr": 1e-4, "train.batch_size": 2, "train.schedule": "linear"},
+            1: {"adapter.rank": 16, "train.lr": 1e-4, "train.batch_size": 2, "train.schedule": "linear"},
+        }
+        self.requests: dict[str, int] = {}
+        self.warm: dict[int, Path | None] = {}
+
+    def state(self, number: int) -> str | None:
+        return self.states.get(number)
+
+    def values(self, number: int) -> Mapping[str, Value]:
+        return self.points[number]
+
+    def enqueue(self, values: Mapping[str, Value], *, request: str, warm_from: Path | None = None) -> int:
+        if request not in self.requests:
+            number = self.requests[request] = len(self.states)
+            self.states[number], self.points[number], self.warm[number] = "waiting", values, warm_from
+        return self.requests[request]
+
+
+def _clerk(folder: Path, study: Study) -> Clerk:
+    box = Mailbox(folder)
+    return Clerk(box, box.desk(), study, SPACE, lambda number: folder if number == 0 else None)
+
+
+def _said(clerk: Clerk, *words: str, warm: bool = False) -> Answer:
+    request = read_request(words[0], words[1:], warm=warm)
+    clerk.mailbox.post(request)
+    clerk.attend()
+    answer = clerk.mailbox.take_answer(request, 0)
+    assert answer is not None
+    return answer
+
+
+def test_modes_and_stops(tmp_path: Path) -> None:
+    clerk = _clerk(tmp_path, Study())
+    for verb, mode in (
+        ("pause", "paused"),
+        ("resume", "running"),
+        ("stop", "stopping"),
+        ("cancel", "cancelling"),
+    ):
+        assert _said(clerk, verb).done
+        assert clerk.attend().mode == mode
+    assert "already" in _said(clerk, "cancel").text
+    assert _said(clerk, "stop", "1").done
+    assert clerk.attend().stops == (1,)
+    refused = _said(clerk, "stop", "0")
+    assert not refused.done
+    assert "complete" in refused.text
+    assert not _said(clerk, "stop", "9").done
+    clerk.close()
+    assert clerk.mailbox.orders == Orders()
+
+
+def test_add_and_clone(tmp_path: Path) -> None:
+    study = Study()
+    clerk = _clerk(tmp_path, study)
+    assert _said(clerk, "add", "adapter.rank=16", "train.lr=2e-4").text.startswith("Trial 2")
+    assert study.points[2] == {"adapter.rank": 16, "train.lr": 2e-4}
+    assert _said(clerk, "clone", "0", "train.lr=3e-4", warm=True).done
+    assert study.points[3] == {**study.points[0], "train.lr": 3e-4}
+    assert study.warm[3] == tmp_path
+    assert "no saved weights" in _said(clerk, "clone", "1", warm=True).text
+    assert "choice(8,16)" in _said(clerk, "add", "adapter.rank=64").text
+
+
+def test_a_request_begun_before_a_crash_is_done_once(tmp_path: Path) -> None:
+    study = Study()
+    clerk = _clerk(tmp_path, study)
+    request = read_request("add", ["adapter.rank=16"])
+    clerk.mailbox.post(request)
+    study.enqueue({"adapter.rank": 16}, request=request.id)  # and then it was killed
+    clerk.attend()
+    assert len(study.requests) == 1
+    assert clerk.mailbox.waiting() == []
+
+
+def test_a_second_worker_obeys_without_the_desk(tmp_path: Path) -> None:
+    study = Study()
+    first, second = _clerk(tmp_path, study), _clerk(tmp_path, study)
+    assert _said(first, "pause").done
+    assert second.attend().mode == "paused"
+    second.mailbox.post(Request("resume"))
+    assert second.attend().mode == "paused"  # the first has the desk
+    assert first.attend().mode == "running"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("halt",), "pause, resume, status, stop"),
+        (("pause", "3"), "no further words"),
+        (("stop", "three"), "number"),
+        (("clone",), "number"),
+        (("add",), "at least one"),
+        (("add", "rank"), "KEY=VALUE"),
+    ],
+)
+def test_words_that_are_no_command(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_request(words[0], words[1:])
+    assert said in str(caught.value)
+
+
+def test_warm_is_for_clones() -> None:
+    with pytest.raises(ConfigError, match="cloned"):
+        read_request("add", ["adapter.rank=8"], warm=True)
+    assert read_request("clone", ["trial-0003"], warm=True).trial == 3
