@@ -79,10 +79,9 @@ def packing(sweep: Sweep) -> go.Figure:
         x=list(found.first),
         y=list(found.trials),
         z=found.share.astype(np.float32),
-        customdata=None,
-        text=None,
         colorscale=SCALE,
         zmin=0,
+        zmax=colour_end(found.share),
         ygap=1 if rows <= NAMED_ROWS else 0,
         colorbar={"title": {"text": "% of the<br>step's tokens"}, "thickness": 12, "len": 0.8, "y": 0.6},
         hoverongaps=False,
@@ -104,6 +103,13 @@ def packing(sweep: Sweep) -> go.Figure:
     made.update_xaxes(title={"text": "iteration of the group"}, row=2, col=1)
     made.update_yaxes(title={"text": "capacity<br>in use (%)"}, range=[0, 105], row=2, col=1)
     return made
+
+
+def colour_end(share: Floats) -> float:
+    """The share that has the last colour: few columns in which the last adapters are left alone must not take
+    all the colours."""
+    there = share[np.isfinite(share)]
+    return float(np.percentile(there, 95)) if len(there) else 100.0
 
 
 def packing_note(sweep: Sweep) -> str:

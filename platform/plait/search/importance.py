@@ -82,7 +82,7 @@ def _of_study(storage: BaseStorage, name: str) -> Importance:
     if len({item.values[0] for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All finished trials have the same objective.")
     try:
-        shares = get_param_importances(study, target=lambda item: float(item.values[0]))
+        shares = get_param_importances(study)  # for what the study's directions call better
     except (ValueError, RuntimeError) as error:
         return Importance(trials=len(trials), trouble=str(error))
     if not shares or not all(math.isfinite(value) for value in shares.values()):

@@ -1,0 +1,334 @@
+"""What the figures show, from records: pure functions, without any store."""
+
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.search.importance import Importance
+from plait.tracking import JobRecord
+from plait.tracking.group_steps import GroupStepRow
+from plait_dashboards import curves, packing, parameters, table
+from plait_dashboards.costs import device_seconds, pareto, pareto_axes, pareto_front, seconds_by_outcome
+from plait_dashboards.figures import all_figures
+from plait_dashboards.page import figure_json, plotly_packed, report
+from plait_dashboards.sweep import Curve, Objective, Sweep, outcome, short_names
+
+STATES = ("finished", "finished", "pruned", "failed", "running")
+
+
+def record(trial: int, state: str = "finished", objective: float | None = None, **more: object) -> JobRecord:
+    values = {"adapter.rank": 4 * 2 ** (trial % 4), "train.lr": 10 ** (-5 + trial % 50 / 20), "train.seed": 0}
+    made = JobRecord(f"trial-{trial:04d}", trial, values, state, objective=objective)
+    made.device_seconds, made.tokens, made.step = 1.0 + trial % 7, 100 * trial, 10
+    for key, value in more.items():
+        setattr(made, key, value)
+    return made
+
+
+def curve(*values: float, first: int = 1) -> Curve:
+    return Curve(np.arange(first, first + len(values)), np.array(values, dtype=float))
+
+
+def row(iteration: int, tokens: dict[str, int], seconds: float = 1.0, **more: float) -> GroupStepRow:
+    known = {"predicted_seconds": None, "peak_bytes": None, "predicted_bytes": None} | more
+    return GroupStepRow(iteration, "g0", tuple(tokens), tuple(tokens.values()), 1000, 2, seconds, **known)  # type: ignore[arg-type]
+
+
+def sweep_of(count: int, length: int = 20) -> Sweep:
+    """A search with jobs in every state."""
+    records = [
+        record(
+            trial,
+            state := STATES[trial % len(STATES)],
+            1.0 + trial / 100 if state in ("finished", "pruned") else None,
+        )
+        for trial in range(count)
+    ]
+    records.sort(key=lambda item: (item.state != "finished", item.objective is None, item.objective or 0.0))
+    losses = {
+        item.trial: curve(*(2.0 / step + item.trial / 1000 for step in range(1, length + 1)))
+        for item in records
+    }
+    steps = [
+        row(at, {item.name: 100 + item.trial for item in records[at : at + 16]}, predicted_seconds=1.1)
+        for at in range(1, max(count, 2))
+        if records[at : at + 16]
+    ]
+    found = Importance({"train.lr": 0.7, "adapter.rank": 0.3}, count, "")
+    return Sweep(
+        "s",
+        "finished",
+        "minimize",
+        "eval/loss",
+        tuple(records),
+        {"train/loss": losses, "eval/loss": losses},
+        tuple(steps),
+        found,
+    )
+
+
+def drawn(figure: go.Figure) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(figure_json(figure))["data"]
+    return found
+
+
+# ---- curves ------------------------------------------------------------------------------------------
+
+
+@given(length=st.integers(1, 400), most=st.integers(2, 50))
+def test_a_thinned_curve_keeps_its_ends_and_only_points_of_its_own(length: int, most: int) -> None:
+    whole = curve(*(step**0.5 for step in range(length)))
+    kept = curves.thin(whole, most)
+    assert len(kept.steps) <= max(most, 1)
+    assert kept.steps[0] == whole.steps[0]
+    assert kept.steps[-1] == whole.steps[-1]
+    assert set(zip(kept.steps, kept.values, strict=True)) <= set(zip(whole.steps, whole.values, strict=True))
+
+
+def test_the_band_is_of_the_curves_that_reach_a_step() -> None:
+    found = curves.band([curve(1.0, 1.0), curve(3.0, 3.0, 3.0, 3.0), curve(2.0, 2.0)])
+    assert list(found.steps) == [1, 2, 3, 4]
+    assert list(found.middle) == [2.0, 2.0, 3.0, 3.0]
+    assert found.low[0] == pytest.approx(1.2)
+    assert found.high[0] == pytest.approx(2.8)
+
+
+def test_joined_curves_have_gaps_between_them() -> None:
+    steps, values, trials = curves.joined([(7, curve(1.0, 2.0)), (9, curve(3.0))])
+    assert list(steps) == [1, 2, 2, 1, 1]
+    assert [None if math.isnan(value) else value for value in values] == [1.0, 2.0, None, 3.0, None]
+    assert list(trials) == [7, 7, 7, 9, 9]
+
+
+def test_few_adapters_all_have_a_name_and_pruned_ones_are_faded() -> None:
+    lines = [
+        trace
+        for trace in curves.learning_curves(sweep_of(10), "train/loss", "nats").data
+        if trace.mode == "lines"
+    ]
+    assert len(lines) == 10
+    assert len({(line.line.color, line.line.dash) for line in lines}) == 10
+    faded = {line.name for line in lines if line.opacity < 1}
+    assert faded == {
+        f"trial {trial} ({how})"
+        for trial, how in ((2, "pruned"), (3, "failed"), (7, "pruned"), (8, "failed"))
+    }
+
+
+def test_of_many_adapters_the_best_have_a_name_and_all_are_drawn() -> None:
+    sweep = sweep_of(500, 100)
+    figure = curves.learning_curves(sweep, "train/loss", "nats")
+    named = [trace.name for trace in figure.data if trace.name.startswith("trial")]
+    assert named == [f"trial {item.trial}: {item.objective:.4g}" for item in sweep.records[: curves.TOP]]
+    shown = {
+        int(trial) for trace in figure.data if "others" in trace.name for trial in np.unique(trace.customdata)
+    }
+    assert shown | {item.trial for item in sweep.records[: curves.TOP]} == set(range(500))
+    assert {trace.type for trace in figure.data if "others" in trace.name} == {"scattergl"}
+    assert any("median" in trace.name for trace in figure.data)
+    assert len(figure.data) < 20
+
+
+def test_one_diverging_curve_does_not_flatten_the_others() -> None:
+    sweep = sweep_of(20)
+    losses = dict(sweep.curves["train/loss"])
+    losses[3] = curve(1.0, 1e9)
+    figure = curves.learning_curves(
+        Sweep("s", "finished", "minimize", "eval/loss", sweep.records, {"train/loss": losses}),
+        "train/loss",
+        "nats",
+    )
+    assert figure.layout.yaxis.range[1] < 10
+
+
+# ---- parallel coordinates and importance -------------------------------------------------------------
+
+
+def test_numbers_that_span_much_stand_by_their_logarithm() -> None:
+    axis = parameters.axis_of("lr", [1e-5, 1e-3, 1e-4])
+    assert axis.places == pytest.approx((-5.0, -3.0, -4.0))
+    assert axis.tick_texts == ("1e-05", "0.0001", "0.001")
+
+
+def test_words_and_nothing_stand_by_name() -> None:
+    axis = parameters.axis_of("alpha", [None, 16, "auto", True, 16])
+    assert axis.tick_texts == ("16", "None", "True", "auto")
+    assert axis.places == (1.0, 0.0, 3.0, 2.0, 0.0)
+
+
+def test_few_numbers_are_marks_and_many_are_left_to_plotly() -> None:
+    assert parameters.axis_of("rank", [4, 16, 8]).tick_places == (4.0, 8.0, 16.0)
+    assert parameters.axis_of("p", [at / 100 for at in range(1, 30)]).tick_places == ()
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=40))
+def test_every_adapter_has_a_place_within_the_marks(values: list[float]) -> None:
+    axis = parameters.axis_of("x", values)
+    assert len(axis.places) == len(values)
+    assert len(axis.tick_places) == len(axis.tick_texts)
+    if axis.tick_places:
+        assert min(axis.tick_places) <= min(axis.places)
+        assert max(axis.places) <= max(axis.tick_places)
+
+
+def test_parallel_coordinates_leave_out_who_has_no_objective() -> None:
+    trace = parameters.parallel_coordinates(sweep_of(10)).data[0]
+    assert [item.label for item in trace.dimensions] == ["rank", "lr", "outcome", "eval/loss"]
+    assert {len(item["values"]) for item in trace.dimensions} == {6}
+
+
+def test_few_trials_are_called_a_hint() -> None:
+    few, many = sweep_of(8), sweep_of(100)
+    assert "8 finished trials. So few trials give a hint at most" in parameters.importance_note(few)
+    assert "hint" not in parameters.importance_note(many)
+    assert parameters.importance(few).data[0].marker.color != parameters.importance(many).data[0].marker.color
+
+
+def test_words_are_short_where_that_is_clear() -> None:
+    assert short_names(["adapter.rank", "train.lr"]) == {"adapter.rank": "rank", "train.lr": "lr"}
+    assert short_names(["adapter.seed", "train.seed"]) == {
+        "adapter.seed": "adapter.seed",
+        "train.seed": "train.seed",
+    }
+
+
+# ---- costs -------------------------------------------------------------------------------------------
+
+
+def dominated(
+    point: tuple[float, float], others: Sequence[tuple[float, float]], signs: tuple[float, float]
+) -> bool:
+    x, y = signs[0] * point[0], signs[1] * point[1]
+    return any(
+        (signs[0] * a <= x and signs[1] * b <= y) and (signs[0] * a < x or signs[1] * b < y)
+        for a, b in others
+    )
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=25),
+    directions=st.tuples(
+        st.sampled_from(["minimize", "maximize"]), st.sampled_from(["minimize", "maximize"])
+    ),
+)
+def test_the_front_is_what_none_beats(points: list[tuple[int, int]], directions: tuple[str, str]) -> None:
+    signs = tuple(1.0 if direction == "minimize" else -1.0 for direction in directions)
+    floats = [(float(x), float(y)) for x, y in points]
+    front = pareto_front(floats, directions)
+    best = {point for point in floats if not dominated(point, floats, (signs[0], signs[1]))}
+    assert {floats[at] for at in front} == best
+    assert len(front) == len(best)
+    assert [signs[0] * floats[at][0] for at in front] == sorted(signs[0] * floats[at][0] for at in front)
+
+
+def test_only_finished_adapters_are_on_the_front() -> None:
+    records = (record(0, "finished", 2.0, device_seconds=5.0), record(1, "pruned", 1.0, device_seconds=1.0))
+    front = pareto(Sweep("s", "finished", "minimize", "eval/loss", records)).data[-1]
+    assert list(front.customdata) == [0]
+
+
+def test_two_objectives_stand_against_each_other() -> None:
+    loss, rank = Objective("eval/loss", "minimize", {0: 1.0}), Objective("adapter.rank", "minimize", {0: 8.0})
+    sweep = Sweep(
+        "s", "finished", "minimize", "eval/loss", (record(0, "finished", 1.0),), objectives=(loss, rank)
+    )
+    assert pareto_axes(sweep) == (rank, loss)
+
+
+def test_seconds_of_all_outcomes_add_up() -> None:
+    sweep = sweep_of(50)
+    totals = seconds_by_outcome(sweep.records)
+    assert sum(totals.values()) == pytest.approx(sum(item.device_seconds for item in sweep.records))
+    bars = [trace for trace in device_seconds(sweep).data if trace.customdata is not None]
+    assert sum(len(trace.x) for trace in bars) == 50
+    assert {trace.name.split(" (")[0] for trace in bars} == {outcome(item) for item in sweep.records}
+
+
+# ---- packing -----------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.lists(
+        st.dictionaries(st.sampled_from(["a", "b", "c", "stranger"]), st.integers(1, 900), min_size=1),
+        min_size=1,
+        max_size=40,
+    ),
+    bins=st.integers(1, 12),
+)
+def test_shares_of_a_column_add_up(steps: list[dict[str, int]], bins: int) -> None:
+    rows = [row(at, tokens) for at, tokens in enumerate(steps, 1)]
+    found = packing.timeline(rows, {"a": 0, "b": 1, "c": 2}, bins)
+    assert len(found.first) == min(bins, len(steps))
+    assert found.first[0] == 1
+    assert found.last[-1] == len(steps)
+    for column, (first, last) in enumerate(zip(found.first, found.last, strict=True)):
+        inside = steps[first - 1 : last]
+        whole = sum(sum(tokens.values()) for tokens in inside)
+        for trial, job in zip((0, 1, 2), "abc", strict=True):
+            own = sum(tokens.get(job, 0) for tokens in inside)
+            if trial in found.trials:
+                share = found.share[found.trials.index(trial), column]
+                assert math.isnan(share) if own == 0 else share == pytest.approx(100 * own / whole)
+        assert found.fill[column] == pytest.approx(100 * whole / (2000 * len(inside)))
+
+
+def test_errors_are_of_steps_that_have_both() -> None:
+    rows = [
+        row(1, {"a": 10}, 2.0, predicted_seconds=1.0),
+        row(2, {"a": 10}, 1.0),
+        row(3, {"a": 10}, 4.0, predicted_seconds=5.0, peak_bytes=2**30, predicted_bytes=2**31),
+    ]
+    assert list(packing.seconds_pairs(rows).errors) == [-0.5, 0.25]
+    assert list(packing.bytes_pairs(rows).measured) == [1.0]
+    assert list(packing.bytes_pairs(rows).predicted) == [2.0]
+    said = packing.predictions_note(Sweep("s", "finished", "minimize", "eval/loss", (), steps=tuple(rows)))
+    assert "seconds: off by 37.5% in the middle step" in said
+    assert "memory: off by 100.0%" in said
+
+
+# ---- all together ------------------------------------------------------------------------------------
+
+
+def test_the_table_leaves_out_columns_in_which_nothing_stands() -> None:
+    names = [name for name, _ in table.columns(sweep_of(3))]
+    assert names[:4] == ["place", "trial", "outcome", "objective: eval/loss"]
+    assert "reason" not in names
+    assert "rank" in names
+    assert "seed" not in names
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 10, 500])
+def test_every_figure_can_be_drawn_and_says_where_it_comes_from(count: int) -> None:
+    shown = all_figures(sweep_of(count))
+    assert len({item.key for item in shown}) == len(shown) >= 7
+    for item in shown:
+        assert item.origin in ("Measured", "Estimated", "Predicted and measured")
+        assert drawn(item.figure) or item.figure.layout.annotations
+        for axis in (*item.figure.select_xaxes(), *item.figure.select_yaxes()):
+            unlabelled = axis.title.text is None and axis.visible is not False
+            assert (
+                not unlabelled
+                or axis.matches is not None
+                or item.key in ("leaderboard", "parallel-coordinates")
+            )
+
+
+def test_a_search_of_500_makes_a_page_of_a_few_megabytes() -> None:
+    sweep = sweep_of(500, 1000)
+    page = report(sweep, all_figures(sweep))
+    assert len(page) - len(plotly_packed()) < 4_000_000
+
+
+def test_no_text_of_a_search_can_end_an_element() -> None:
+    evil = "</script><script>alert(1)</script>"
+    records = (record(0, "failed", None, reason=evil), record(1, "finished", 1.0))
+    sweep = Sweep(evil, "finished", "minimize", evil, records)
+    page = report(sweep, all_figures(sweep))
+    assert evil not in page
+    assert page.count("</script>") == page.count("<script")

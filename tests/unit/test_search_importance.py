@@ -1,0 +1,82 @@
+"""Importance of searched keys, from real studies."""
+
+import math
+import random
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.trial import TrialState, create_trial
+
+from plait.search.importance import Importance, study_importance
+from plait.search.storage import open_storage
+
+SPACE = {name: FloatDistribution(0.0, 1.0) for name in ("train.lr", "adapter.dropout")}
+
+
+def study(root: Path, trials: int, direction: str = "minimize", *, constant: bool = False) -> None:
+    """A study in which the rate decides and the dropout does not; failed and pruned trials mean nothing."""
+    chance = random.Random(0)
+    made = optuna.create_study(study_name="s", storage=open_storage(None, root), direction=direction)
+    for number in range(trials):
+        values = {name: chance.random() for name in SPACE}
+        good = (values["train.lr"] - 0.3) ** 2 * (1.0 if direction == "minimize" else -1.0)
+        made.add_trial(
+            create_trial(params=values, distributions=dict(SPACE), value=0.0 if constant else good)
+        )
+        if number % 5 == 0:
+            for state in (TrialState.FAIL, TrialState.PRUNED):
+                made.add_trial(create_trial(params=values, distributions=dict(SPACE), state=state))
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_the_key_that_decides_comes_first(tmp_path: Path, direction: str) -> None:
+    study(tmp_path, 60, direction)
+    found = study_importance(None, tmp_path, "s")
+    assert list(found.shares) == ["train.lr", "adapter.dropout"]
+    assert found.shares["train.lr"] > 0.8
+    assert math.isclose(sum(found.shares.values()), 1.0)
+    assert found.trials == 60
+    assert not found.few
+    assert found.trouble == ""
+
+
+def test_few_trials_are_called_few(tmp_path: Path) -> None:
+    study(tmp_path, 8)
+    found = study_importance(None, tmp_path, "s")
+    assert found.trials == 8
+    assert found.few
+
+
+def test_one_trial_has_no_importance(tmp_path: Path) -> None:
+    study(tmp_path, 1)
+    found = study_importance(None, tmp_path, "s")
+    assert not found.shares
+    assert found.trouble == "Importance needs at least 2 finished trials. There are 1."
+
+
+def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
+    study(tmp_path, 5, constant=True)
+    assert study_importance(None, tmp_path, "s") == Importance(
+        trials=5, trouble="All finished trials have the same objective."
+    )
+
+
+def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
+    assert "optuna.journal is not here" in study_importance(None, tmp_path, "s").trouble
+    assert "gone.db is not here" in study_importance(str(tmp_path / "gone.db"), tmp_path, "s").trouble
+    assert "gone.db is not here" in study_importance(f"sqlite:///{tmp_path}/gone.db", tmp_path, "s").trouble
+    assert list(tmp_path.iterdir()) == []
+    study(tmp_path, 1)
+    assert "other is not in its storage" in study_importance(None, tmp_path, "other").trouble
+
+
+def test_an_address_without_its_password_is_told(tmp_path: Path) -> None:
+    assert "password" in study_importance("postgresql://user:***@host/studies", tmp_path, "s").trouble
+
+
+def test_a_database_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("psycopg2", reason="psycopg2 is not installed")
+    found = study_importance("postgresql://user@127.0.0.1:9/studies", tmp_path, "s")
+    assert "does not answer" in found.trouble
