@@ -13,6 +13,7 @@ from plait.errors import InputError
 
 SCHEMA_VERSION = 1
 SplitName = Literal["train", "validation"]
+Choices = dict[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Plan:
     replicas: tuple[Replica, ...]
     groups: tuple[Group, ...]
     schedule: tuple[Microbatch | OptimiserStep, ...] = ()
-    choices: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    choices: Choices = field(default_factory=dict)
     version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

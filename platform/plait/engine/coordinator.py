@@ -38,11 +38,11 @@ from plait.engine.messages import (
     StepJobs,
 )
 from plait.engine.order import DataOrder
+from plait.engine.packer import pack_step
 from plait.engine.roster import Roster
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
-from plait.planner.packing import pack
-from plait.plans import GlobalBatch, Group, Microbatch, Plan, Replica
+from plait.plans import Choices, GlobalBatch, Group, Microbatch, Plan, Replica
 from plait.settings import RunSettings
 
 GROUP = "group-0"
@@ -91,6 +91,7 @@ class Coordinator:
         self._arrivals = count()
         self._iterations = count(1)
         self._stopping = False
+        self._repeats = True
         self._joined: list[str] = []
         self._chosen = dict(worker.facts.chosen)
 
@@ -175,7 +176,8 @@ class Coordinator:
         """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
         group = Group(tuple(self._joined), self._capacity, self._tile)
         replica = Replica(devices=(self._chosen.get("device", "cpu"),))
-        return Plan((replica,), (group,), choices={**self._chosen, "capacity": self._capacity})
+        choices: Choices = {**self._chosen, "capacity": self._capacity, "packing repeats": self._repeats}
+        return Plan((replica,), (group,), choices=choices)
 
     @property
     def idle(self) -> bool:
@@ -295,7 +297,9 @@ class Coordinator:
         return self._ledger.send(command, self._live)
 
     def _pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
-        return pack(batches, capacity=self._capacity, tile=self._tile)
+        packed = pack_step(batches, capacity=self._capacity, tile=self._tile)
+        self._repeats = self._repeats and packed.repeats
+        return packed.microbatches
 
     def _train(self) -> list[Event]:
         """One global batch of every live job through the model, then the step of each that may."""

@@ -1,0 +1,53 @@
+"""How the engine packs: never worse than first-fit, exact where that saves a microbatch, repeatable."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.engine.packer import pack_step
+from plait.planner.packing import pack
+from plait.planner.packing_bounds import bins_bound
+from plait.plans import GlobalBatch
+
+
+def batch(job: str, *lengths: int) -> GlobalBatch:
+    places = tuple(range(len(lengths)))
+    return GlobalBatch(job, 1, places, (0,) * len(lengths), lengths, 1.0)
+
+
+def test_a_microbatch_that_first_fit_wastes_is_saved() -> None:
+    batches = [batch("a", 4, 4), batch("b", 3, 3, 3, 3)]
+    assert len(pack(batches, capacity=10)) == 3
+    packed = pack_step(batches, capacity=10)
+    assert len(packed.microbatches) == 2
+    assert all(microbatch.tokens == 10 for microbatch in packed.microbatches)
+    assert packed.repeats
+
+
+def test_where_nothing_is_saved_first_fit_stays() -> None:
+    batches = [batch("a", 7, 5, 2), batch("b", 6, 3)]
+    assert pack_step(batches, capacity=12).microbatches == pack(batches, capacity=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=4),
+    tile=st.sampled_from([1, 4]),
+)
+def test_every_sample_once_within_capacity_and_no_more_microbatches_than_first_fit(
+    lengths: list[list[int]], tile: int
+) -> None:
+    batches = [batch(f"job {number}", *each) for number, each in enumerate(lengths)]
+    packed = pack_step(batches, capacity=40, tile=tile)
+    held = sorted(
+        (segment.job, sample)
+        for microbatch in packed.microbatches
+        for segment in microbatch.segments
+        for sample in segment.samples
+    )
+    assert held == sorted((each.job, sample) for each in batches for sample in each.samples)
+    assert all(microbatch.padded(tile) <= 40 for microbatch in packed.microbatches)
+    assert bins_bound([each.lengths for each in batches], capacity=40, tile=tile) <= len(packed.microbatches)
+    assert len(packed.microbatches) <= len(pack(batches, capacity=40, tile=tile))
+    assert pack_step(batches, capacity=40, tile=tile) == packed
