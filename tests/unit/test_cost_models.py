@@ -239,8 +239,12 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         assert cluster_profile(options | {"max_tokens": table}).configurations
     with pytest.raises(ConfigError, match="must be one of"):
         cluster_profile(options | {"max_tokens": "guess"})
-    with pytest.raises(ConfigError, match="profile of"):
-        profile.check_model("another-model")
+    assert profile.shape is not None
+    hidden = profile.shape["hidden_size"]
+    profile.check_model("fine-tuned", layers=profile.time.layers, hidden_size=hidden)
+    for layers, size in ((profile.time.layers + 1, hidden), (profile.time.layers, hidden // 2)):
+        with pytest.raises(ConfigError, match="is of"):
+            profile.check_model("another-model", layers=layers, hidden_size=size)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +256,10 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, "tp is missing"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": 1.0, "speed": 1e-6}]}}, "speed"),
         ({"max_tokens_tables": {"appendix": [[1, 1]]}}, "most tokens"),
+        ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, "most tokens"),
+        ({"max_tokens_tables": {"appendix": [[1, 1, -2048]]}}, "max_tokens=-2048"),
+        ({"shape": {"hidden_size": 64}}, "intermediate_size is missing"),
+        ({"memory": {"token": -1.0}}, "memory.token=-1"),
     ],
 )
 def test_profile_with_a_bad_entry_says_which(change: dict[str, object], message: str) -> None:

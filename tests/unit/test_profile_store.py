@@ -38,6 +38,7 @@ def _profile(key: ProfileKey = KEY) -> Profile:
         TimeModel(4, {1: LayerTime(0.1, 0.2, 0.3)}, {1: HeadTime(0.0, 0.5)}, 0.4, 0.3),
         512,
         (CapacityChoice(256, 900.0, 10**9, True), CapacityChoice(512, 950.5, 2 * 10**9, True)),
+        ("q_proj", "v_proj"),
         "measured",
         0.0001,
         0.04,
@@ -51,6 +52,8 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     expected = _profile()
     assert found.time == expected.time
     assert found.capacities == expected.capacities
+    assert found.covers(["model.layers.0.self_attn.q_proj"])
+    assert not found.covers(["q_proj", "up_proj"])
     assert found.memory.observations == expected.memory.observations
     shape = MemoryShape.of([77, 13], ranks=4)
     assert found.memory.safe_peak(shape, static=3.0) == expected.memory.safe_peak(shape, static=3.0)

@@ -10,9 +10,8 @@ from transformers import LlamaConfig
 
 from plait.bench.figures import Figure, How, Report
 from plait.cost.fake_memory import observe_extrapolated
-from plait.cost.lengths import LengthGenerator
 from plait.cost.memory import MemoryModel, MemoryObservation
-from plait.cost.memory_probe import Probe, ProbeOptions, ProbeSegment, observe_device, probe_grid
+from plait.cost.memory_probe import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.jobs import JobSpec
 from plait.models import BaseModel, load_model
 from plait.paths import cache_dir
@@ -20,8 +19,6 @@ from plait.settings import RunSettings
 from plait_kernels.loss import CHUNK_LOGITS
 
 SOURCE = "mLoRA §3.4"
-RANKS = (4, 8, 16, 32, 64)
-MEAN_LENGTHS = (80, 200, 500)
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
@@ -102,18 +99,4 @@ def _eq5(observed: Sequence[MemoryObservation]) -> MemoryModel:
 def _probes(options: Mapping[str, object], capacity: str) -> tuple[tuple[Probe, ...], list[Probe]]:
     most = int(cast("int", options[capacity]))
     rng = np.random.default_rng(int(cast("int", options["seed"])))
-    return probe_grid(most), [_drawn(rng, most) for _ in range(int(cast("int", options["held_out"])))]
-
-
-def _drawn(rng: np.random.Generator, most: int) -> Probe:
-    """A ragged microbatch of 256 to ``most`` tokens."""
-    adapters = int(rng.integers(1, 5))
-    tokens = int(np.exp(rng.uniform(np.log(256), np.log(most)))) // adapters
-    segments = []
-    for _ in range(adapters):
-        mean, seed = float(rng.choice(MEAN_LENGTHS)), int(rng.integers(2**31))
-        drawn = LengthGenerator("lognormal", mean, 0.6, clip=2048, seed=seed).draw(tokens)
-        ends = np.minimum(np.cumsum(drawn), tokens)
-        lengths = np.diff(ends[: np.searchsorted(ends, tokens) + 1], prepend=0)
-        segments.append(ProbeSegment(int(rng.choice(RANKS)), tuple(int(length) for length in lengths)))
-    return Probe(tuple(segments), max(1, int(tokens * adapters * rng.uniform(0.1, 1.0))))
+    return probe_grid(most), [drawn_probe(rng, most) for _ in range(int(cast("int", options["held_out"])))]

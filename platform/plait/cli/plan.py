@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -20,11 +21,15 @@ from plait.search.checks import check_jobs, check_model, worker_facts
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
 from plait.search.engine import check_engine, free_memory, open_data
-from plait.settings import RunSettings
+from plait.settings import ModelSettings, RunSettings
+
+if TYPE_CHECKING:
+    from plait.models import ModelShape
 
 JSON = "--json"
 LOG_WIDTH = 140  # columns where output is not a terminal
 UNKNOWN = "unknown"
+STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,29 +63,43 @@ def plan_search(command: SearchCommand) -> Outlook:
     Raises:
         InputError: as :func:`run_plan`.
     """
-    settings, profile = _where(command.settings)
-    check_jobs(command.probes)
-    if profile is None:
-        check_engine(settings)
-    shape = check_model(settings.model, command.probes)
-    jobs = draw_jobs(replace(command, settings=settings))
-    workload = Workload.of(jobs, open_data(settings, shape.max_length, jobs).catalogue)
-    if profile is not None:
-        named = settings.model.id or settings.model.path or settings.model.kind
-        return plan_described(workload, settings, profile, tokeniser=str(named))
+    if command.settings.cluster.kind != "local":
+        settings, profile = described(command.settings)
+        check_jobs(command.probes)
+        shape = check_model(settings.model, command.probes)
+        check_cluster(profile, settings.model, shape)
+        workload = draw_workload(command, settings, shape)
+        return plan_described(workload, settings, profile, tokeniser=model_name(settings.model))
     from plait.engine.admission import Admission
     from plait.engine.devices import choose_device
 
+    settings = command.settings
+    check_jobs(command.probes)
+    check_engine(settings)
+    shape = check_model(settings.model, command.probes)
+    workload = draw_workload(command, settings, shape)
     memory = free_memory(settings)
     admission = Admission(worker_facts(settings.model, shape, memory), settings)
     device = choose_device(settings.engine.device)
     return plan_here(workload, settings, admission, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
 
 
-def _where(settings: RunSettings) -> tuple[RunSettings, ClusterProfile | None]:
-    """The cluster's profile, and settings whose samples may be as long as the cluster takes them."""
-    if settings.cluster.kind == "local":
-        return settings, None
+def draw_workload(command: SearchCommand, settings: RunSettings, shape: ModelShape) -> Workload:
+    """The search's first trials with the global batches of their data.
+
+    Raises:
+        DataError, StorageError: the data cannot be used.
+    """
+    jobs = draw_jobs(replace(command, settings=settings))
+    return Workload.of(jobs, open_data(settings, shape.max_length, jobs).catalogue)
+
+
+def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
+    """The cluster's profile, and settings whose samples may be as long as the cluster takes them.
+
+    Raises:
+        ConfigError: no such kind of cluster, or an entry of its description is missing or wrong.
+    """
     if settings.cluster.kind != "described":
         raise ConfigError(
             f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
@@ -88,6 +107,21 @@ def _where(settings: RunSettings) -> tuple[RunSettings, ClusterProfile | None]:
     profile = cluster_profile(settings.cluster.options)
     most = max(configuration.max_tokens for configuration in profile.configurations)
     return replace(settings, engine=replace(settings.engine, capacity=most)), profile
+
+
+def check_cluster(profile: ClusterProfile, settings: ModelSettings, shape: ModelShape) -> None:
+    """The cluster's profile is of the run's model. One that Plait brings along lends its tokeniser alone.
+
+    Raises:
+        ConfigError: the profile is of another model.
+    """
+    if settings.kind not in STAND_INS:
+        profile.check_model(model_name(settings), layers=shape.layer_count, hidden_size=shape.hidden_size)
+
+
+def model_name(settings: ModelSettings) -> str:
+    """What the user called the model."""
+    return str(settings.id or settings.path or settings.kind)
 
 
 def show(outlook: Outlook, console: Console) -> None:

@@ -50,7 +50,8 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         keep()  # something is trained from here on
         return composer.job(trial)
 
-    planning = composed["mode"] == "plan"
+    mode = composed["mode"]
+    planning = mode in ("plan", "profile")
     command = SearchCommand(
         settings=settings,
         space=request.space,
@@ -62,11 +63,15 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         overrides=tuple(arguments),
         directory=Path() if planning else _prepare_directory(config),
     )
-    if planning:
+    if mode == "plan":
         from plait.cli.plan import run_plan
 
         return run_plan(command)
-    if composed["mode"] == "train":
+    if mode == "profile":
+        from plait.cli.profile import run_profile
+
+        return run_profile(command)
+    if mode == "train":
         from plait.search.launch import run_search
 
         return run_search(command)

@@ -47,6 +47,9 @@ OWN = (
         "sweep", "plait.cli.main:sweep", "search hyperparameters, training all adapters together", hydra=True
     ),
     Verb("plan", "plait.cli.plan:main", "what a search would take, without training", hydra=True),
+    Verb(
+        "profile", "plait.cli.profile:main", "measure memory and seconds of a model, and fit them", hydra=True
+    ),
     Verb("train", "plait.cli.main:train", "train one adapter", hydra=True),
     Verb(
         "bench", "plait.cli.bench:main", "list the searches and benchmarks of sweeps/, or run one", hydra=True

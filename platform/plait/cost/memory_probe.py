@@ -5,14 +5,16 @@ On CUDA the allocator's peak; elsewhere live tensor storage, counted. Nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from plait.cost.lengths import LengthGenerator
 from plait.cost.memory import MemoryObservation, MemoryShape
 from plait.cost.storage_counter import StorageCounter
 from plait.models import BaseModel, MicrobatchContext
@@ -22,6 +24,8 @@ from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, labelled_cr
 _GRID_LENGTHS = (60, 170, 500)
 _GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
 _GRID_LABELLED = (0.01, 0.1, 0.4, 1.0)
+_DRAWN_RANKS = (4, 8, 16, 32, 64)
+_DRAWN_MEANS = (80, 200, 500)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +117,75 @@ def _ragged(tokens: int, mean: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def drawn_probe(rng: np.random.Generator, most: int) -> Probe:
+    """A random ragged microbatch of 1 to 4 adapters and up to ``most`` tokens, 10 to 100 % labelled."""
+    adapters = int(rng.integers(1, 5))
+    least = min(256, most // 2)
+    tokens = max(1, int(np.exp(rng.uniform(np.log(least), np.log(most)))) // adapters)
+    segments = []
+    for _ in range(adapters):
+        mean, seed = float(rng.choice(_DRAWN_MEANS)), int(rng.integers(2**31))
+        drawn = LengthGenerator("lognormal", mean, 0.6, clip=2048, seed=seed).draw(tokens)
+        ends = np.minimum(np.cumsum(drawn), tokens)
+        lengths = np.diff(ends[: np.searchsorted(ends, tokens) + 1], prepend=0)
+        segments.append(ProbeSegment(int(rng.choice(_DRAWN_RANKS)), tuple(int(length) for length in lengths)))
+    return Probe(tuple(segments), max(1, int(tokens * adapters * rng.uniform(0.1, 1.0))))
+
+
 def observe_device(
     model: BaseModel, probes: Iterable[Probe], options: ProbeOptions
 ) -> list[MemoryObservation]:
     """Peaks on the model's own device."""
 
     def context(probe: Probe, routing: Routing) -> MicrobatchContext:
-        offsets = (0, *accumulate(probe.lengths))
-        ids = torch.zeros(offsets[-1], dtype=torch.int64, device=model.device)
-        return MicrobatchContext.of(ids, offsets, routing=routing, checkpointing=options.checkpointing)
+        return device_context(model, probe, routing, options)
 
     return [observe(model, probe, options, context) for probe in probes]
+
+
+def device_context(
+    model: BaseModel, probe: Probe, routing: Routing, options: ProbeOptions
+) -> MicrobatchContext:
+    """The probe's context on the model's own device; every token is the first of the vocabulary."""
+    offsets = (0, *accumulate(probe.lengths))
+    ids = torch.zeros(offsets[-1], dtype=torch.int64, device=model.device)
+    return MicrobatchContext.of(ids, offsets, routing=routing, checkpointing=options.checkpointing)
+
+
+def probe_bank(model: BaseModel, probe: Probe, options: ProbeOptions) -> Bank:
+    """A bank with one adapter for each of the probe's segments, and the backend chosen."""
+    bank = Bank(model.sites, device=model.device, compute_dtype=options.dtype)
+    sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
+    for index, segment in enumerate(probe.segments):
+        bank.attach(str(index), rank=segment.rank, scale=1.0, dropout=0.0, seed=0, sites=sites)
+    model.install(backend=options.backend)
+    return bank
+
+
+def probe_loss(model: BaseModel, probe: Probe, hidden: torch.Tensor) -> torch.Tensor:
+    """Loss of as many of the hidden rows as the probe has labelled tokens."""
+    integers = partial(torch.zeros, probe.labelled, dtype=torch.int64, device=model.device)
+    head = model.head_parameters()
+    loss, _ = labelled_cross_entropy(
+        model.final_norm(hidden.index_select(0, integers())),
+        head.weight,
+        head.bias,
+        integers(),
+        torch.zeros(probe.labelled, device=model.device),
+        softcap=head.softcap,
+        scale=head.scale,
+    )
+    return loss
+
+
+def probe_routing(probe: Probe, bank: Bank) -> Routing:
+    """Which rows have which adapter."""
+    routed, start = [], 0
+    for index, segment in enumerate(probe.segments):
+        routed.append(RoutedSegment(str(index), start, start + sum(segment.lengths)))
+        start += sum(segment.lengths)
+    counters = RowCounters(*(torch.zeros(start, dtype=torch.int64) for _ in range(4)))
+    return Routing.build(bank, routed, counters, training=True)
 
 
 def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: MakeContext) -> MemoryObservation:
@@ -147,12 +209,8 @@ def _observe(
     meter: Peak,
 ) -> tuple[float, dict[str, float]]:
     """Static bytes, and the peaks of the second probe by phase."""
-    bank = Bank(model.sites, device=model.device, compute_dtype=options.dtype)
-    sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
-    for index, segment in enumerate(probes[0].segments):
-        bank.attach(str(index), rank=segment.rank, scale=1.0, dropout=0.0, seed=0, sites=sites)
-    model.install(backend=options.backend)
     warm_up, probe = probes
+    bank = probe_bank(model, probe, options)
     _run(model, warm_up, context, bank, meter)
     static = meter.live
     return static, _run(model, probe, context, bank, meter)
@@ -162,37 +220,18 @@ def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter
     """Forward, loss and backward as the worker does them; the peak of each."""
     peaks: dict[str, float] = {}
     meter.restart()
-    through = context(probe, _routing(probe.segments, bank))
+    through = context(probe, probe_routing(probe, bank))
     hidden = model.embed(through)
     for index in range(model.layer_count):
         hidden = model.layer(index, hidden, through)
     peaks["forward"] = meter.peak
     meter.restart()
-    integers = partial(torch.zeros, probe.labelled, dtype=torch.int64, device=model.device)
-    head = model.head_parameters()
-    loss, _ = labelled_cross_entropy(
-        model.final_norm(hidden.index_select(0, integers())),
-        head.weight,
-        head.bias,
-        integers(),
-        torch.zeros(probe.labelled, device=model.device),
-        softcap=head.softcap,
-        scale=head.scale,
-    )
+    loss = probe_loss(model, probe, hidden)
     peaks["loss"] = meter.peak
     meter.restart()
     loss.backward()  # type: ignore[no-untyped-call]
     peaks["backward"] = meter.peak
     return peaks
-
-
-def _routing(segments: Sequence[ProbeSegment], bank: Bank) -> Routing:
-    routed, start = [], 0
-    for index, segment in enumerate(segments):
-        routed.append(RoutedSegment(str(index), start, start + sum(segment.lengths)))
-        start += sum(segment.lengths)
-    counters = RowCounters(*(torch.zeros(start, dtype=torch.int64) for _ in range(4)))
-    return Routing.build(bank, routed, counters, training=True)
 
 
 class _CudaPeak:

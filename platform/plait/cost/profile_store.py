@@ -7,7 +7,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,7 @@ class CapacityChoice:
 
     Attributes:
         capacity: most tokens of a microbatch.
-        tokens_per_second: predicted for full microbatches; None without a time model.
+        tokens_per_second: measured on a full microbatch; None where nothing ran.
         predicted_bytes: safe peak of the heaviest full microbatch with one adapter.
         fits: into the share of the device's memory that may be used.
     """
@@ -81,6 +81,7 @@ class Profile:
         time: seconds of microbatches; None where nothing ran (computed over tensors without memory).
         capacity: chosen: the fewest tokens within a few percent of the best throughput that fits.
         capacities: all that were looked at.
+        targets: last parts of the names of the linears that the probes' adapters sat on.
         how: "measured" on this device, or "computed" without weights or a device.
         memory_error: mean absolute relative error of peak − static on held-out probes.
         time_error: the same for seconds; None without a time model.
@@ -92,9 +93,14 @@ class Profile:
     time: TimeModel | None
     capacity: int
     capacities: tuple[CapacityChoice, ...]
+    targets: tuple[str, ...]
     how: How
     memory_error: float
     time_error: float | None
+
+    def covers(self, targets: Iterable[str]) -> bool:
+        """Whether adapters on these linears (full names or last parts) take no more than was profiled."""
+        return {name.rpartition(".")[2] for name in targets} <= set(self.targets)
 
     def check_model(self, digest: str, name: str) -> None:
         """The profile is one of the model with this digest.
@@ -202,6 +208,7 @@ def profile_mapping(profile: Profile) -> dict[str, Any]:
         "key": asdict(profile.key),
         "model": profile.model,
         "how": profile.how,
+        "targets": list(profile.targets),
         "capacity": profile.capacity,
         "capacities": [asdict(choice) for choice in profile.capacities],
         "memory_error": profile.memory_error,
@@ -246,6 +253,7 @@ def _profile(raw: Mapping[str, Any], key: ProfileKey) -> Profile:
         time=None if raw["time"] is None else _time(raw["time"]),
         capacity=raw["capacity"],
         capacities=tuple(CapacityChoice(**each) for each in raw["capacities"]),
+        targets=tuple(raw["targets"]),
         how=raw["how"],
         memory_error=raw["memory_error"],
         time_error=raw["time_error"],

@@ -15,6 +15,13 @@ T = TypeVar("T")
 
 GIB = 1024**3
 GB = 10**9
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class ClusterProfile:
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
         memory: fitted memory model, None where no figures were published.
+        shape: sizes of the model as a LlamaConfig names them, None where they are not given.
     """
 
     name: str
@@ -67,17 +75,19 @@ class ClusterProfile:
     table: str
     tables: tuple[str, ...]
     memory: MemoryModel | None = None
+    shape: Mapping[str, int] | None = None
 
-    def check_model(self, model: str) -> None:
-        """The profile is one of ``model``.
+    def check_model(self, model: str, *, layers: int, hidden_size: int) -> None:
+        """The profile is one of this model, told by its sizes: fine-tuned weights cost the same.
 
         Raises:
             ConfigError: it is of another model.
         """
-        if model != self.model:
+        known = self.time.layers, (self.shape or {"hidden_size": hidden_size})["hidden_size"]
+        if known != (layers, hidden_size):
             raise ConfigError(
-                f"model {model}",
-                f"The cluster profile {self.name} was measured with {self.model}.",
+                f"model {model}: {layers} layers, {hidden_size} features",
+                f"The profile {self.name} is of {self.model}: {known[0]} layers, {known[1]} features.",
                 "Choose a profile of this model, or measure one with `plait profile`.",
             )
 
@@ -104,7 +114,19 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         table=table,
         tables=tuple(sorted(tables)),
         memory=None if memory is None else _memory(memory),
+        shape=None if options.get("shape") is None else _shape(options["shape"]),
     )
+
+
+def _shape(raw: Mapping[str, Any]) -> dict[str, int]:
+    for name in raw:
+        if name not in SIZES:
+            raise ConfigError(f"cluster.shape.{name}", f"cluster.shape has the keys {choices(SIZES)}.")
+    found = {name: int(_number(raw, name, "cluster.shape")) for name in SIZES}
+    for name, value in found.items():
+        if value < 1:
+            raise ConfigError(f"cluster.shape.{name}={value}", "It must be at least 1.")
+    return found
 
 
 def _memory(raw: Mapping[str, Any]) -> MemoryModel:
@@ -160,9 +182,10 @@ def _built(kind: type[T], raw: Mapping[str, Any], owner: str) -> T:
 
 
 def _configuration(row: Sequence[int]) -> Configuration:
-    if len(row) != 3:
-        raise ConfigError(f"max_tokens_tables row {list(row)}", "A row is [tp, pp, most tokens].")
-    return Configuration(*(int(value) for value in row))
+    whole = isinstance(row, Sequence) and len(row) == 3 and all(type(value) is int for value in row)
+    if not whole:
+        raise ConfigError(f"max_tokens_tables row {row!r}", "A row is [tp, pp, most tokens].")
+    return Configuration(*row)
 
 
 def _number(raw: Mapping[str, Any], key: str, owner: str) -> float:

@@ -1,0 +1,245 @@
+"""`plait profile`: memory and seconds of a model, observed over a small grid, fitted and kept.
+
+Here it measures the run's model on this machine, or, with --without-weights, computes its memory from the
+configuration alone. With a described cluster it compares the cluster's configurations by simulation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.cli.app import command_words, run, show_space, shows_only
+from plait.cost.memory_probe import ProbeOptions
+from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
+from plait.errors import EXIT_DONE, CapacityError
+from plait.jobs import JobSpec
+from plait.paths import cache_dir
+from plait.planning.profiling import Made, profile_device, profile_without_weights
+from plait.search.checks import ELEMENT_BYTES, check_model
+from plait.search.command import SearchCommand
+from plait.search.engine import free_memory
+from plait.settings import RunSettings
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+JSON = "--json"
+WITHOUT_WEIGHTS = "--without-weights"
+FLAGS = (JSON, WITHOUT_WEIGHTS)
+LOG_WIDTH = 140  # columns where output is not a terminal
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Profile a model here, or compare the configurations of a described cluster."""
+    given = [argument for argument in arguments if argument not in FLAGS]
+    # The words come back as command_words(): Hydra would not know the flags.
+    words = " ".join(["plait profile", *(flag for flag in FLAGS if flag in arguments)])
+    if shows_only(given):
+        return run(words, show_space(given))
+    return run(words, ["--multirun", *given, "mode=profile"])
+
+
+def run_profile(command: SearchCommand) -> int:
+    """Profile what a command asks for and print it; the exit status.
+
+    Raises:
+        InputError: anything that is wrong with it, as `plait sweep` would say.
+    """
+    as_json = JSON in command_words()
+    console = Console()
+    console = console if console.is_terminal else Console(width=LOG_WIDTH)
+    if command.settings.cluster.kind != "local":
+        from plait.cli.profile_cluster import compare_configurations
+
+        return compare_configurations(command, console, as_json=as_json, say=_say)
+    made = profile_here(command.settings, command.probes, weights=WITHOUT_WEIGHTS not in command_words())
+    path = _keep(made.profile)
+    if as_json:
+        print(json.dumps(mapping(made) | {"path": None if path is None else str(path)}, indent=2))
+        return EXIT_DONE
+    show(made, console)
+    kept = "not kept: there is a measured one" if path is None else f"kept in {path}"
+    console.print(kept, markup=False, highlight=False)
+    return EXIT_DONE
+
+
+def _keep(profile: Profile) -> Path | None:
+    """Store a profile, unless it would take the place of a measured one without being measured itself."""
+    if profile.how == "computed":
+        stored = load_profile(profile.key, cache=cache_dir())
+        if stored is not None and stored.how == "measured":
+            return None
+    return save_profile(profile, cache=cache_dir())
+
+
+def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: bool) -> Made:
+    """Profile the run's model on its device; without weights only its memory.
+
+    Raises:
+        InputError: the model is not there, an adapter does not fit it, or no capacity fits the device.
+    """
+    import torch
+
+    from plait.engine.devices import choose_device, choose_kernels, device_kind
+    from plait.models import check_rank, load_model
+
+    engine, shape = settings.engine, check_model(settings.model, jobs)
+    device = choose_device(engine.device).type
+    dtype: torch.dtype = getattr(torch, settings.model.dtype)
+    names = {name for job in jobs for name in check_rank(job.adapter, shape.linears)}
+    options = ProbeOptions(
+        dtype=dtype,
+        checkpointing=engine.checkpointing,
+        targets=tuple(sorted({name.rpartition(".")[2] for name in names})),
+        backend=choose_kernels(engine.kernels, torch.device(device), dtype),
+    )
+    key = ProfileKey.of(
+        shape.digest, settings.model.dtype, device_kind(device), engine, on_cpu=device == "cpu"
+    )
+    available = int(settings.planner.memory_share * free_memory(settings))
+    if not weights:
+        from plait.models.load import model_config
+
+        config = cast("LlamaConfig", model_config(settings.model, cache=cache_dir()))
+        return profile_without_weights(
+            config,
+            _name(settings),
+            key,
+            options,
+            most=engine.capacity,
+            available=available,
+            say=_say,
+        )
+    _check_weights_fit(shape.parameters * ELEMENT_BYTES[settings.model.dtype], available)
+    if engine.threads is not None:
+        torch.set_num_threads(engine.threads)
+    model = load_model(settings.model, cache=cache_dir(), device=device)
+    return profile_device(model, key, options, most=engine.capacity, available=available, say=_say)
+
+
+def mapping(made: Made) -> dict[str, Any]:
+    """For JSON: the profile, and the fits behind it."""
+    raw = profile_mapping(made.profile)
+    raw["memory"].pop("observations")  # they stay in the stored file
+    fits = {f"memory {name}": phase.fit for name, phase in made.profile.memory.phases.items()}
+    fits |= {"layers": made.layer_fit, "head": made.head_fit}
+    return raw | {
+        "available_bytes": made.available,
+        "fits": {
+            name: {"errors": list(fit.errors), "margin": fit.margin}
+            for name, fit in fits.items()
+            if fit is not None
+        },
+        "held_out": {"memory": list(made.memory_errors), "time": list(made.time_errors)},
+    }
+
+
+def show(made: Made, console: Console) -> None:
+    """Print a profile: coefficients, errors, the choice of capacity."""
+    profile = made.profile
+    key = profile.key
+    console.print(
+        f"{profile.model}, {key.dtype}, on {key.device}: kernels {key.kernels}, checkpointing "
+        f"{str(key.checkpointing).lower()}, threads {key.threads}; adapters on {', '.join(profile.targets)}",
+        markup=False,
+        highlight=False,
+    )
+    console.print(_memory(profile))
+    if profile.time is not None:
+        console.print(_time(made))
+    console.print(_errors(made), _capacities(made))
+
+
+def _memory(profile: Profile) -> Table:
+    table = Table(title="Memory: bytes above weights and adapters, the highest moment counts")
+    table.add_column("moment")
+    coefficients = {name: asdict(phase.coefficients) for name, phase in profile.memory.phases.items()}
+    shown = list(next(iter(coefficients.values())))
+    for name in shown:
+        table.add_column("fixed" if name == "fixed" else f"each {name}", justify="right")
+    for moment, values in coefficients.items():
+        table.add_row(moment, *(f"{values[name]:,.1f}" for name in shown))
+    return table
+
+
+def _time(made: Made) -> Table:
+    time = made.profile.time
+    assert time is not None
+    table = Table(title="Seconds of a microbatch, forward and backward")
+    for heading in ("part", "fixed", "each token", "each token²", "each labelled token", "forward's share"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    layer, head = time.layer[1], time.head[1]
+    table.add_row(
+        "one layer",
+        f"{layer.fixed:.3e}",
+        f"{layer.token:.3e}",
+        f"{layer.square:.3e}",
+        "",
+        f"{time.forward_share:.3f}",
+    )
+    table.add_row(
+        "head and loss", f"{head.fixed:.3e}", "", "", f"{head.labelled:.3e}", f"{time.head_forward_share:.3f}"
+    )
+    return table
+
+
+def _errors(made: Made) -> Table:
+    """Mean and largest error of each fit, on what it saw and on what it did not."""
+    table = Table(title="Errors, relative")
+    table.add_column("fit")
+    for heading in ("points", "mean", "largest"):
+        table.add_column(heading, justify="right")
+    seen = {f"memory, {name}": phase.fit for name, phase in made.profile.memory.phases.items()}
+    seen |= {"seconds, layers": made.layer_fit, "seconds, head and loss": made.head_fit}
+    rows = [(name, fit.errors) for name, fit in seen.items() if fit is not None]
+    rows.append(("memory, held out", made.memory_errors))
+    if made.time_errors:
+        rows.append(("seconds, held out", made.time_errors))
+    for name, errors in rows:
+        sizes = [abs(error) for error in errors]
+        table.add_row(
+            name, str(len(sizes)), f"{100 * sum(sizes) / len(sizes):.3f} %", f"{100 * max(sizes):.3f} %"
+        )
+    return table
+
+
+def _capacities(made: Made) -> Table:
+    how = made.profile.how
+    table = Table(title=f"Capacity ({how}); {made.available / 2**30:.2f} GiB may be used")
+    for heading in ("capacity", "tokens/s", "most bytes", "fits", "chosen"):
+        table.add_column(heading, justify="right")
+    for choice in made.profile.capacities:
+        rate = choice.tokens_per_second
+        table.add_row(
+            f"{choice.capacity:,}",
+            "unknown" if rate is None else f"{rate:,.0f}",
+            f"{choice.predicted_bytes / 2**30:.2f} GiB",
+            "yes" if choice.fits else "no",
+            "<" if choice.capacity == made.profile.capacity else "",
+        )
+    return table
+
+
+def _check_weights_fit(weights: int, available: int) -> None:
+    if weights > available:
+        raise CapacityError(
+            f"weights of {weights / 2**30:.2f} GiB",
+            f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
+            f"Take a smaller model, or {WITHOUT_WEIGHTS} to compute its memory alone.",
+        )
+
+
+def _name(settings: RunSettings) -> str:
+    return str(settings.model.id or settings.model.path or settings.model.kind)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

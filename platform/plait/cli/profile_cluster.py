@@ -1,0 +1,110 @@
+"""`plait profile cluster=...`: the configurations of a described cluster, compared by simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.cli.plan import check_cluster, described, draw_workload
+from plait.cost.memory import MemoryModel
+from plait.cost.profiles import ClusterProfile
+from plait.errors import EXIT_DONE
+from plait.planning.parallelism import RANK, Candidate, ModelMemory, compare
+from plait.search.checks import check_jobs, check_model
+from plait.search.command import SearchCommand
+from plait.settings import EngineSettings
+
+STEPS = 8  # global batches of each job that are simulated
+
+
+def compare_configurations(
+    command: SearchCommand, console: Console, *, as_json: bool, say: Callable[[str], None]
+) -> int:
+    """Compare a described cluster's configurations for a search's jobs and print them; the exit status.
+
+    Raises:
+        InputError: anything that is wrong with the command, or nothing fits.
+    """
+    settings, profile = described(command.settings)
+    check_jobs(command.probes)
+    shape = check_model(settings.model, command.probes)
+    check_cluster(profile, settings.model, shape)
+    workload = draw_workload(command, settings, shape)
+    names = [job.name for job in workload.jobs][: settings.search.parallel]
+    available = int(settings.planner.memory_share * profile.devices.memory_bytes)
+    memory = model_memory(profile, settings.engine, say=say)
+    found = compare(
+        profile,
+        {name: workload.batches[name][:STEPS] for name in names},
+        memory,
+        available=available,
+        labelled_share=workload.labelled_share,
+        say=say,
+    )
+    if as_json:
+        rows = [asdict(each) | {"chosen": place == 0} for place, each in enumerate(found)]
+        print(json.dumps({"cluster": profile.name, "how": "simulated", "configurations": rows}, indent=2))
+        return EXIT_DONE
+    console.print(_table(found, profile))
+    console.print(
+        f"profile: {profile.model}, {profile.dtype}: {profile.source}", markup=False, highlight=False
+    )
+    for line in (
+        f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
+        f"Bytes are computed from {profile.model}'s sizes for Plait's own engine, adapters of rank {RANK}, "
+        "every sample as heavy as can be; tensor parallelism is taken to divide all of it.",
+    ):
+        console.print(f"- {line}", markup=False, highlight=False)
+    return EXIT_DONE
+
+
+def model_memory(
+    profile: ClusterProfile, engine: EngineSettings, *, say: Callable[[str], None]
+) -> ModelMemory | None:
+    """Memory of the cluster's model with adapters on its attention, computed from its sizes.
+
+    None where the cluster does not give them.
+    """
+    if profile.shape is None:
+        return None
+    import torch
+    from transformers import LlamaConfig
+
+    from plait.cost.fake_memory import observe_extrapolated
+    from plait.cost.memory_probe import ProbeOptions, probe_grid
+    from plait.models.attention import KEEP_UP_TO
+    from plait_kernels.loss import CHUNK_LOGITS
+
+    say(f"Memory of {profile.model}, without weights ...")
+    sizes: dict[str, Any] = {**profile.shape, "num_hidden_layers": profile.time.layers}
+    config = LlamaConfig(**sizes, tie_word_embeddings=False)
+    options = ProbeOptions(dtype=getattr(torch, profile.dtype), checkpointing=engine.checkpointing)
+    observed = observe_extrapolated(config, probe_grid(2048), options)
+    model = MemoryModel.fitted(observed, logit_rows=max(1, CHUNK_LOGITS // config.vocab_size))
+    return ModelMemory(model, max(each.static for each in observed), KEEP_UP_TO)
+
+
+def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
+    table = Table(
+        title=f"Configurations of {profile.devices.count} × {profile.devices.kind}, {profile.model}"
+    )
+    for heading in ("tp", "pp", "replicas", "capacity", "published", "bytes on a device", "tokens/s", ""):
+        table.add_column(heading, justify="right")
+    for place, each in enumerate(found):
+        rate, size = each.tokens_per_second, each.predicted_bytes
+        table.add_row(
+            str(each.configuration.tp),
+            str(each.configuration.pp),
+            str(each.replicas),
+            f"{each.configuration.max_tokens:,}",
+            "ran" if each.published else "",
+            "unknown" if size is None else f"{size / 2**30:.1f} GiB",
+            "" if rate is None else f"{rate:,.0f}",
+            each.reason or ("< best" if place == 0 else ""),
+        )
+    return table

@@ -1,0 +1,228 @@
+"""Makes a profile: observes memory and seconds over a small grid, fits both, chooses the capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plait.cost.fitting import Fit
+from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
+from plait.cost.memory_probe import (
+    Probe,
+    ProbeOptions,
+    ProbeSegment,
+    drawn_probe,
+    observe_device,
+    probe_grid,
+)
+from plait.cost.profile_store import CapacityChoice, Profile, ProfileKey
+from plait.cost.time_probe import TimeObservation, fit_seconds, observe_seconds, seconds_errors
+from plait.errors import CapacityError
+from plait.models.attention import KEEP_UP_TO
+from plait_kernels.loss import CHUNK_LOGITS
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from plait.models import BaseModel
+
+HELD_OUT = 4  # random probes that no fit has seen
+SEED = 0
+LEAST_CAPACITY = 128  # smaller microbatches are not looked at, unless engine.capacity is smaller
+NEAR_BEST = 0.03  # throughput this near to the best is as good: timings are no surer than that
+RANK = 16  # of the adapter by which capacities are compared
+TYPICAL_LENGTH, TYPICAL_LABELLED = 128, 0.25
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A profile with the fits behind it.
+
+    Attributes:
+        memory_errors: of held-out peaks − static, relative.
+        layer_fit, head_fit, time_errors: of the time model; None and empty where nothing ran.
+        available: bytes that may be used on the device.
+    """
+
+    profile: Profile
+    memory_errors: tuple[float, ...]
+    available: int
+    layer_fit: Fit | None = None
+    head_fit: Fit | None = None
+    time_errors: tuple[float, ...] = ()
+
+
+def profile_device(
+    model: BaseModel, key: ProfileKey, options: ProbeOptions, *, most: int, available: int, say: Say
+) -> Made:
+    """Measure a model on the device where it is.
+
+    Args:
+        key: under which the profile is kept.
+        most: largest capacity to look at, in tokens.
+        available: bytes that may be used, weights included.
+        say: told what is going on.
+
+    Raises:
+        CapacityError: no capacity fits.
+    """
+    grid, held = _probes(most, model.max_length)
+    say(f"Memory: {len(grid)} probes to fit, {len(held)} held out, up to {most:,} tokens ...")
+    peaks = observe_device(model, [*grid, *held], options)
+    memory, memory_errors = _fit_memory(peaks, len(grid), model.vocabulary)
+    capacities = capacities_up_to(most)
+    typical = [_typical(capacity, model.max_length) for capacity in capacities]
+    say(f"Time: {len(grid) + len(typical)} probes to fit, {len(held)} held out ...")
+    timed = observe_seconds(model, [*grid, *typical, *held], options)
+    seen, unseen = timed[: -len(held)], timed[-len(held) :]
+    time, layer_fit, head_fit = fit_seconds(seen, model.layer_count)
+    errors = seconds_errors(time, unseen)
+    static = max(each.static for each in peaks)
+    choices = _choices(memory, capacities, timed[len(grid) : -len(held)], static=static, available=available)
+    profile = Profile(
+        key=key,
+        model=model.identity.name,
+        memory=memory,
+        time=time,
+        capacity=choose_capacity(choices, available),
+        capacities=choices,
+        targets=options.targets,
+        how="measured",
+        memory_error=_mean(memory_errors),
+        time_error=_mean(errors),
+    )
+    return Made(profile, memory_errors, available, layer_fit, head_fit, errors)
+
+
+def profile_without_weights(
+    config: LlamaConfig,
+    name: str,
+    key: ProfileKey,
+    options: ProbeOptions,
+    *,
+    most: int,
+    available: int,
+    say: Say,
+) -> Made:
+    """Compute a model's memory from its configuration alone; seconds stay unknown.
+
+    Raises:
+        CapacityError: no capacity fits.
+        ModelError: a family whose memory is not known without weights.
+    """
+    from plait.cost.fake_memory import observe_extrapolated
+
+    grid, held = _probes(most, config.max_position_embeddings)
+    say(f"Memory, without weights: {len(grid)} probes to fit, {len(held)} held out ...")
+    peaks = observe_extrapolated(config, [*grid, *held], options)
+    memory, errors = _fit_memory(peaks, len(grid), config.vocab_size)
+    static = max(each.static for each in peaks)
+    choices = _choices(memory, capacities_up_to(most), None, static=static, available=available)
+    profile = Profile(
+        key=key,
+        model=name,
+        memory=memory,
+        time=None,
+        capacity=choose_capacity(choices, available),
+        capacities=choices,
+        targets=options.targets,
+        how="computed",
+        memory_error=_mean(errors),
+        time_error=None,
+    )
+    return Made(profile, errors, available)
+
+
+def capacities_up_to(most: int) -> tuple[int, ...]:
+    """Halves of the largest capacity, ascending, down to ``LEAST_CAPACITY``."""
+    found = [most]
+    while found[-1] // 2 >= LEAST_CAPACITY:
+        found.append(found[-1] // 2)
+    return tuple(reversed(found))
+
+
+def choose_capacity(choices: Sequence[CapacityChoice], available: int) -> int:
+    """The smallest capacity near the best throughput of those that fit; the largest where nothing ran.
+
+    Raises:
+        CapacityError: none fits.
+    """
+    fitting = [choice for choice in choices if choice.fits]
+    if not fitting:
+        least = min(choices, key=lambda choice: choice.capacity)
+        raise CapacityError(
+            f"a microbatch of {least.capacity} tokens needs about {least.predicted_bytes / 2**30:.2f} GiB",
+            f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
+            "Lower engine.capacity, set engine.checkpointing=true, or take a smaller model.",
+        )
+    rates = [choice.tokens_per_second for choice in fitting if choice.tokens_per_second is not None]
+    if not rates:
+        return max(choice.capacity for choice in fitting)
+    near = (c for c in fitting if (c.tokens_per_second or 0.0) >= max(rates) * (1.0 - NEAR_BEST))
+    return min(choice.capacity for choice in near)
+
+
+def _probes(most: int, longest: int) -> tuple[tuple[Probe, ...], tuple[Probe, ...]]:
+    """The grid, and random probes that no fit sees; no sample is longer than the model takes."""
+    rng = np.random.default_rng(SEED)
+    held = [drawn_probe(rng, most) for _ in range(HELD_OUT)]
+    return tuple(_cut(probe, longest) for probe in probe_grid(most)), tuple(
+        _cut(probe, longest) for probe in held
+    )
+
+
+def _cut(probe: Probe, longest: int) -> Probe:
+    """The probe with samples above ``longest`` cut into several."""
+    segments = tuple(
+        ProbeSegment(
+            segment.rank,
+            tuple(
+                min(longest, length - at) for length in segment.lengths for at in range(0, length, longest)
+            ),
+        )
+        for segment in probe.segments
+    )
+    return Probe(segments, probe.labelled)
+
+
+def _typical(capacity: int, longest: int) -> Probe:
+    """A full microbatch of one adapter, the same mixture at every capacity."""
+    whole, rest = divmod(capacity, TYPICAL_LENGTH)
+    lengths = (TYPICAL_LENGTH,) * whole + ((rest,) if rest else ())
+    return _cut(Probe((ProbeSegment(RANK, lengths),), max(1, int(capacity * TYPICAL_LABELLED))), longest)
+
+
+def _fit_memory(
+    peaks: Sequence[MemoryObservation], fitted: int, vocabulary: int
+) -> tuple[MemoryModel, tuple[float, ...]]:
+    memory = MemoryModel.fitted(peaks[:fitted], logit_rows=max(1, CHUNK_LOGITS // vocabulary))
+    return memory, memory.errors(peaks[fitted:])
+
+
+def _choices(
+    memory: MemoryModel,
+    capacities: Iterable[int],
+    timed: Sequence[TimeObservation] | None,
+    *,
+    static: float,
+    available: int,
+) -> tuple[CapacityChoice, ...]:
+    """Each capacity with its bytes when every sample is as heavy as can be, and its measured throughput."""
+    found = []
+    for place, capacity in enumerate(capacities):
+        heaviest = MemoryShape(
+            capacity, capacity, capacity * min(capacity, KEEP_UP_TO), capacity, RANK * capacity
+        )
+        peak = int(memory.safe_peak(heaviest, static=static))
+        rate = None if timed is None else timed[place].shape.tokens / timed[place].total
+        found.append(CapacityChoice(capacity, rate, peak, peak <= available))
+    return tuple(found)
+
+
+def _mean(errors: Sequence[float]) -> float:
+    return float(np.mean(np.abs(errors)))
