@@ -59,6 +59,7 @@ class Block:
     state: Tensor
     copy: Tensor
     local: Tensor
+    generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
     _views: dict[tuple[str, int], Pair] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
@@ -84,6 +85,7 @@ class Block:
 
     def refresh(self) -> None:
         """Make everything derived from the masters follow them."""
+        self.generation += 1
         if not self.aliased:
             self.copy.copy_(self.state[WEIGHTS])
         for key, diagonal in self._diagonals.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -30,14 +31,45 @@ class _MultiLora(torch.autograd.Function):
         out, saved = backend.forward(x, weight, bias, call)
         ctx.save_for_backward(x, weight, *saved)
         ctx.call, ctx.backend = call, backend
+        ctx.generations = _generations(call)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise KernelError(
+                "a second derivative of multi_lora_linear (create_graph=True)",
+                "gradients of A and B go to the bank, so there is no graph through them",
+                "call backward without create_graph",
+            )
+        changed = [
+            span.block.adapter
+            for (span, _), before in zip(ctx.call.owners, ctx.generations, strict=True)
+            if span.block.generation != before
+        ]
+        if changed:
+            raise KernelError(
+                f"weights of {sorted(set(changed))} changed between forward and backward",
+                "gradients belong to the weights that forward saw",
+                "call backward before the optimiser's step or refresh",
+            )
         x, weight, *saved = ctx.saved_tensors
         need_dx = ctx.needs_input_grad[0]
-        dx = ctx.backend.backward(grad, x, saved, weight, ctx.call, need_dx=need_dx)
+        with _no_autocast(x):
+            dx = ctx.backend.backward(grad, x, saved, weight, ctx.call, need_dx=need_dx)
         return dx, None, None, None, None, None
+
+
+def _generations(call: LayerCall) -> list[int]:
+    return [span.block.generation for span, _ in call.owners]
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """The bank's dtype holds, also where autocast would take another."""
+    kind = x.device.type  # meta tensors, which memory is computed with, have no autocast
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
 
 
 _apply = cast("Callable[..., Tensor]", _MultiLora.apply)
@@ -73,21 +105,42 @@ def multi_lora_linear(
         (tokens, sum of out).
 
     Raises:
-        KernelError: shapes, dtypes, sites or backend do not fit.
+        KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b want a gradient. In
+            backward: weights were refreshed since forward, or a second derivative is asked for.
     """
-    _check(x, weight, bank, routing, backend)
+    _check(x, weight, bias, bank, routing, backend)
     call = layer_call(bank, routing, sites, weight.shape[0])
-    if not call.owners:
-        return linear(x, weight, bias)
-    return _apply(x, bank.anchor, weight, bias, call, BACKENDS[backend])
+    with _no_autocast(x):
+        if not call.owners:
+            return linear(x, weight, bias)
+        return _apply(x, bank.anchor, weight, bias, call, BACKENDS[backend])
 
 
-def _check(x: Tensor, weight: Tensor, bank: Bank, routing: Routing, backend: str) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, routing: Routing, backend: str
+) -> None:
     if x.dim() != 2 or x.shape[0] != routing.tokens or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise KernelError(
             f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
             f"x is (tokens, in) with the routing's {routing.tokens} tokens, weight is (out, in)",
         )
-    if x.dtype != bank.compute_dtype:
-        raise KernelError(f"x of {x.dtype}", f"x has the bank's compute dtype, {bank.compute_dtype}")
+    if routing.bank is not bank:
+        raise KernelError("a routing of another bank", "a routing is built on the bank that it is used with")
+    frozen = (weight,) if bias is None else (weight, bias)
+    if any(tensor.dtype != bank.compute_dtype for tensor in (x, *frozen)):
+        raise KernelError(
+            f"x of {x.dtype}, weight of {weight.dtype}",
+            f"x, weight and bias have the bank's compute dtype, {bank.compute_dtype}",
+        )
+    if any(tensor.device != x.device for tensor in frozen) or bank.anchor.device != x.device:
+        raise KernelError(
+            f"x on {x.device}, weight on {weight.device}, the bank on {bank.anchor.device}",
+            "x, weight, bias and the bank are on one device",
+        )
+    if any(tensor.requires_grad for tensor in frozen):
+        raise KernelError(
+            "a weight or bias that wants a gradient",
+            "the layer is frozen: it would get none",
+            "call requires_grad_(False) on it",
+        )
     check_backend(backend, x.device, x.dtype)

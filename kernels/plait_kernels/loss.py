@@ -77,6 +77,12 @@ class _LabelledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        if torch.is_grad_enabled():
+            raise KernelError(
+                "a second derivative of labelled_cross_entropy (create_graph=True)",
+                "its gradient is made in forward, so there is no graph through it",
+                "call backward without create_graph",
+            )
         (grad_hidden,) = ctx.saved_tensors
         if grad_hidden is None:
             return None, None, None, None, None

@@ -219,7 +219,8 @@ def choice(call: LayerCall, x: Tensor) -> Choice:
 
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
