@@ -96,11 +96,11 @@ def decode(text: bytes) -> Line:
     Raises:
         ValueError: it is none of its lines.
     """
-    kind, *rest = json.loads(text)
     try:
+        kind, *rest = json.loads(text)
         return _line(kind, rest)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"not a line of a spool: {text[:80]!r}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a line of a spool: {text[:80]!r} ({error})") from error
 
 
 def _line(kind: object, rest: list[Any]) -> Line:

@@ -75,7 +75,13 @@ class Spool:
         for start, text in self._texts(0, size):
             try:
                 line = decode(text)
-            except ValueError:
+            except ValueError as error:
+                if start == 0:
+                    raise StorageError(
+                        f"{self.path}: {error}",
+                        "The file must be a spool that this version of Plait wrote.",
+                        "Use the version that wrote it, or move the file away: it holds what is not sent yet.",
+                    ) from error
                 break
             self._end = start + len(text)
             if isinstance(line, Head):
