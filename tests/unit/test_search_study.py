@@ -12,6 +12,7 @@ from optuna.trial import TrialState
 
 from plait.addresses import redact, with_driver
 from plait.config_overrides import read_request
+from plait.engine.saved import HEADER
 from plait.errors import SearchError, StorageError
 from plait.jobs import JobSpec
 from plait.search.identity import identify
@@ -178,6 +179,7 @@ def test_a_killed_search_takes_up_its_running_trials(
     assert all(asked)
     saved = tmp_path / "state"
     saved.mkdir()
+    (saved / HEADER).touch()
     complete(killed, asked[0])  # type: ignore[arg-type]
     killed.put_back(asked[2], saved)  # type: ignore[arg-type]
     killed.put_back(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
@@ -231,7 +233,7 @@ def test_fresh_starts_anew() -> None:
 
 def test_a_study_that_plait_did_not_make() -> None:
     storage = optuna.storages.InMemoryStorage()
-    optuna.create_study(study_name="s", storage=storage)
+    optuna.create_study(study_name="s", storage=storage).ask()
     with pytest.raises(SearchError, match="did not make"):
         source(storage=storage, name="s")
 
@@ -289,3 +291,97 @@ def test_urls_name_a_driver_that_is_installed() -> None:
     assert with_driver("postgres://u@h/d").endswith("://u@h/d")
     assert redact("postgresql://u:p@h/d") == "postgresql://u:***@h/d"
     assert redact("sqlite:///x.db") == "sqlite:///x.db"
+
+
+def test_an_empty_study_whose_maker_was_killed_before_it_had_signed_it_is_taken() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(study_name="s", storage=storage)
+    first = source(storage=storage, name="s")
+    assert first.token
+    assert source(storage=storage, name="s").token == first.token
+    with pytest.raises(SearchError, match="belongs to another search"):
+        source(NUMBERS, storage=storage, name="s")
+
+
+def test_a_trial_that_was_killed_while_it_was_drawn_gets_the_values_it_would_have_got(tmp_path: Path) -> None:
+    """Optuna makes the trial first, and writes its values one by one."""
+
+    def opened(name: str) -> tuple[StudyTrials, BaseStorage]:
+        storage = open_storage(str(tmp_path / name), tmp_path)
+        return source(storage=storage, name="s", sampler="random", trials=3), storage
+
+    whole, _ = opened("whole")
+    expected = [whole.ask() for _ in range(3)]
+    cut, storage = opened("cut")
+    assert cut.ask() == expected[0]
+    study = optuna.load_study(study_name="s", storage=storage)
+    study.sampler = make_sampler(SearchSettings(sampler="random"), space_of(MIXED), 1)
+    half = study.ask()
+    half._suggest("adapter.rank", distributions(space_of(MIXED))["adapter.rank"])
+    again, _ = opened("cut")
+    assert again.left_over == 2
+    assert [again.ask() for _ in range(3)] == expected
+
+
+def test_what_the_search_began_with_must_not_change(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "journal"), tmp_path)
+    source(storage=storage, name="s").check_material({"data train.jsonl": "aaa", "model": "m"})
+    again = source(storage=storage, name="s")
+    again.check_material({"data train.jsonl": "aaa", "model": "m", "data more.jsonl": "ccc"})
+    with pytest.raises(SearchError, match=r"train\.jsonl: was aaa, now bbb") as caught:
+        again.check_material({"data train.jsonl": "bbb", "model": "m"})
+    assert "search.fresh=true" in caught.value.remedy
+    again.check_material({"data more.jsonl": "ccc"})
+
+
+def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    first = source(storage=storage, name="s", trials=3)
+    drawn = [first.ask() for _ in range(3)]
+    for number, trial in enumerate(drawn):
+        assert trial is not None
+        first.tell(trial, Outcome("failed", None, "broken") if number == 1 else Outcome("complete", 1.0, ""))
+    assert first.ask() is None
+    for _ in range(2):  # not again for a second start
+        again = source(storage=storage, name="s", trials=3, failed="retry")
+        assert again.total == 4
+    retried = again.ask()
+    assert retried is not None
+    assert drawn[1] is not None
+    assert (retried.number, retried.values) == (3, drawn[1].values)
+    assert again.ask() is None
+    again.tell(retried, Outcome("complete", 2.0, ""))
+    assert source(storage=storage, name="s", trials=3, failed="retry").ask() is None
+
+
+def test_others_are_drawn_in_place_of_failed_trials_that_are_dropped() -> None:
+    trials = source(trials=2, failed="drop")
+    told = 0
+    while (trial := trials.ask()) is not None:
+        trials.tell(trial, Outcome("failed", None, "x") if told < 3 else Outcome("complete", 1.0, ""))
+        told += 1
+    assert told == 5
+    assert [item.trial.number for item in trials.finished()] == [3, 4]
+
+
+def test_telling_twice_is_telling_once() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    trials = source(storage=storage, trials=1)
+    trial = trials.ask()
+    assert trial is not None
+    complete(trials, trial, 1.0)
+    trials.tell(trial, Outcome("failed", None, "again"))
+    assert [(item.state, item.value) for item in frozen(storage)] == [(TrialState.COMPLETE, 1.0)]
+
+
+def test_a_request_enqueues_once_and_beyond_what_was_asked_for() -> None:
+    trials = source(trials=1)
+    assert trials.ask() is not None
+    numbers = [trials.enqueue({"adapter.rank": 16}, request="a") for _ in range(2)]
+    assert numbers == [1, 1]
+    assert trials.total == 2
+    asked = trials.ask()
+    assert asked is not None
+    assert asked.values["adapter.rank"] == 16
+    assert asked.values.keys() == {"adapter.rank", "train.lr"}
+    assert trials.ask() is None

@@ -42,6 +42,10 @@ class SearchRecorder:
         self._tracker.judge(job, state, objective, reason)
         self._terminal.judged(job)
 
+    def commit(self) -> None:
+        """Return when all that was handed over survives a crash."""
+        self._tracker.commit()
+
     def run_id(self, job: str) -> str:
         """MLflow's id of the job's run; "" while it is not known."""
         return self._tracker.run_id(job)

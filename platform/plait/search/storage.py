@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
 
 from plait.addresses import redact, with_driver
 from plait.errors import StorageError
+from plait.search.journal import Journal
+from plait.search.locks import FileLock, advisory_lock
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
@@ -33,10 +35,28 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     return _journal(path)
 
 
+def study_lock(storage: BaseStorage, name: str) -> AbstractContextManager[None]:
+    """What one process at a time holds while it takes a trial of a study, or tells of one.
+
+    Processes that use a file are on one host. PostgreSQL serves several hosts. Any other storage is for one
+    process.
+    """
+    if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
+        path = storage._backend.path
+        return FileLock(path.with_name(f"{path.name}.study-lock")).held()
+    if isinstance(storage, RDBStorage):
+        url = storage.engine.url
+        if url.get_backend_name() == "postgresql":
+            return advisory_lock(storage.engine, f"plait {name}")
+        if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
+            return FileLock(Path(f"{url.database}.study-lock")).held()
+    return nullcontext()
+
+
 def _journal(path: Path) -> BaseStorage:
     _make_folder(path.parent)
     try:
-        return JournalStorage(JournalFileBackend(str(path.absolute())))
+        return JournalStorage(Journal(path.absolute()))
     except (OSError, ValueError) as error:
         raise StorageError(
             f"search.storage: {path}",
@@ -48,7 +68,7 @@ def _journal(path: Path) -> BaseStorage:
 def _database(url: str) -> BaseStorage:
     arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
     try:
-        return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments})
+        return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})
     except ImportError as error:
         raise StorageError(
             f"search.storage={redact(url)}",

@@ -4,48 +4,122 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
 
 import optuna
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.engine.saved import remove_states, states
 from plait.errors import SearchError
 from plait.search.feasibility import check_sampler, grid_size
 from plait.search.identity import Identity, difference
+from plait.search.patience import Patience
+from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
-from plait.search.space import Space
+from plait.search.space import Space, Value
+from plait.search.storage import study_lock
 from plait.search.trials import Finished, Outcome, Trial
+from plait.search.workers import Owner, Workers, owner_of
 from plait.settings import SearchSettings
 
 PROBLEM = "plait.problem"  # study: what is searched, as JSON
+MATERIAL = "plait.material"  # study: digests of data and model, as JSON
+TOKEN = "plait.study"  # study: tells it from an earlier one of its name
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
-CHECKPOINT = "plait.checkpoint"  # trial: where its state was saved when it was cut short
+CHECKPOINT = "plait.checkpoint"  # trial: where its states are
+OWNER = "plait.owner"  # trial: who trains it
+BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
+REQUEST = "plait.request"  # trial: the request that it answers
+RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
+POLL_SECONDS = 1.0  # between two looks at trials that others train
+Result = TypeVar("Result")
 
 
 class StudyTrials:
     """Trials drawn by Optuna and kept in its storage.
 
-    Trials that a run left behind as RUNNING, killed or interrupted, are taken up first, under their own
-    numbers and with their own values: left alone they would neither end nor leave the sampler in peace.
+    Trials that nobody trains any more, since their process was killed or interrupted, are taken up first,
+    under their own numbers and with their own values. Several processes may draw from one study: each trial
+    names its owner, and is drawn, taken up and told under a lock of the study.
+
+    Args:
+        settings: of the search.
+        space: what is searched.
+        identity: of the search.
+        storage: of the study.
+        folder: of the search on disk; without one, this process is taken to be the only one.
+        patience: for a storage that is away.
 
     Raises:
         SearchError: the sampler cannot do the space, or the study has another one.
     """
 
     def __init__(
-        self, settings: SearchSettings, space: Space, identity: Identity, storage: BaseStorage
+        self,
+        settings: SearchSettings,
+        space: Space,
+        identity: Identity,
+        storage: BaseStorage,
+        *,
+        folder: Callable[[str], Path] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         check_sampler(settings, space)
+        self.patience = patience or Patience()
         self._settings = settings
         self._space = space
         self._distributions = distributions(space)
-        self._study = _open_study(settings, identity, storage)
-        left = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        self._left_over = deque(self._trial(item) for item in left)
+        self._storage = storage
+        name = settings.name or identity.name
+        self._folder = None if folder is None else folder(name)
+        self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
+        self._own: set[int] = set()  # trials that this process trains
+        self._study = self.patience(lambda: self._open(name, identity))
+        self.rungs = StudyRungs(self._study, settings, self.patience)
+        self.patience(self._tidy_up)
+        if self._workers is not None:
+            self._workers.start()
+
+    def _beat(self, key: str, number: int) -> None:
+        self._study.set_user_attr(key, number)
+
+    def _open(self, name: str, identity: Identity) -> optuna.Study:
+        with study_lock(self._storage, name):
+            if name in optuna.get_all_study_names(self._storage):
+                study = optuna.load_study(study_name=name, storage=self._storage)
+                if not self._settings.fresh:
+                    _check_problem(study, identity)
+                    return study
+                self._delete(study)
+            return _create(name, self._settings, identity, self._storage)
+
+    def _delete(self, study: optuna.Study) -> None:
+        """Delete a study that is begun anew, with the states of its trials.
+
+        Raises:
+            SearchError: another process on this host trains it.
+        """
+        for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            owner = _owner(item)
+            if self._workers is not None and owner is not None and self._workers.surely_lives(owner):
+                raise SearchError(
+                    f"search.fresh=true: search.name={study.study_name} is being trained by another process",
+                    f"It has {Trial(item.number).name}; what it trains would be lost.",
+                    "End that process first, or choose another search.name.",
+                )
+        if self._folder is not None and (token := study.user_attrs.get(TOKEN)):
+            remove_states(self._folder / "checkpoints" / token)
+        optuna.delete_study(study_name=study.study_name, storage=self._storage)
+
+    # ---- what the study is ---------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -53,41 +127,190 @@ class StudyTrials:
         return self._study.study_name
 
     @property
+    def token(self) -> str:
+        """What tells this study from an earlier one of its name."""
+        return str(self._study.user_attrs[TOKEN])
+
+    @property
     def total(self) -> int:
-        """How many trials there are to be: as asked for, and at most the points of a grid."""
-        wanted = self._settings.trials
-        return min(wanted, grid_size(self._space)) if self._settings.sampler == "grid" else wanted
+        """How many trials there are to be: as asked for, at most the points of a grid, and those beyond."""
+        return self._total(self._trials())
 
     @property
     def left_over(self) -> int:
-        """How many trials an earlier run left behind."""
-        return len(self._left_over)
+        """How many trials an earlier process left behind."""
+        return self.patience(lambda: len(self._orphans(self._trials())))
+
+    @property
+    def others(self) -> int:
+        """How many trials other processes train."""
+        return self.patience(self._count_others)
+
+    @property
+    def states_folder(self) -> Path | None:
+        """Where the states of this study's trials lie."""
+        return None if self._folder is None else self._folder / "checkpoints" / self.token
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """What only one process of this study does at a time."""
+        return study_lock(self._storage, self.name)
 
     def link(self, run_id: str) -> None:
         """Keep the search's MLflow run, below which each trial's run bears the trial's number."""
-        self._study.set_user_attr(RUN_ID, run_id)
+        self.patience(lambda: self._study.set_user_attr(RUN_ID, run_id))
+
+    def check_material(self, material: Mapping[str, str]) -> None:
+        """Data and model are those that the search began with.
+
+        Args:
+            material: what it is to its digest.
+
+        Raises:
+            SearchError: something has another digest than before.
+        """
+        with self.exclusive():
+            stored = json.loads(self._study.user_attrs.get(MATERIAL, "{}"))
+            both = stored.keys() & material.keys()
+            if lines := difference({key: stored[key] for key in both}, {key: material[key] for key in both}):
+                raise SearchError(
+                    f"search.name={self.name}: it began with other data or another model",
+                    "\n".join(lines),
+                    "Put back what it began with, choose another search.name, or start it anew with "
+                    "search.fresh=true.",
+                )
+            self._study.set_user_attr(MATERIAL, json.dumps(stored | dict(material), sort_keys=True))
+
+    # ---- drawing and taking up -----------------------------------------------------------------------------
 
     def ask(self) -> Trial | None:
-        """The next trial, or None when all have been drawn; first those that were cut short."""
-        if self._left_over:
-            return self._left_over.popleft()
-        drawn = len(self._study.get_trials(deepcopy=False))
-        if drawn >= self.total:
+        """The next trial, or None when all have been drawn; first those that nobody trains any more."""
+        return self._locked(self._ask)
+
+    def enqueue(
+        self,
+        values: Mapping[str, Value],
+        *,
+        beyond: bool = True,
+        request: str = "",
+        retry_of: int | None = None,
+    ) -> int:
+        """Let a trial with these values come next; its number.
+
+        Args:
+            values: of some or all searched keys; the sampler draws the others.
+            beyond: it comes on top of ``search.trials``.
+            request: what it answers: a second call for the same one enqueues nothing.
+            retry_of: a failed trial.
+        """
+        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of}
+        return self._locked(
+            lambda: self._enqueue(
+                values, {key: fact for key, fact in facts.items() if fact not in ("", None)}
+            )
+        )
+
+    def wait(self) -> bool:
+        """Wait a moment for trials that other processes train, or leave; False where there are none."""
+        if self._workers is None or not self.others:
+            return False
+        time.sleep(POLL_SECONDS)
+        return True
+
+    def _ask(self) -> Trial | None:
+        trials = self._trials()
+        if orphans := self._orphans(trials):
+            return self._take(orphans[0])
+        waiting = any(item.state == TrialState.WAITING for item in trials)
+        if not waiting and len(trials) >= self._total(trials):
             return None
-        self._study.sampler = make_sampler(self._settings, self._space, drawn)
+        self._study.sampler = make_sampler(self._settings, self._space, len(trials))
         with one_torch_thread(self._settings.sampler):
             asked = self._study.ask(self._distributions)
-        return self._trial(self._study.get_trials(deepcopy=False)[asked.number])
+        return self._take(self._trials()[asked.number])
+
+    def _take(self, item: FrozenTrial) -> Trial:
+        """Sign a trial; complete the values of one whose process was killed while it drew them."""
+        if self._workers is not None:
+            self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+        if item.params.keys() < self._distributions.keys():
+            self._complete(item)
+            item = self._trials()[item.number]
+        self._own.add(item.number)
+        return self._trial(item)
+
+    def _complete(self, item: FrozenTrial) -> None:
+        """Give a trial the values that were not written yet, as they would have been drawn: beside the study,
+        with what was there before the trial, since a sampler draws all values of a trial in one go."""
+        beside = optuna.create_study(directions=self._study.directions)
+        beside.add_trials([other for other in self._trials() if other.number < item.number])
+        if "fixed_params" in item.system_attrs:
+            beside.enqueue_trial(item.system_attrs["fixed_params"])
+        beside.sampler = make_sampler(self._settings, self._space, item.number)
+        beside.ask(self._distributions)
+        drawn = beside.get_trials(deepcopy=False)[-1]
+        for key, value in drawn.system_attrs.items():
+            if key not in item.system_attrs:
+                self._storage.set_trial_system_attr(item._trial_id, key, value)
+        for key, distribution in self._distributions.items():
+            if key not in item.params:
+                value = distribution.to_internal_repr(drawn.params[key])
+                self._storage.set_trial_param(item._trial_id, key, value, distribution)
+
+    def _orphans(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        """Trials that are running by name only."""
+        running = [
+            item for item in trials if item.state == TrialState.RUNNING and item.number not in self._own
+        ]
+        if self._workers is None or not running:
+            return running
+        attributes = self._study.user_attrs
+        owners: dict[Owner | None, bool] = {}
+        for item in running:
+            owner = _owner(item)
+            if owner not in owners:
+                owners[owner] = self._workers.gone(owner, attributes)
+        return [item for item in running if owners[_owner(item)]]
+
+    def _count_others(self) -> int:
+        trials = self._trials()
+        running = sum(item.state == TrialState.RUNNING and item.number not in self._own for item in trials)
+        return running - len(self._orphans(trials))
+
+    def _enqueue(self, values: Mapping[str, Value], facts: Mapping[str, object]) -> int:
+        if REQUEST in facts:
+            for item in self._trials():
+                if item.user_attrs.get(REQUEST) == facts[REQUEST]:
+                    return item.number
+        self._study.enqueue_trial(dict(values), user_attrs=dict(facts))
+        return self._trials()[-1].number
+
+    # ---- telling -------------------------------------------------------------------------------------------
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Keep an intermediate value; of a step that was reported before, the first stands."""
+        self.patience(lambda: self._report(trial, step, value))
+
+    def _report(self, trial: Trial, step: int, value: float) -> None:
         frozen, live = self._live(trial)
         if math.isfinite(value) and step not in frozen.intermediate_values:
             live.report(value, step)
 
     def tell(self, trial: Trial, outcome: Outcome) -> None:
-        """Tell the state and the value; a value that is not finite is a failure, whatever it was called."""
-        _, live = self._live(trial)
+        """Tell state and value, once; a value that is not finite is a failure, whatever it was called.
+
+        A trial that another process has taken from this one, which it thought dead, is that one's to tell.
+        """
+        self._own.discard(trial.number)
+        if self._locked(lambda: self._tell(trial, outcome)) and self.states_folder is not None:
+            remove_states(self.states_folder / trial.name)
+
+    def _tell(self, trial: Trial, outcome: Outcome) -> bool:
+        """Whether the trial is this process's own, and is over now."""
+        frozen, live = self._live(trial)
+        if self._workers is not None and _owner(frozen) != self._workers.own:
+            return False
+        if frozen.state.is_finished():  # told by an attempt whose answer got lost
+            return True
         for key, fact in ((REASON, outcome.reason), (RUN_ID, outcome.run_id)):
             if fact:
                 live.set_user_attr(key, fact)
@@ -98,54 +321,110 @@ class StudyTrials:
             self._study.tell(trial.number, state=TrialState.PRUNED)
         else:
             self._study.tell(trial.number, state=TrialState.FAIL)
+        return True
 
     def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
         """Leave the trial RUNNING: the next run takes it up, from the checkpoint if there is one."""
         if checkpoint is not None:
-            self._live(trial)[1].set_user_attr(CHECKPOINT, str(checkpoint.absolute()))
+            path = str(checkpoint.absolute())
+            self.patience(lambda: self._live(trial)[1].set_user_attr(CHECKPOINT, path))
 
     def finished(self) -> list[Finished]:
-        """All trials that are over, of this run and of earlier ones."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [Finished(self._trial(item), _outcome(item)) for item in trials if item.state.is_finished()]
+        """All trials that are over, of this run and of earlier ones; without those that were dropped."""
+        over = [item for item in self.patience(self._trials) if item.state.is_finished()]
+        if self._settings.failed == "drop":
+            over = [item for item in over if item.state != TrialState.FAIL]
+        return [Finished(self._trial(item), _outcome(item)) for item in over]
+
+    def close(self) -> None:
+        """This process draws no more: what it has not ended is free to be taken up."""
+        if self._workers is not None:
+            self._workers.close()
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def _locked(self, action: Callable[[], Result]) -> Result:
+        def attempt() -> Result:
+            with self.exclusive():
+                return action()
+
+        return self.patience(attempt)
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _total(self, trials: list[FrozenTrial]) -> int:
+        beyond = sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
+        wanted = self._settings.trials
+        if self._settings.sampler == "grid":
+            return min(wanted, grid_size(self._space)) + beyond
+        if self._settings.failed == "drop":
+            wanted += sum(item.state == TrialState.FAIL for item in trials)
+        return wanted + beyond
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
         values = {key: frozen.params[key] for key in self._distributions}
-        saved = frozen.user_attrs.get(CHECKPOINT)
-        resume_from = Path(saved) if saved and Path(saved).exists() else None
-        return Trial(frozen.number, values, tuple(self._space.overrides(values)), resume_from)
+        trial = Trial(frozen.number, values, tuple(self._space.overrides(values)))
+        places = [] if self.states_folder is None else [self.states_folder / trial.name]
+        if saved := frozen.user_attrs.get(CHECKPOINT):
+            places.append(Path(saved))
+        resume_from = next((place for place in places if states(place)), None)
+        return Trial(trial.number, trial.values, trial.overrides, resume_from)
 
     def _live(self, trial: Trial) -> tuple[FrozenTrial, optuna.trial.Trial]:
-        frozen = self._study.get_trials(deepcopy=False)[trial.number]
+        frozen = self._trials()[trial.number]
         return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
 
+    def _tidy_up(self) -> None:
+        """Remove states of trials that are over; try failed ones again where that was asked for."""
+        trials = self._trials()
+        if self.states_folder is not None:
+            for item in trials:
+                if item.state.is_finished():
+                    remove_states(self.states_folder / Trial(item.number).name)
+        if self._settings.failed == "retry":
+            with self.exclusive():
+                self._retry(self._trials())
 
-def _open_study(settings: SearchSettings, identity: Identity, storage: BaseStorage) -> optuna.Study:
-    name = settings.name or identity.name
-    known = name in optuna.get_all_study_names(storage)
-    if known and settings.fresh:
-        optuna.delete_study(study_name=name, storage=storage)
-        known = False
-    if not known:
-        direction = StudyDirection[settings.direction.upper()]
-        study = optuna.create_study(study_name=name, storage=storage, direction=direction)
-        study.set_user_attr(PROBLEM, identity.problem_json)
-        return study
-    study = optuna.load_study(study_name=name, storage=storage)
-    _check_problem(study, identity)
+    def _retry(self, trials: list[FrozenTrial]) -> None:
+        tried = {item.user_attrs.get(RETRY_OF) for item in trials}
+        for item in trials:
+            if item.state == TrialState.FAIL and item.number not in tried and item.params:
+                self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number})
+
+
+def _create(name: str, settings: SearchSettings, identity: Identity, storage: BaseStorage) -> optuna.Study:
+    direction = StudyDirection[settings.direction.upper()]
+    study = optuna.create_study(study_name=name, storage=storage, direction=direction)
+    _sign(study, identity)
     return study
+
+
+def _sign(study: optuna.Study, identity: Identity) -> None:
+    if TOKEN not in study.user_attrs:
+        study.set_user_attr(TOKEN, uuid4().hex[:12])
+    if PROBLEM not in study.user_attrs:
+        study.set_user_attr(PROBLEM, identity.problem_json)
 
 
 def _check_problem(study: optuna.Study, identity: Identity) -> None:
     stored = study.user_attrs.get(PROBLEM)
     remedy = "Choose another search.name, or start it anew with search.fresh=true."
-    if stored is None:
+    if stored is None and study.get_trials(deepcopy=False):
         raise SearchError(f"search.name={study.study_name}", "Plait did not make this study.", remedy)
+    if stored is None:  # its maker was killed before it had signed it
+        _sign(study, identity)
+        return
     lines = difference(json.loads(stored), json.loads(identity.problem_json))
     if lines:
         raise SearchError(
             f"search.name={study.study_name}: the study belongs to another search", "\n".join(lines), remedy
         )
+    _sign(study, identity)
+
+
+def _owner(item: FrozenTrial) -> Owner | None:
+    return owner_of(item.user_attrs.get(OWNER))
 
 
 def _outcome(item: FrozenTrial) -> Outcome:
