@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -76,6 +76,10 @@ def convert(hint: Any, value: object, key: str) -> Any:
         return _tuple(get_args(hint), value, key)
     if origin is dict:
         return _dict(get_args(hint), value, key)
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise _wrong(key, value, "a group of keys")
+        return build(hint, {str(name): item for name, item in value.items()}, key)
     return _scalar(hint, value, key)
 
 

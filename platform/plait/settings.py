@@ -17,6 +17,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference", "grouped", "triton")
 SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
 DIRECTIONS = ("minimize", "maximize")
+STOPPING = (
+    "none",
+    "successive_halving",
+    "hyperband",
+    "asha",
+    "median",
+    "patience",
+    "threshold",
+    "divergence",
+    "optuna",
+)
 
 
 def _one_of(key: str, value: str, names: tuple[str, ...]) -> None:
@@ -145,6 +156,83 @@ class TrackingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StoppingSettings:
+    """Which trials end early, judged at rungs (``plait.search.stopping``).
+
+    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; what is None is made of
+    the smallest budget.
+
+    Attributes:
+        kind: the rule; "none" has no rungs.
+        metric: judged at rungs; None takes ``search.metric``.
+        direction: None takes ``search.direction`` for ``search.metric``, else the metric's natural one.
+        rungs: optimiser steps.
+        every: optimiser steps from rung to rung.
+        min_steps: the first rung.
+        max_steps: no rung comes later.
+        eta: one of eta is kept, and a rung lies at eta times the steps of the one before.
+        cohort: trials that are compared with each other; None takes eta to the number of rungs.
+        patience: rungs in a row without improvement.
+        min_delta: what counts as improvement.
+        lower, upper: the metric must stay between them.
+        divergence: a loss above this many times its best (or its first) at a rung has diverged.
+        divergence_from: "best" or "start".
+        pruner: class of ``optuna.pruners``, for the kind "optuna".
+        options: its keyword arguments.
+    """
+
+    kind: str = "none"
+    metric: str | None = None
+    direction: str | None = None
+    rungs: tuple[int, ...] | None = None
+    every: int | None = None
+    min_steps: int | None = None
+    max_steps: int | None = None
+    eta: int = 2
+    cohort: int | None = None
+    patience: int = 3
+    min_delta: float = 0.0
+    lower: float | None = None
+    upper: float | None = None
+    divergence: float | None = None
+    divergence_from: str = "best"
+    pruner: str = "MedianPruner"
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _one_of("search.stopping.kind", self.kind, STOPPING)
+        _one_of("search.stopping.divergence_from", self.divergence_from, ("best", "start"))
+        if self.direction is not None:
+            _one_of("search.stopping.direction", self.direction, DIRECTIONS)
+        least = {
+            "every": 1,
+            "min_steps": 1,
+            "max_steps": 1,
+            "eta": 2,
+            "cohort": 2,
+            "patience": 1,
+            "min_delta": 0,
+        }
+        for key, value in least.items():
+            _at_least(f"search.stopping.{key}", getattr(self, key), value)
+        if self.divergence is not None and self.divergence <= 1:
+            raise ConfigError(
+                f"search.stopping.divergence={self.divergence}", "It must be above 1: times the loss's best."
+            )
+        given = [key for key in ("rungs", "every", "min_steps") if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                " and ".join(f"search.stopping.{key}={getattr(self, key)}" for key in given),
+                "Each of them says where the rungs are.",
+                "Give one of them.",
+            )
+        if self.kind == "threshold" and self.lower is None and self.upper is None:
+            raise ConfigError("search.stopping.kind=threshold", "It needs search.stopping.lower or upper.")
+        if self.kind == "divergence" and self.divergence is None:
+            raise ConfigError("search.stopping.kind=divergence", "It needs search.stopping.divergence.")
+
+
+@dataclass(frozen=True, slots=True)
 class SearchSettings:
     """The search: how many trials, drawn how, judged by what.
 
@@ -161,7 +249,10 @@ class SearchSettings:
         params: search space in override syntax, by config key.
         default_params: the space used where neither the command line nor ``params`` gives one.
         fresh: start the search anew under the same name.
+        failed: what becomes of trials that failed: "keep", "retry" (when the search goes on, each is tried
+            once more as a trial of its own) or "drop" (others are drawn in their place).
         max_failure_rate: the search ends early when more than this share of its trials failed.
+        stopping: which trials end early.
     """
 
     name: str | None = None
@@ -176,11 +267,14 @@ class SearchSettings:
     params: dict[str, str] = field(default_factory=dict, hash=False)
     default_params: dict[str, str] = field(default_factory=dict, hash=False)
     fresh: bool = False
+    failed: str = "keep"
     max_failure_rate: float = 1.0
+    stopping: StoppingSettings = field(default_factory=StoppingSettings)
 
     def __post_init__(self) -> None:
         _one_of("search.sampler", self.sampler, SAMPLERS)
         _one_of("search.direction", self.direction, DIRECTIONS)
+        _one_of("search.failed", self.failed, ("keep", "retry", "drop"))
         _at_least("search.trials", self.trials, 1)
         _at_least("search.parallel", self.parallel, 1)
         if not 0 <= self.max_failure_rate <= 1:

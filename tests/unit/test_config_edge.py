@@ -22,6 +22,10 @@ JOB: dict[str, Any] = {"adapter": {}, "train": {}, "data": {"source": "reasoning
 def read_conf(group: str, name: str) -> dict[str, Any]:
     content = OmegaConf.to_container(OmegaConf.load(conf_dir() / group / f"{name}.yaml"))
     assert isinstance(content, dict)
+    for default in content.pop("defaults", []):  # a group within the group
+        if default != "_self_":
+            ((inner, chosen),) = default.items()
+            content[inner] = read_conf(f"{group}/{inner}", chosen)
     return {str(key): value for key, value in content.items()}
 
 

@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,16 @@ class Engine:
     _live: dict[str, tuple[JobSpec, int]] = field(default_factory=dict)
     _stopping: bool = False
 
-    def submit(self, job: JobSpec, *, resume_from: Path | None = None) -> None:
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        resume_from: Path | None = None,
+        rungs: Collection[int] = (),
+        measured: bool = False,
+    ) -> None:
+        assert not rungs
+        assert not measured
         if error := self.refused(job):
             raise error
         self._live[job.name] = (job, 0)
@@ -53,6 +62,15 @@ class Engine:
 
     def stop(self) -> None:
         self._stopping = True
+
+    def cancel(self, job: str, reason: str) -> None:
+        raise AssertionError(f"{job} is cancelled without a rule that stops trials: {reason}")
+
+    def unpark(self, job: str, reason: str) -> None:
+        raise AssertionError(f"{job} was never parked: {reason}")
+
+    def settle(self) -> Iterator[Event]:
+        return iter(())
 
     def places(self) -> int:
         return self.most - len(self._live)
@@ -103,6 +121,9 @@ class Notes:
 
     def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
         self.judged.append((job, state, objective, reason))
+
+    def commit(self) -> None:
+        pass
 
     def run_id(self, job: str) -> str:
         return f"run of {job}"
@@ -360,10 +381,11 @@ def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
 )
 def test_a_metric_that_the_data_does_not_give_is_refused(metric: str, options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_measured(metric, [DataSpec.of("reasoning_gym", **options)])
+        check_measured(SearchSettings(metric=metric), [DataSpec.of("reasoning_gym", **options)])
 
 
 def test_a_metric_that_the_data_gives_is_taken() -> None:
-    check_measured("train/loss", [DataSpec.of("reasoning_gym", validation=0)])
-    check_measured("eval/loss", [DataSpec.of("jsonl", path="x.jsonl")])
-    check_measured("eval/accuracy", [DataSpec.of("reasoning_gym", generate=True)])
+    check_measured(SearchSettings(metric="train/loss"), [DataSpec.of("reasoning_gym", validation=0)])
+    check_measured(SearchSettings(metric="eval/loss"), [DataSpec.of("jsonl", path="x.jsonl")])
+    generated = DataSpec.of("reasoning_gym", generate=True)
+    check_measured(SearchSettings(metric="eval/accuracy"), [generated])

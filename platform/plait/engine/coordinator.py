@@ -11,12 +11,13 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from plait.cost.profile_store import Profile
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpointing import Checkpointing
 from plait.engine.ledger import Ledger, Outcome, Tally, Worker
-from plait.engine.live import PAUSED, LiveJob
+from plait.engine.live import DISPLACED, PAUSED, LiveJob
 from plait.engine.messages import (
     Attach,
     Command,
@@ -39,15 +40,15 @@ from plait.engine.messages import (
 )
 from plait.engine.order import DataOrder
 from plait.engine.packer import pack_step
+from plait.engine.predictions import Expected, Predictions
 from plait.engine.roster import Roster
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
-from plait.plans import Choices, GlobalBatch, Group, Microbatch, Plan, Replica
+from plait.plans import Choices, GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
 from plait.settings import RunSettings
 
 GROUP = "group-0"
 INTERRUPTED = "interrupted"
-DISPLACED = "makes room"
 
 
 class Coordinator:
@@ -64,6 +65,7 @@ class Coordinator:
         settings: of the run.
         folder: where finished adapters (``adapters/``) and saved states (``checkpoints/``) go.
         states: folder for saved states instead of ``checkpoints/``.
+        profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
     """
 
@@ -75,11 +77,13 @@ class Coordinator:
         *,
         folder: Path,
         states: Path | None = None,
+        profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = Ledger(worker)
         self._tile = worker.facts.tile
-        self._admission = Admission(worker.facts, settings)
+        self._admission = Admission(worker.facts, settings, profile)
+        self._predictions = Predictions(worker.facts, self._admission, profile, folder)
         self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
         self._capacity = settings.engine.capacity
@@ -166,15 +170,15 @@ class Coordinator:
     def places(self, most: int = 1024) -> int:
         """How many more jobs would start at once, were they as large as the largest known; at most ``most``.
 
-        At least 1 while no job is known, so that submitting one says what is wrong with it.
+        At least 1 while none wants a place, so that submitting one says what is wrong with it.
         """
-        if self._stopping:
-            return 0
-        return self._roster.room(most) if self._roster.all() else max(1, self._roster.room(most))
+        return 0 if self._stopping else self._roster.room(most)
 
     def plan(self) -> Plan:
         """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
-        group = Group(tuple(self._joined), self._capacity, self._tile)
+        live = [job.demand for job in self._live.values()]
+        expected = Prediction(bytes=self._admission.predicted(live))
+        group = Group(tuple(self._joined), self._capacity, self._tile, expected)
         replica = Replica(devices=(self._chosen.get("device", "cpu"),))
         choices: Choices = {**self._chosen, "capacity": self._capacity, "packing repeats": self._repeats}
         return Plan((replica,), (group,), choices=choices)
@@ -246,6 +250,7 @@ class Coordinator:
             # The state has the device time up to its saving; what was spent since stays on the account.
             spent = max(job.cursor.device_ns, attached.cursor.device_ns)
             job.cursor = replace(attached.cursor, device_ns=spent)
+            self._ledger.charge(job, attached.seconds)
             job.reach()
             self.checkpointing.admitted(job)
             events += [Notice(f"{job.name}: {text}") for text in attached.notices]
@@ -306,9 +311,11 @@ class Coordinator:
         started = self._clock()
         events: list[Event] = []
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
-            run = self._send(RunMicrobatches(self._pack([job.next_batch() for job in jobs.values()])))
+            microbatches = self._pack([job.next_batch() for job in jobs.values()])
+            expected = self._predictions.expect(microbatches, self._live)
+            run = self._send(RunMicrobatches(microbatches))
             if run.out_of_memory is None:
-                return [*events, *self._step(jobs, run, started)]
+                return [*events, *self._step(jobs, run, started, expected)]
             events += self._make_room(run.out_of_memory)
         return events
 
@@ -323,7 +330,9 @@ class Coordinator:
             return [*events, self._end(last, "failed", f"out of memory, and it could not be saved: {detail}")]
         return [self._end(last, "failed", f"out of memory while it trained alone: {detail}")]
 
-    def _step(self, jobs: dict[str, LiveJob], run: Outcome, started: float) -> list[Event]:
+    def _step(
+        self, jobs: dict[str, LiveJob], run: Outcome, started: float, expected: Expected
+    ) -> list[Event]:
         """The optimiser's steps after a group's microbatches, and what came of them."""
         due = [
             StepJob(name, job.step + 1, job.next_rate())
@@ -338,10 +347,11 @@ class Coordinator:
                 job, tally = jobs[step.job], run.tallies[step.job]
                 job.advance(tally.tokens)
                 events.append(_progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
+        iteration = next(self._iterations)
         events.append(
             GroupStep(
                 group=GROUP,
-                iteration=next(self._iterations),
+                iteration=iteration,
                 jobs=tuple(jobs),
                 microbatches=run.microbatches,
                 tokens=run.tokens,
@@ -349,9 +359,11 @@ class Coordinator:
                 peak_bytes=run.peak_bytes,
                 capacity=self._capacity,
                 job_tokens=tuple(run.tallies[name].tokens for name in jobs),
+                predicted_seconds=expected.seconds,
+                predicted_bytes=expected.bytes,
             )
         )
-        return events
+        return [*events, *self._predictions.learn(expected, run, seconds, iteration)]
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""

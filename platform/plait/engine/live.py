@@ -16,6 +16,7 @@ from plait.samples import TokenisedData
 
 AT_RUNG = "waits at a rung"
 PAUSED = "paused"
+DISPLACED = "makes room"
 
 
 @dataclass(slots=True, eq=False)

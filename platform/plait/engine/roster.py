@@ -78,7 +78,7 @@ class Roster:
                 name,
                 job.spec.train.priority,
                 job.arrival,
-                job.demand.bytes,
+                job.demand.adapter_bytes,
                 job.spec.adapter.rank,
                 name in self.live,
             )
@@ -90,10 +90,13 @@ class Roster:
         )
 
     def room(self, most: int) -> int:
-        """How many more jobs would start at once, were they as large as the largest that wants a place."""
-        taken = [job.demand for job in [*self.live.values(), *self.waiting] if job.keeps_place]
-        largest = max(taken, key=lambda demand: demand.bytes, default=None) or self._admission.usual
-        number = 0
+        """How many more jobs would start at once, were they as large as the largest that wants a place.
+
+        At least 1 where none does: a job that has been taken can train alone.
+        """
+        taken = [job.demand for job in self.all() if job.keeps_place]
+        largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
+        number = 0 if taken else 1
         while number < most and self._fits([*taken, *[largest] * (number + 1)]):
             number += 1
         return number

@@ -57,11 +57,13 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
         | {f"model.{key}": value for key, value in asdict(settings.model).items()}
         | {"search.metric": search.metric, "search.direction": search.direction}
     )
-    manner = {
+    manner: dict[str, Any] = {
         "search.sampler": search.sampler,
         "search.sampler_options": dict(search.sampler_options),
         "search.seed": search.seed,
     }
+    if search.stopping.kind != "none":
+        manner["search.stopping"] = asdict(search.stopping)
     return Identity(problem, manner)
 
 

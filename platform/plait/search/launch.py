@@ -25,6 +25,7 @@ from plait.search.objective import check_measured
 from plait.search.recorder import SearchRecorder
 from plait.search.results import describe_result, write_result
 from plait.search.run import Coordinator, SearchResult, SearchRun
+from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.settings import ClusterSettings
@@ -45,7 +46,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     settings = command.settings
     check_here(settings.cluster)
     check_jobs(command.probes)
-    check_measured(settings.search.metric, dict.fromkeys(job.data for job in command.probes))
+    check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
     location = check_tracking(settings.tracking)
     source = _open_study(command)
     done = SearchResult(tuple(source.finished()))
@@ -63,7 +64,9 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))
-    return _Launch(command, source, console).run(data)
+    budget = shortest_budget(command.probes, data.catalogue)
+    stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
+    return _Launch(command, source, stopper, console).run(data)
 
 
 def run_training(command: SearchCommand, console: Console | None = None) -> int:
@@ -120,8 +123,11 @@ def _tell(console: Console, notices: Sequence[str]) -> None:
 class _Launch:
     """One search in this process, from the loading of the model to the last line."""
 
-    def __init__(self, command: SearchCommand, source: StudyTrials, console: Console) -> None:
+    def __init__(
+        self, command: SearchCommand, source: StudyTrials, stopper: Stopper | None, console: Console
+    ) -> None:
         self._command = command
+        self._stopper = stopper
         self._settings = command.settings
         self._source = source
         self._console = console
@@ -159,6 +165,7 @@ class _Launch:
                 recorder,
                 self._settings.search,
                 stop=lambda: interrupts.requested,
+                stopper=self._stopper,
             ).run()
             recorder.show_steps()
             return result

@@ -8,6 +8,8 @@ from plait.data import generation_limit, parse_options
 from plait.engine.messages import Event, JobEnded, JobEvaluated, JobGenerated, JobProgress
 from plait.errors import ConfigError, choices
 from plait.jobs import DataSpec
+from plait.search.rungs import judged
+from plait.settings import SearchSettings
 
 # Metrics that can be an objective (names of DESIGN §5.11); each is judged by its last value.
 METRICS = (
@@ -32,26 +34,32 @@ def check_metric(metric: str) -> None:
         raise ConfigError(f"search.metric={metric!r}", f"search.metric must be one of {choices(METRICS)}.")
 
 
-def check_measured(metric: str, data: Iterable[DataSpec]) -> None:
-    """Every job's data gives the metric, or all its jobs would fail at their ends.
+def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
+    """Every job's data gives the objective, or all jobs would fail at their ends; and what rungs judge.
 
     Raises:
         ConfigError: a loss over validation rows of which there are none, or the accuracy of answers that
-            are not generated.
+            are not generated; a metric that is not measured at rungs.
     """
     for spec in data:
-        if metric.startswith("eval/") and parse_options(spec).validation == 0:
-            raise ConfigError(
-                f"search.metric={metric} with data.validation=0",
-                "There are no validation rows to measure it on.",
-                "Give data.validation=0.1, or search.metric=train/loss.",
-            )
-        if metric == "eval/accuracy" and generation_limit(spec) is None:
-            raise ConfigError(
-                f"search.metric=eval/accuracy with data.source={spec.source}",
-                "It is measured where answers are generated and a verifier judges them.",
-                "Give data=reasoning_gym data.generate=true.",
-            )
+        _check_measured(search.metric, spec)
+        if search.stopping.kind != "none":
+            _check_measured(judged(search).metric, spec)
+
+
+def _check_measured(metric: str, spec: DataSpec) -> None:
+    if metric.startswith("eval/") and parse_options(spec).validation == 0:
+        raise ConfigError(
+            f"search.metric={metric} with data.validation=0",
+            "There are no validation rows to measure it on.",
+            "Give data.validation=0.1, or search.metric=train/loss.",
+        )
+    if metric == "eval/accuracy" and generation_limit(spec) is None:
+        raise ConfigError(
+            f"search.metric=eval/accuracy with data.source={spec.source}",
+            "It is measured where answers are generated and a verifier judges them.",
+            "Give data=reasoning_gym data.generate=true.",
+        )
 
 
 class Observed:

@@ -1,30 +1,52 @@
 """The search loop: places are filled from the trial source, events go round, ends are told.
 
 The search and the packing are one loop (DESIGN §4.8): a place that falls free is filled at the next
-iteration of the running group, whatever the others do.
+iteration of the running group, whatever the others do. Trials that wait at a rung leave their places to new
+ones, and come back before further ones are drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from plait.engine.messages import Event, JobEnded, JobEvaluated
+from plait.engine.live import AT_RUNG, DISPLACED
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked
 from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
 from plait.jobs import JobSpec
 from plait.search.objective import Observed
+from plait.search.stopper import Stopper
 from plait.search.trials import Finished, Outcome, State, Trial, TrialSource
 from plait.settings import SearchSettings
+
+WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 
 
 class Coordinator(Protocol):
     """What the loop needs of the engine."""
 
-    def submit(self, job: JobSpec, *, resume_from: Path | None = None) -> None:
-        """Queue a job, fresh or from a saved state."""
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        resume_from: Path | None = None,
+        rungs: Collection[int] = (),
+        measured: bool = False,
+    ) -> None:
+        """Queue a job, fresh or from a saved state, that waits at each of its rungs."""
+
+    def cancel(self, job: str, reason: str) -> None:
+        """End a job as "stopped" at the next boundary."""
+
+    def unpark(self, job: str, reason: str) -> None:
+        """Let a job go on that waits for this reason."""
+
+    def settle(self) -> Iterable[Event]:
+        """The boundary between two iterations: end what was cancelled, park what waits."""
 
     def stop(self) -> None:
         """At the next ``advance``, save every job and end it as "stopped"."""
@@ -47,6 +69,9 @@ class Recorder(Protocol):
 
     def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
         """The search's last word on a job."""
+
+    def commit(self) -> None:
+        """Return when all that was handed over survives a crash."""
 
     def run_id(self, job: str) -> str:
         """MLflow's id of the job's run; "" while it is not known."""
@@ -90,6 +115,7 @@ class SearchRun:
         source: draws the trials.
         make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
         stop: asked after every iteration; True ends the search in order.
+        stopper: ends trials early; None lets all come to their ends.
     """
 
     source: TrialSource
@@ -98,7 +124,12 @@ class SearchRun:
     recorder: Recorder
     settings: SearchSettings
     stop: Callable[[], bool] = lambda: False
+    stopper: Stopper | None = None
     _live: dict[str, Trial] = field(default_factory=dict)
+    _parked: dict[str, Trial] = field(default_factory=dict)
+    _returning: list[Trial] = field(default_factory=list)  # parked, and let past their rungs
+    _diverged: set[str] = field(default_factory=set)
+    _drawn_out: bool = False
     _observed: Observed = field(default_factory=Observed)
     _failed: int = 0
     _stopping: bool = False
@@ -107,21 +138,58 @@ class SearchRun:
         """Go on until every trial is over, or ``stop`` says so."""
         self._failed = SearchResult(tuple(self.source.finished())).failed
         while not self.stop():
+            self._judge()
             self._fill()
-            if not self._live:
+            if self._live:
+                self._advance()
+            elif not self._wait():
                 return SearchResult(tuple(self.source.finished()))
-            self._advance()
         self._wind_up()
         return SearchResult(tuple(self.source.finished()), interrupted=True)
 
     def _fill(self) -> None:
-        while (
-            len(self._live) < self.settings.parallel and self.coordinator.places() > 0 and not self._hopeless
-        ):
-            trial = self.source.ask()
-            if trial is None:
+        self._drawn_out = False
+        while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
+            if self._returning:
+                trial = min(self._returning, key=lambda each: each.number)
+                self._returning.remove(trial)
+                self._live[trial.name] = self._parked.pop(trial.name)
+                self.coordinator.unpark(trial.name, AT_RUNG)
+                continue
+            new = None if self._hopeless else self.source.ask()
+            if new is None:
+                self._drawn_out = True
                 return
-            self._start(trial)
+            self._start(new)
+
+    def _wait(self) -> bool:
+        """Nobody trains, and nobody can be drawn: False when nothing more can come."""
+        if not self._parked:
+            return self.source.wait()
+        if not self._judge(ask_again=True) and not self.source.wait():
+            time.sleep(WAIT_SECONDS)  # all are paused
+        return True
+
+    def _judge(self, *, ask_again: bool = False) -> bool:
+        """Let go on or end those whose rungs are decided, as long as one end brings further decisions."""
+        if self.stopper is None:
+            return False
+        decided = False
+        while True:
+            expected = None if self._drawn_out or self._hopeless else self.source.total
+            verdicts = self.stopper.verdicts(expected, ask_again=ask_again)
+            for trial, verdict in verdicts:
+                if verdict.action != "go":
+                    self._diverged |= {trial.name} if verdict.action == "fail" else set()
+                    self.coordinator.cancel(trial.name, verdict.reason)
+                elif trial.name in self._live:
+                    self.coordinator.unpark(trial.name, AT_RUNG)
+                else:
+                    self._returning.append(trial)
+            self._take(self.coordinator.settle())
+            decided = decided or bool(verdicts)
+            if all(verdict.action == "go" for _, verdict in verdicts):
+                return decided
 
     @property
     def _hopeless(self) -> bool:
@@ -138,7 +206,9 @@ class SearchRun:
             return
         self.recorder.start_job(job, trial.number)
         try:
-            self.coordinator.submit(job, resume_from=trial.resume_from)
+            rungs = self.stopper.start(trial) if self.stopper is not None else ()
+            measured = self.stopper is not None and self.stopper.measured
+            self.coordinator.submit(job, resume_from=trial.resume_from, rungs=rungs, measured=measured)
         except StorageError:
             raise
         except InputError as error:
@@ -147,13 +217,25 @@ class SearchRun:
             self._live[job.name] = trial
 
     def _advance(self) -> None:
-        for event in self.coordinator.advance():
+        events = list(self.coordinator.advance())
+        self._take(events)
+        if not events:  # all are held: by a pause, or since the disk has no room for their states
+            time.sleep(WAIT_SECONDS)
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
             self._observed.handle(event)
             self.recorder.handle(event)
             if isinstance(event, JobEvaluated):
                 self._report(event)
-            elif isinstance(event, JobEnded):
+            if self.stopper is not None:
+                self.stopper.handle(event, self._observed)
+            if isinstance(event, JobEnded):
                 self._ended(event)
+            elif isinstance(event, JobParked) and event.reason != DISPLACED and event.job in self._live:
+                self._parked[event.job] = self._live.pop(event.job)
+            elif isinstance(event, JobAdmitted) and event.job.name in self._parked:
+                self._live[event.job.name] = self._parked.pop(event.job.name)
 
     def _report(self, event: JobEvaluated) -> None:
         """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
@@ -163,10 +245,13 @@ class SearchRun:
             self.source.report(trial, event.step, value)
 
     def _ended(self, event: JobEnded) -> None:
-        trial = self._live.pop(event.job)
+        trial = self._live.pop(event.job, None) or self._parked.pop(event.job)
+        self._returning = [each for each in self._returning if each is not trial]
         value = self._observed.value(event.job, self.settings.metric)
         if event.state == "stopped" and self._stopping:
             self.source.put_back(trial, event.checkpoint)
+        elif event.state == "stopped" and event.job in self._diverged:
+            self._over(trial, "failed", None, event.reason)
         elif event.state == "stopped":
             self._over(trial, "pruned", value, event.reason)
         elif event.state == "failed":
@@ -178,8 +263,11 @@ class SearchRun:
             self._over(trial, "complete", value, event.reason)
 
     def _over(self, trial: Trial, state: State, value: float | None, reason: str) -> None:
-        self._tell(trial, Outcome(state, value, reason, self.recorder.run_id(trial.name)))
+        """Tracking first, and on the disk, then the study: what the study knows to be over is not trained
+        again, so nothing of it may be missing by then."""
         self.recorder.judge(trial.name, "finished" if state == "complete" else state, value, reason)
+        self.recorder.commit()
+        self._tell(trial, Outcome(state, value, reason, self.recorder.run_id(trial.name)))
 
     def _tell(self, trial: Trial, outcome: Outcome) -> None:
         self.source.tell(trial, outcome)
@@ -189,8 +277,7 @@ class SearchRun:
         """Let the engine save and end every job; trials that do not answer stay RUNNING for the next run."""
         self._stopping = True
         self.coordinator.stop()
-        while self._live:
-            before = len(self._live)
-            self._advance()
-            if len(self._live) == before:
+        while active := len(self._live) + len(self._parked):
+            self._take(self.coordinator.advance())
+            if len(self._live) + len(self._parked) == active:
                 return

@@ -71,5 +71,8 @@ class TrialSource(Protocol):
     def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
         """The trial was cut short; it goes on later, from the checkpoint if there is one."""
 
+    def wait(self) -> bool:
+        """Wait a moment for trials that other processes train, or leave; False where there are none."""
+
     def finished(self) -> list[Finished]:
         """All trials that are over, of this run and of earlier ones."""

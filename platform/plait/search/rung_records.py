@@ -1,0 +1,131 @@
+"""What a study holds of rungs: the values measured at them, and what was decided in the order of arrival.
+
+Values of the objective are the trial's intermediate values, as Optuna's pruners, its samplers and
+optuna-dashboard read them; those of another metric are a user attribute, so that the two are never mixed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import Any
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from plait.errors import SearchError, choices
+from plait.search.patience import Patience
+from plait.search.rungs import judged
+from plait.search.stopping import Record
+from plait.settings import SearchSettings, StoppingSettings
+
+RUNGS = "plait.rungs"  # trial: value by step, where it is not the objective that is judged
+PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
+PRUNERS = (
+    "HyperbandPruner",
+    "MedianPruner",
+    "NopPruner",
+    "PatientPruner",
+    "PercentilePruner",
+    "SuccessiveHalvingPruner",
+    "ThresholdPruner",
+)
+
+
+class StudyRungs:
+    """A study's rungs.
+
+    Args:
+        study: where they are kept.
+        settings: of the search.
+        patience: for a storage that is away.
+
+    Raises:
+        SearchError: Optuna has no such pruner, it does not take the options, or it cannot see the metric.
+    """
+
+    def __init__(self, study: Study, settings: SearchSettings, patience: Patience) -> None:
+        self._study = study
+        self._patience = patience
+        kind = settings.stopping.kind
+        self._objective = kind == "none" or judged(settings).metric == settings.metric
+        self._pruner = make_pruner(settings.stopping) if kind == "optuna" else None
+        if self._pruner is not None and not self._objective:
+            raise SearchError(
+                f"search.stopping.metric={settings.stopping.metric} with search.stopping.kind=optuna",
+                f"Optuna's pruners read the objective's intermediate values: {settings.metric}.",
+                "Leave search.stopping.metric out, or take another kind.",
+            )
+
+    def records(self) -> dict[int, Record]:
+        """All trials, by number."""
+        trials = self._patience(lambda: self._study.get_trials(deepcopy=False))
+        return {
+            trial.number: Record(
+                self._values(trial), trial.state.is_finished(), int(trial.user_attrs.get(PASSED, 0))
+            )
+            for trial in trials
+        }
+
+    def _values(self, trial: FrozenTrial) -> dict[int, float]:
+        if self._objective:
+            return trial.intermediate_values
+        return {int(step): value for step, value in trial.user_attrs.get(RUNGS, {}).items()}
+
+    def measure(self, number: int, step: int, value: float) -> None:
+        """Keep what was measured at a rung; of a step that was measured before, the first stands."""
+        self._patience(lambda: self._measure(number, step, value))
+
+    def _measure(self, number: int, step: int, value: float) -> None:
+        frozen, live = self._live(number)
+        if step in self._values(frozen) or not math.isfinite(value):
+            return
+        if self._objective:
+            live.report(value, step)
+        else:
+            live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
+
+    def let_past(self, number: int, step: int) -> None:
+        """Keep that an asynchronous rule let a trial past a rung."""
+        self._patience(lambda: self._live(number)[1].set_user_attr(PASSED, step))
+
+    def prunes(self, number: int) -> bool:
+        """Whether Optuna's pruner would end the trial now, from what is recorded at this moment."""
+        pruner = self._pruner
+        assert pruner is not None  # asked for the kind "optuna" alone
+        return self._patience(lambda: pruner.prune(self._study, self._live(number)[0]))
+
+    def _live(self, number: int) -> tuple[FrozenTrial, optuna.trial.Trial]:
+        frozen = self._study.get_trials(deepcopy=False)[number]
+        return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
+
+
+def make_pruner(stopping: StoppingSettings) -> BasePruner:
+    """Optuna's pruner of the settings.
+
+    Raises:
+        SearchError: there is none of this name, or it does not take the options.
+    """
+    if stopping.pruner not in PRUNERS:
+        raise SearchError(
+            f"search.stopping.pruner={stopping.pruner!r}", f"It must be one of {choices(PRUNERS)}."
+        )
+    factory = getattr(optuna.pruners, stopping.pruner)
+    options: dict[str, Any] = dict(stopping.options)
+    if stopping.pruner == "PatientPruner":  # wraps another; alone it looks at the trial's own values
+        options = {"wrapped_pruner": None} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        try:
+            pruner: BasePruner = factory(**options)
+        except (TypeError, ValueError) as error:
+            known = [name for name in inspect.signature(factory).parameters if name != "wrapped_pruner"]
+            raise SearchError(
+                f"search.stopping.options={dict(stopping.options)!r}",
+                f"{stopping.pruner} does not take them: {error}",
+                f"It takes {choices(known)}." if known else "It takes none.",
+            ) from error
+    return pruner

@@ -1,0 +1,177 @@
+"""Where the rungs are, and which trials are compared with each other at them: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from plait.errors import ConfigError, choices
+from plait.settings import SearchSettings, StoppingSettings
+
+GEOMETRIC = ("successive_halving", "hyperband", "asha")
+SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, where none is given
+
+# What is measured at every rung, and whether less of it is better.
+RUNG_METRICS = {
+    "eval/loss": True,
+    "train/loss": True,
+    "train/grad_norm": True,
+    "train/tokens": True,
+    "throughput/tokens_per_s": False,
+    "cost/device_seconds": True,
+}
+LOSSES = ("eval/loss", "train/loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What is judged at a rung: a metric, and whether less of it is better."""
+
+    metric: str
+    minimise: bool
+
+    def badness(self, value: float) -> float:
+        """Sorts the best first."""
+        return value if self.minimise else -value
+
+
+def judged(search: SearchSettings) -> Judged:
+    """The metric of a search's rungs.
+
+    Raises:
+        ConfigError: it is not measured at rungs, or a factor of divergence is no sense for it.
+    """
+    stopping = search.stopping
+    metric = stopping.metric or search.metric
+    if metric not in RUNG_METRICS:
+        raise ConfigError(
+            f"search.stopping.metric={metric}",
+            f"It is not measured at rungs: {choices(RUNG_METRICS)} are.",
+            "Give one of them as search.stopping.metric.",
+        )
+    if stopping.direction is not None:
+        minimise = stopping.direction == "minimize"
+    elif metric == search.metric:
+        minimise = search.direction == "minimize"
+    else:
+        minimise = RUNG_METRICS[metric]
+    if stopping.divergence is not None and not (metric in LOSSES and minimise):
+        raise ConfigError(
+            f"search.stopping.divergence={stopping.divergence} with metric {metric}",
+            "A loss that is minimised can diverge.",
+            f"Leave it out, or give search.stopping.metric={LOSSES[0]}.",
+        )
+    return Judged(metric, minimise)
+
+
+def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
+    """The optimiser steps at which trials are judged, rising; none for the kind "none".
+
+    Args:
+        stopping: the settings.
+        budget: optimiser steps of the shortest job.
+
+    Raises:
+        ConfigError: a rung is not within the budget.
+    """
+    if stopping.kind == "none":
+        return ()
+    last = min(budget - 1, stopping.max_steps or budget)
+    share = max(1, -(-budget // SHARE))
+    if stopping.rungs is not None:
+        steps = tuple(sorted(set(stopping.rungs)))
+        key, given = "rungs", max(steps, default=0)
+        wrong = not steps or steps[0] < 1 or steps[-1] >= budget
+    elif stopping.every is not None or stopping.kind not in GEOMETRIC:
+        key, given = "every", stopping.every or share
+        steps = tuple(range(given, last + 1, given))
+        wrong = not steps
+    else:
+        key, given = "min_steps", stopping.min_steps or share
+        steps = tuple(_powers(given, stopping.eta, last))
+        wrong = not steps
+    for name in (key, "max_steps"):
+        value = given if name == key else (stopping.max_steps or 0)
+        if wrong or value > budget:
+            raise ConfigError(
+                f"search.stopping.{name}={value} with a budget of {budget} steps",
+                "A rung lies after the first step and before a job's last one.",
+                "Give earlier rungs, or a longer budget (train.steps).",
+            )
+    return steps
+
+
+def _powers(first: int, eta: int, last: int) -> Iterable[int]:
+    step = first
+    while step <= last:
+        yield step
+        step *= eta
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """Consecutive trials that are compared with each other, and the rungs at which they are."""
+
+    first: int
+    size: int
+    rungs: tuple[int, ...]
+
+    def members(self, expected: int) -> set[int]:
+        """Its trials' numbers, where a search has ``expected`` trials in all."""
+        return set(range(self.first, min(self.first + self.size, expected)))
+
+    def __str__(self) -> str:
+        return f"trials {self.first} to {self.first + self.size - 1}"
+
+
+class Layout(Protocol):
+    """Puts every trial into a cohort."""
+
+    def cohort(self, number: int) -> Cohort:
+        """That of a trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class EqualCohorts:
+    """Cohorts of one size, all with the same rungs."""
+
+    size: int
+    rungs: tuple[int, ...]
+
+    def cohort(self, number: int) -> Cohort:
+        """That of a trial."""
+        return Cohort(number // self.size * self.size, self.size, self.rungs)
+
+
+class Brackets:
+    """Hyperband's cohorts (Li et al., JMLR 18 (185), 2018, algorithm 1), one bracket after another, over and
+    over.
+
+    With R rungs, bracket s from R down to 0 has ⌈(R + 1) / (s + 1) · eta^s⌉ trials and the last s rungs: the
+    later a bracket stops its trials for the first time, the fewer it has.
+    """
+
+    def __init__(self, rungs: Sequence[int], eta: int) -> None:
+        most = len(rungs)
+        self._brackets = [
+            (math.ceil((most + 1) / (left + 1) * eta**left), tuple(rungs[most - left :]))
+            for left in range(most, -1, -1)
+        ]
+        self._firsts = [0, *accumulate(size for size, _ in self._brackets)]
+
+    def cohort(self, number: int) -> Cohort:
+        """That of a trial."""
+        rounds, place = divmod(number, self._firsts[-1])
+        index = max(i for i, first in enumerate(self._firsts[:-1]) if first <= place)
+        size, rungs = self._brackets[index]
+        return Cohort(rounds * self._firsts[-1] + self._firsts[index], size, rungs)
+
+
+def equal_cohorts(search: SearchSettings, rungs: tuple[int, ...]) -> EqualCohorts:
+    """Cohorts as the settings want them; by default as large as the rule makes use of."""
+    stopping = search.stopping
+    natural = search.parallel if stopping.kind == "median" else stopping.eta ** len(rungs)
+    return EqualCohorts(stopping.cohort or max(2, min(natural, search.trials)), rungs)
