@@ -51,6 +51,7 @@ OWN = (
         "profile", "plait.cli.profile:main", "measure memory and seconds of a model, and fit them", hydra=True
     ),
     Verb("train", "plait.cli.main:train", "train one adapter", hydra=True),
+    Verb("resume", "plait.cli.resume:main", "go on with a search that was killed or interrupted"),
     Verb(
         "bench", "plait.cli.bench:main", "list the searches and benchmarks of sweeps/, or run one", hydra=True
     ),

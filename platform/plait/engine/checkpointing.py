@@ -102,18 +102,31 @@ class Checkpointing:
     def _save(self, jobs: list[LiveJob]) -> Iterator[Event]:
         """One commit for all, then each state. One that cannot be written harms no job: the states before
         it stay, and the next is tried when it is due."""
-        if jobs:
-            self.commit()
+        trouble = self._committed() if jobs else ""
         for job in jobs:
             mark, folder = self._mark(job), self.folder_of(job.name)
             mark.counted, mark.when = job.step, self._clock()
             directory = state_folder(folder, job.step)
-            try:
-                self._send(SaveState(job.name, directory, job.cursor))
-            except StorageError as error:
+            if reason := trouble or self._written(SaveState(job.name, directory, job.cursor)):
                 before = f"the last state is that of step {mark.step}" if mark.step else "it has no state yet"
-                yield Notice(f"{job.name} could not be saved at step {job.step} ({error.value}); {before}")
+                yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {before}")
                 continue
             mark.step, mark.state = job.step, directory
             prune(folder, self._settings.checkpoint_keep, newest=job.step)
             yield JobSaved(job.name, job.step, directory)
+
+    def _committed(self) -> str:
+        """Commit; what went wrong, if anything did."""
+        try:
+            self.commit()
+        except StorageError as error:
+            return error.value
+        return ""
+
+    def _written(self, command: SaveState) -> str:
+        """Save; what went wrong, if anything did."""
+        try:
+            self._send(command)
+        except StorageError as error:
+            return error.value
+        return ""

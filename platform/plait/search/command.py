@@ -26,6 +26,7 @@ class SearchCommand:
         command: the command line, program first.
         overrides: as given.
         directory: Hydra's folder of this run.
+        verb: of Plait's command: "sweep" or "train".
     """
 
     settings: RunSettings
@@ -37,3 +38,4 @@ class SearchCommand:
     command: tuple[str, ...]
     overrides: tuple[str, ...]
     directory: Path
+    verb: str = "sweep"

@@ -79,13 +79,16 @@ def check_engine(settings: RunSettings) -> None:
     check_kernels(settings.engine.kernels, device, getattr(torch, settings.model.dtype))
 
 
-def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) -> Coordinator:
+def build_coordinator(
+    settings: RunSettings, data: DataCatalogue, folder: Path, states: Path | None = None
+) -> Coordinator:
     """Load the model and put the engine together.
 
     Args:
         settings: of the run.
         data: shared by coordinator and worker.
-        folder: for finished adapters and interrupted jobs.
+        folder: for finished adapters, and saved states where ``states`` is None.
+        states: for saved states.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
@@ -95,4 +98,6 @@ def build_coordinator(settings: RunSettings, data: DataCatalogue, folder: Path) 
     from plait.models import load_model
 
     model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
-    return Coordinator(LocalWorker(model, data, settings.engine), data, settings, folder=folder)
+    return Coordinator(
+        LocalWorker(model, data, settings.engine), data, settings, folder=folder, states=states
+    )

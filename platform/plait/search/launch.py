@@ -10,11 +10,13 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
 from plait.addresses import redact
 from plait.errors import EXIT_DONE, ConfigError
+from plait.jobs import JobSpec
 from plait.paths import search_folder
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
@@ -22,6 +24,7 @@ from plait.search.engine import LoadedData, build_coordinator, check_engine, fre
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
+from plait.search.recorded import RecordedCommand, write_command
 from plait.search.recorder import SearchRecorder
 from plait.search.results import describe_result, write_result
 from plait.search.run import Coordinator, SearchResult, SearchRun
@@ -49,24 +52,40 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
     location = check_tracking(settings.tracking)
     source = _open_study(command)
+    try:
+        return _go(command, source, console, str(location))
+    finally:
+        source.close()
+
+
+def _go(command: SearchCommand, source: StudyTrials, console: Console, location: str) -> int:
+    settings = command.settings
     done = SearchResult(tuple(source.finished()))
+    left_over, others = source.left_over, source.others
     line = f"Search {source.name}, tracked in {location}"
-    if source.left_over or 0 < len(done.finished) < source.total:
-        line += f"; {len(done.finished)} of {source.total} trials are over, {source.left_over} go on"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if left_over or 0 < len(done.finished) < source.total:
+        line += f"; {len(done.finished)} of {source.total} trials are over, {left_over} go on"
+    if others:
+        line += f"; other processes train {others}"
+    _tell(console, [line])
     if len(done.finished) >= source.total:
+        _remember(command, source.name, finished=True)
         _tell(console, send_left(settings.tracking, source.name))
         write_result(done, settings.search.direction, command.directory)
-        for line in describe_result(done, settings.search, source.name):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
     check_engine(settings)
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
+    source.check_material(material_of(data, command.probes))
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))
     budget = shortest_budget(command.probes, data.catalogue)
     stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
-    return _Launch(command, source, stopper, console).run(data)
+    _remember(command, source.name)
+    result = _Launch(command, source, stopper, console).run(data)
+    if not result.interrupted:
+        _remember(command, source.name, finished=True)
+    return result.exit_status
 
 
 def run_training(command: SearchCommand, console: Console | None = None) -> int:
@@ -79,7 +98,7 @@ def run_training(command: SearchCommand, console: Console | None = None) -> int:
     identity = identify(command.space, command.base, settings)
     name = settings.search.name or f"train-{hashlib.sha256(identity.problem_json.encode()).hexdigest()[:12]}"
     one = replace(settings.search, name=name, trials=1, parallel=1, sampler="random", sampler_options={})
-    return run_search(replace(command, settings=replace(settings, search=one)), console)
+    return run_search(replace(command, settings=replace(settings, search=one), verb="train"), console)
 
 
 def _open_study(command: SearchCommand) -> StudyTrials:
@@ -87,7 +106,23 @@ def _open_study(command: SearchCommand) -> StudyTrials:
     settings = command.settings
     storage = open_storage(settings.search.storage, settings.tracking.root)
     identity = identify(command.space, command.base, settings)
-    return StudyTrials(settings.search, command.space, identity, storage)
+    root = settings.tracking.root
+    return StudyTrials(
+        settings.search, command.space, identity, storage, folder=lambda name: search_folder(root, name)
+    )
+
+
+def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:
+    """What the jobs train on, by what it was asked for as: digests of the content."""
+    specs = dict.fromkeys(job.data for job in jobs)
+    return {f"data {spec.source} {spec.options}": data.catalogue.of(spec).digest for spec in specs}
+
+
+def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> None:
+    """Keep the command with the search, for `plait resume`."""
+    folder = search_folder(command.settings.tracking.root, name)
+    recorded = RecordedCommand(name, command.verb, command.overrides, str(Path.cwd()), finished)
+    write_command(folder, recorded)
 
 
 def check_here(cluster: ClusterSettings) -> None:
@@ -132,31 +167,36 @@ class _Launch:
         self._source = source
         self._console = console
 
-    def run(self, data: LoadedData) -> int:
+    def run(self, data: LoadedData) -> SearchResult:
         folder = search_folder(self._settings.tracking.root, self._source.name)
-        coordinator = build_coordinator(self._settings, data.catalogue, folder)
+        coordinator = build_coordinator(self._settings, data.catalogue, folder, self._source.states_folder)
         with Tracker(self._settings.tracking) as tracker:
-            run_id = tracker.start_search(self._facts())
-            self._source.link(run_id)
+            coordinator.checkpointing.commit = tracker.commit
+            with self._source.exclusive():  # one run for all processes
+                run_id = tracker.start_search(self._facts())
+                self._source.link(run_id)
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             tracker.record("plan.json", coordinator.plan().to_json())  # the choices, should this end early
             with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
                 result = self._train(coordinator, tracker, GroupSteps(folder))
             tracker.record("plan.json", coordinator.plan().to_json())
+            self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         if not result.interrupted:  # who interrupts wants to go; the command that goes on makes them
             figures.publish(final=True)
         write_result(result, self._settings.search.direction, self._command.directory)
         self._report(result, tracker, figures.trouble)
         _tell(self._console, tracker.notices)
-        return result.exit_status
+        return result
 
     def _train(self, coordinator: Coordinator, tracker: Tracker, steps: GroupSteps) -> SearchResult:
         with (
             Terminal(tracker.board, self._console) as terminal,
             Interrupts(announce) as interrupts,
         ):
+            self._source.patience.say = terminal.note
+            self._source.patience.stop = lambda: interrupts.requested
             recorder = SearchRecorder(tracker, terminal, steps)
             result = SearchRun(
                 self._source,
@@ -178,6 +218,7 @@ class _Launch:
             command=self._command.command,
             overrides=self._command.overrides,
             fresh=self._settings.search.fresh,
+            study=self._source.token,
         )
 
     def _report(self, result: SearchResult, tracker: Tracker, trouble: str) -> None:

@@ -31,6 +31,7 @@ GROUP_FILL: Final = "group/fill"
 PEAK_BYTES: Final = "memory/peak_bytes"
 
 # ---- tags ---------------------------------------------------------------------------------------------
+TAG_STUDY: Final = "plait.study"  # of a search: tells it from an earlier one of its name
 TAG_SEARCH: Final = "plait.search"
 TAG_TRIAL: Final = "plait.trial"
 TAG_JOB: Final = "plait.job"

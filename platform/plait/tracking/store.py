@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 
 from plait.tracking.location import Location
-from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_TABLES, TAG_TRIAL
+from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_STUDY, TAG_TABLES, TAG_TRIAL
 from plait.tracking.operations import LogPoints
 
 ENTRIES_PER_REQUEST = 1000
@@ -49,9 +49,11 @@ class Store:
 
     # ---- reading ---------------------------------------------------------------------------------------
 
-    def searches(self, name: str | None = None) -> list[Run]:
-        """Runs of searches, newest first; of one name if given."""
+    def searches(self, name: str | None = None, study: str = "") -> list[Run]:
+        """Runs of searches, newest first; of one name and one study if given."""
         condition = f"tags.`{TAG_SEARCH}` = '{_quoted(name)}'" if name else f"tags.`{TAG_SEARCH}` IS NOT NULL"
+        if study:
+            condition += f" AND tags.`{TAG_STUDY}` = '{_quoted(study)}'"
         return list(self._runs(f"{condition} AND tags.`{TAG_TRIAL}` IS NULL"))
 
     def children(self, parent_id: str) -> dict[int, Run]:

@@ -29,7 +29,7 @@ from plait.errors import StorageError
 from plait.jobs import JobSpec
 from plait.settings import RunSettings, TrackingSettings
 from plait.tracking import facts, names
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.encoding import Head
 from plait.tracking.leaderboard import to_split_json
@@ -59,6 +59,7 @@ class SearchFacts:
         command: the command line, program first.
         overrides: as Hydra received them.
         fresh: do not go on with an earlier search of this name.
+        study: what tells this search from an earlier one of its name; "" where nothing does.
     """
 
     name: str
@@ -67,6 +68,7 @@ class SearchFacts:
     command: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     fresh: bool = False
+    study: str = ""
 
 
 @dataclass(slots=True)
@@ -141,7 +143,7 @@ class Tracker:
         folder = spool_folder(self.location.root, search.name)
         self.notices += send_spools(self._store, folder)
         with storage_errors(self.location):
-            runs = [] if search.fresh else self._store.searches(search.name)
+            runs = [] if search.fresh else self._store.searches(search.name, search.study)
             if runs:
                 self._go_on(runs[0])
             tags = self._search_tags(search)
@@ -192,6 +194,8 @@ class Tracker:
             "mlflow.source.type": "LOCAL",
             "mlflow.source.name": Path(search.command[0]).name if search.command else "plait",
         }
+        if search.study:
+            tags[names.TAG_STUDY] = search.study
         if state.commit:
             tags |= {"mlflow.source.git.commit": state.commit, "mlflow.source.git.branch": state.branch}
             tags["plait.git.dirty"] = str(state.dirty).lower()
@@ -227,7 +231,7 @@ class Tracker:
             return
         self._state = state
         for record in list(self.board.jobs.values()):
-            if record.live:
+            if record.live or record.state == PARKED:
                 self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
         self._refresh(now=True)
         self._log_totals({})

@@ -1,0 +1,64 @@
+"""`plait resume NAME`: goes on with a search as it was started, from what its folder keeps."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import chdir, nullcontext
+from pathlib import Path
+
+from plait.addresses import redact
+from plait.errors import EXIT_DONE, ConfigError
+from plait.search.recorded import RecordedCommand, key_of, quoted, recorded_command, recorded_commands
+from plait.settings import TrackingSettings
+
+USAGE = """plait resume NAME [KEY=VALUE ...]
+
+Goes on with a search that was killed or interrupted, with the settings that it was started with. Settings
+that do not change what is searched may be given anew, as in engine.threads=4 or search.trials=64. Searches
+are looked for in tracking.root.
+
+plait resume alone lists the searches that can go on."""
+ROOT = "tracking.root"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Go on with a search as it was started."""
+    if set(arguments) & {"-h", "--help"}:
+        print(USAGE)
+        return EXIT_DONE
+    names = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    if len(names) > 1 or any(name.startswith("-") for name in names):
+        value = f"plait resume {shlex.join(arguments)}"
+        raise ConfigError(value, "It takes the name of one search.", USAGE.splitlines()[0])
+    root = _root(overrides)
+    if not names:
+        _list(root)
+        return EXIT_DONE
+    return _go_on(recorded_command(root, names[0]), root, overrides)
+
+
+def _root(overrides: Sequence[str]) -> Path:
+    given = [each.partition("=")[2] for each in overrides if key_of(each) == ROOT]
+    return Path(given[-1] if given else TrackingSettings().root).expanduser().absolute()
+
+
+def _list(root: Path) -> None:
+    unfinished = [command for command in recorded_commands(root) if not command.finished]
+    if not unfinished:
+        print(f"No search in {root} is unfinished.")
+    for command in unfinished:
+        print(f"{command.name}\t{redact(shlex.join(('plait', command.verb, *command.arguments)))}")
+
+
+def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
+    """Run the recorded command in the folder that it was given in, if that is still there."""
+    from plait.cli.main import main as plait
+
+    more = [f"{ROOT}={quoted(str(root))}", *(each for each in overrides if key_of(each) != ROOT)]
+    directory = Path(command.directory)
+    if not directory.is_dir():
+        print(f"{directory} is gone: relative paths are taken from {Path.cwd()}")
+    with chdir(directory) if directory.is_dir() else nullcontext():
+        return plait(command.words(more))

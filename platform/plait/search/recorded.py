@@ -1,0 +1,111 @@
+"""What a search was started with, kept in its folder, so that `plait resume NAME` needs no arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from plait.errors import SearchError, StorageError
+from plait.paths import search_folder
+
+FILE = "command.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCommand:
+    """The last command that trained a search.
+
+    Attributes:
+        name: of the search.
+        verb: "sweep" or "train".
+        arguments: Hydra's overrides, as given.
+        directory: current folder, below which relative paths lie.
+        finished: whether the search came to its end.
+    """
+
+    name: str
+    verb: str
+    arguments: tuple[str, ...]
+    directory: str
+    finished: bool = False
+
+    def words(self, more: Sequence[str] = ()) -> list[str]:
+        """The command that goes on: not anew, under its own name, with further overrides in place of earlier
+        ones."""
+        changed = {key_of(argument) for argument in more} | {"search.fresh", "search.name"}
+        kept = [argument for argument in self.arguments if key_of(argument) not in changed]
+        return [self.verb, *kept, *more, f"search.name={quoted(self.name)}"]
+
+
+def key_of(override: str) -> str:
+    """The config key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
+
+
+def quoted(text: str) -> str:
+    """Text as the value of a Hydra override, whatever is in it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def write_command(folder: Path, command: RecordedCommand) -> None:
+    """Keep a command in a search's folder; it may hold a password, so that only its owner may read it.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    draft = folder / f".{FILE}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(command), file, indent=2)
+            file.flush()
+            os.fsync(handle)
+        draft.replace(folder / FILE)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror or error}",
+            "A search keeps there what it needs to go on.",
+            "Free some space, or choose another folder with tracking.root=FOLDER.",
+        ) from error
+
+
+def recorded_command(root: Path, name: str) -> RecordedCommand:
+    """The command of a search.
+
+    Raises:
+        SearchError: there is no such search below ``root``; the remedy lists those that there are.
+    """
+    found = _read(search_folder(root, name) / FILE)
+    if found is None:
+        raise SearchError(f"{name!r}: no such search in {root}", *_what_there_is(root))
+    return found
+
+
+def recorded_commands(root: Path) -> list[RecordedCommand]:
+    """The commands of all searches below ``root``, by name."""
+    read = (_read(path) for path in search_folder(root, "x").parent.glob(f"*/{FILE}"))
+    return sorted((command for command in read if command is not None), key=lambda command: command.name)
+
+
+def _what_there_is(root: Path) -> tuple[str, str]:
+    commands = recorded_commands(root)
+    if not commands:
+        return "No search has been trained there.", "Give the folder with tracking.root=FOLDER."
+    unfinished = [command.name for command in commands if not command.finished]
+    lines = [f"Unfinished: {', '.join(unfinished) or 'none'}."]
+    if finished := [command.name for command in commands if command.finished]:
+        lines.append(f"Finished: {', '.join(finished)}.")
+    return "\n".join(lines), "Give one of these names, or the folder with tracking.root=FOLDER."
+
+
+def _read(path: Path) -> RecordedCommand | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return RecordedCommand(**content | {"arguments": tuple(content["arguments"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
