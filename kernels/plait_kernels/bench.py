@@ -3,6 +3,10 @@
 Every shape is first checked for correctness against float64 where it is timed, then timed in rounds in which
 all subjects take turns: the frozen layer alone (the limit), torch LoRA (autograd, one adapter after the
 other), and each backend; forward, backward and both. On a CPU it runs small shapes.
+
+The usual shapes come first, and the file is written after each: `--seconds` ends a run in time, and the same
+command goes on from its file where device, versions and commit are the same. A shape that fails, or has no
+room, is reported, and the others go on.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +30,8 @@ from torch.nn.functional import linear
 
 from plait_kernels.backends import BACKENDS
 from plait_kernels.bench_check import Check, check, torch_lora
-from plait_kernels.synthetic import Problem, Shape, problem
+from plait_kernels.errors import KernelError
+from plait_kernels.synthetic import Problem, Shape, even_segments, problem
 from plait_kernels.timing import seconds
 from plait_kernels.triton_backend import available
 
@@ -66,20 +72,53 @@ class Row:
     to_frozen: dict[str, float]
     share_of_peak: dict[str, float]
     roofline: float
+    extra_bytes: int
+    extra_operations: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape to measure, of a layer by its name, and how its ranks go."""
+
+    layer: str
+    shape: Shape
+    ranks: str
+
+    @property
+    def key(self) -> list[object]:
+        """What tells its row from others in the file."""
+        return [self.layer, self.shape.tokens, len(self.shape.ranks), self.ranks, self.shape.dropout]
+
+    @property
+    def unusual(self) -> int:
+        """In how many ways it differs from 8,192 tokens of 4 adapters of rank 16 without dropout."""
+        shape = self.shape
+        usual = (shape.tokens == 8192, len(shape.ranks) == 4, self.ranks == "16", shape.dropout == 0.0)
+        return usual.count(False)
 
 
 def grid(
-    names: Sequence[str], tokens: Sequence[int], adapters: Sequence[int]
-) -> Iterator[tuple[str, Shape, str]]:
-    """(layer, shape, how ranks go) of every combination, rank 16 and mixed, without and with dropout."""
+    names: Sequence[str],
+    tokens: Sequence[int],
+    adapters: Sequence[int],
+    ranks: Sequence[str] = ("16", "mixed"),
+    dropouts: Sequence[float] = (0.0, 0.1),
+) -> list[Case]:
+    """Every combination, the usual ones first."""
     layers = {**SQUARE, **MODELS, **SMALL}
-    for name in names:
-        in_features, outputs = layers[name]
-        for count in tokens:
-            for number in adapters:
-                for ranks, label in (((16,) * number, "16"), (_mixed(number), "4 to 128")):
-                    for dropout in (0.0, 0.1):
-                        yield name, Shape(count, in_features, outputs, ranks, dropout), label
+    cases = [
+        Case(name, Shape(count, *layers[name], _ranks(number, label), dropout), label)
+        for name in names
+        for count in tokens
+        for number in adapters
+        for label in ranks
+        for dropout in dropouts
+    ]
+    return sorted(cases, key=lambda case: case.unusual)
+
+
+def _ranks(number: int, label: str) -> tuple[int, ...]:
+    return _mixed(number) if label == "mixed" else (int(label),) * number
 
 
 def _mixed(number: int) -> tuple[int, ...]:
@@ -100,12 +139,18 @@ def _by_backend(made: Problem, backend: str, x: Tensor) -> Tensor:
 
 
 def _phase(run: Callable[[Tensor], Tensor], made: Problem, phase: str) -> Callable[[], object]:
+    """One phase of a subject; the gradient of x is written anew, not added to the last one."""
+
+    def backward(out: Tensor, retain: bool) -> None:
+        made.x.grad = None
+        torch.autograd.backward(out, made.grad, retain_graph=retain)
+
     if phase == "forward":
         return lambda: run(made.x)
     if phase == "backward":
         out = run(made.x)
-        return lambda: torch.autograd.backward(out, made.grad, retain_graph=True)
-    return lambda: torch.autograd.backward(run(made.x), made.grad)
+        return lambda: backward(out, True)
+    return lambda: backward(run(made.x), False)
 
 
 def time_subjects(
@@ -164,37 +209,50 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(2 * size**3 / product, 2 * block.numel() / copy)
 
 
-def roofline(shape: Shape, peak: Peak, element: int) -> float:
-    """Frozen layer plus the least extra work, over the frozen layer.
+def extra_work(shape: Shape, element: int) -> tuple[int, int]:
+    """Least (bytes, operations) beyond the frozen layer's, of both passes.
 
-    Least bytes beyond the frozen layer's: x read for S and for dA, dh read for dS and dB, A and B read
-    twice, their float32 gradients read and written. Operations: six products with the rank.
+    x is read for S and for dA, dh for dS and dB, A and B are read twice, their float32 gradients are read and
+    written. Operations: six products with the rank.
     """
-    rows, outputs = shape.tokens / len(shape.ranks), sum(shape.out_features)
-    sites = len(shape.out_features)
-    frozen = 4 * shape.tokens * shape.in_features * outputs / peak.operations
-    weights = sum(rank * (sites * shape.in_features + outputs) for rank in shape.ranks)
-    moved = shape.tokens * (2 * shape.in_features + outputs) * element + weights * (2 * element + 8)
-    return 1 + (moved / peak.bytes + 6 * rows * weights / peak.operations) / frozen
+    outputs, sites = sum(shape.out_features), len(shape.out_features)
+    rows = [stop - start for start, stop in _edges(shape)]
+    sizes = [rank * (sites * shape.in_features + outputs) for rank in shape.ranks]
+    moved = shape.tokens * (2 * shape.in_features + outputs) * element + sum(sizes) * (2 * element + 8)
+    return moved, 6 * sum(count * size for count, size in zip(rows, sizes, strict=True))
 
 
-def measure(
-    name: str, shape: Shape, ranks: str, backends: Sequence[str], peak: Peak, options: argparse.Namespace
-) -> Row:
+def _edges(shape: Shape) -> list[tuple[int, int]]:
+    segments = even_segments(shape.tokens, [str(index) for index in range(len(shape.ranks))])
+    return [(segment.start, segment.stop) for segment in segments]
+
+
+def roofline(shape: Shape, peak: Peak, element: int) -> float:
+    """Frozen layer plus the least extra work at the measured peaks, over the frozen layer."""
+    frozen = 4 * shape.tokens * shape.in_features * sum(shape.out_features) / peak.operations
+    moved, operations = extra_work(shape, element)
+    return 1 + (moved / peak.bytes + operations / peak.operations) / frozen
+
+
+def measure(case: Case, backends: Sequence[str], peak: Peak, options: argparse.Namespace) -> Row:
     """Check and time one shape."""
+    shape = case.shape
     made = problem(shape, device=options.device, dtype=getattr(torch, options.dtype))
     checks = {backend: check(made, backend) for backend in backends}
     runs = subjects(made, backends)
     times = time_subjects(made, runs, repeats=options.repeats)
     both = {subject: phases["both"] for subject, phases in times.items()}
     operations = 4 * shape.tokens * shape.in_features * sum(shape.out_features)
+    extra_bytes, extra_operations = extra_work(shape, made.x.element_size())
     return Row(
-        *(name, shape.tokens, len(shape.ranks), ranks, shape.dropout, checks, times),
+        *(case.layer, shape.tokens, len(shape.ranks), case.ranks, shape.dropout, checks, times),
         peak_bytes={subject: _peak_bytes(made, run) for subject, run in runs.items()},
         to_torch_lora={subject: both["torch-lora"] / value for subject, value in both.items()},
         to_frozen={subject: value / both["frozen"] for subject, value in both.items()},
         share_of_peak={subject: operations / value / peak.operations for subject, value in both.items()},
         roofline=roofline(shape, peak, made.x.element_size()),
+        extra_bytes=extra_bytes,
+        extra_operations=extra_operations,
     )
 
 
@@ -237,45 +295,92 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 2, 4, 8, 32, 128] if large else [1, 4])
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS))
     parser.add_argument("--repeats", type=int, default=20 if large else 5)
-    parser.add_argument("--json", type=Path, help="write every figure to this file")
+    parser.add_argument("--ranks", nargs="+", default=["16", "mixed"], help="numbers, or mixed: 4 to 128")
+    parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many")
+    parser.add_argument("--json", type=Path, help="write every figure to this file, and go on from it")
     found = parser.parse_args(arguments)
     if found.backends is None:
         found.backends = ["grouped", "triton"] if large else ["reference", "grouped"]
     return found
 
 
-def _print(row: Row, backends: Sequence[str]) -> None:
+def _print(row: dict[str, Any], backends: Sequence[str]) -> None:
     parts = [
-        f"{name} {row.to_torch_lora[name]:.2f}x torch-lora {row.to_frozen[name]:.2f}x frozen"
+        f"{name} {row['to_torch_lora'][name]:.2f}x torch-lora {row['to_frozen'][name]:.2f}x frozen"
+        f" {100 * row['share_of_peak'][name]:.0f}% of peak {row['peak_bytes'][name] / 2**20:.0f} MiB"
+        f"{'' if row['checks'][name]['right'] else ' WRONG'}"
         for name in backends
     ]
     print(
-        f"{row.layer:20s} {row.tokens:6d} tokens {row.adapters:4d} adapters rank {row.ranks:8s} dropout"
-        f" {row.dropout:.1f} | {' | '.join(parts)} | roofline {row.roofline:.2f}x",
+        f"{row['layer']:20s} {row['tokens']:6d} tokens {row['adapters']:4d} adapters rank {row['ranks']:5s}"
+        f" dropout {row['dropout']:.1f} | {' | '.join(parts)} | roofline {row['roofline']:.2f}x"
+        f" ({row['extra_bytes'] / 1e6:.0f} MB, {row['extra_operations'] / 1e9:.0f} GFLOP more)",
         flush=True,
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 where a backend is wrong at a shape."""
-    options = parse(arguments)
-    peak = measure_peak(options.device, getattr(torch, options.dtype))
-    rows = []
-    for name, shape, ranks in grid(options.layers, options.tokens, options.adapters):
-        rows.append(measure(name, shape, ranks, options.backends, peak, options))
-        _print(rows[-1], options.backends)
-    for backend in options.backends:
-        speed = math.exp(statistics.fmean(math.log(row.to_torch_lora[backend]) for row in rows))
-        print(f"{backend}: {speed:.3f} times torch LoRA's speed, geometric mean of {len(rows)} shapes")
+def _start(options: argparse.Namespace) -> dict[str, Any]:
+    """What the file holds already, where it is of the same device, versions and commit; else a new result."""
+    fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
+    try:
+        found = json.loads(options.json.read_text()) if options.json is not None else {}
+    except (OSError, ValueError):
+        found = {}
+    if all(found.get(key) == fresh[key] for key in ("environment", "dtype")):
+        return {**fresh, **found}
+    return fresh
+
+
+def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Replace the file; a run that is stopped leaves the last whole one."""
     if options.json is not None:
-        result = {
-            "environment": environment(options.device),
-            "dtype": options.dtype,
-            "peak": asdict(peak),
-            "rows": [asdict(row) for row in rows],
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(found.right for row in rows for found in row.checks.values()) else 1
+        scratch = options.json.with_name(options.json.name + ".part")
+        scratch.write_text(json.dumps(result, indent=1) + "\n")
+        scratch.replace(options.json)
+
+
+def _key(row: dict[str, Any]) -> list[object]:
+    return [row["layer"], row["tokens"], row["adapters"], row["ranks"], row["dropout"]]
+
+
+def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Add a case's row to the result, or why there is none."""
+    try:
+        result["rows"].append(asdict(measure(case, options.backends, peak, options)))
+        _print(result["rows"][-1], options.backends)
+    except (RuntimeError, KernelError) as problem_found:
+        names = ("layer", "tokens", "adapters", "ranks", "dropout")
+        reason = f"{type(problem_found).__name__}: {problem_found}"[:500]
+        result["failures"].append({**dict(zip(names, case.key, strict=True)), "reason": reason})
+        print(f"{case.layer}, {case.shape}: {reason}", flush=True)
+    if options.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 where a backend is wrong at a shape, or a shape could not be measured."""
+    options = parse(arguments)
+    begin = time.monotonic()
+    result = _start(options)
+    result["peak"] = asdict(measure_peak(options.device, getattr(torch, options.dtype)))
+    peak = Peak(**result["peak"])
+    cases = grid(options.layers, options.tokens, options.adapters, options.ranks, options.dropout)
+    done = [_key(row) for row in (*result["rows"], *result["failures"])]
+    left = [case for case in cases if case.key not in done]
+    for index, case in enumerate(left):
+        if time.monotonic() - begin > options.seconds:
+            print(f"{len(left) - index} of {len(cases)} shapes are left: run again with the same file")
+            break
+        _measured(case, peak, options, result)
+        _write(options, result)
+    rows = result["rows"]
+    for backend in options.backends if rows else ():
+        speed = math.exp(statistics.fmean(math.log(row["to_torch_lora"][backend]) for row in rows))
+        print(f"{backend}: {speed:.3f} times torch LoRA's speed, geometric mean of {len(rows)} shapes")
+    _write(options, result)
+    right = all(found["right"] for row in rows for found in row["checks"].values())
+    return 0 if right and not result["failures"] else 1
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 from plait_kernels.bank import GRADIENTS
 from plait_kernels.dropout import keep_scale
@@ -21,7 +21,7 @@ Leaves = list[list[tuple[Tensor, Tensor]]]
 class Check:
     """RMS errors against float64, relative to the truth's RMS: a backend's, and torch LoRA's.
 
-    `right`: none is more than twice torch LoRA's, or than a rounding of the dtype.
+    `right`: all are finite and none is more than twice torch LoRA's.
     """
 
     errors: dict[str, float]
@@ -41,42 +41,29 @@ def _leaves(made: Problem, dtype: torch.dtype) -> Leaves:
 
 
 def _lora(made: Problem, x: Tensor, leaves: Leaves, masks: list[list[Tensor]] | None) -> Tensor:
-    out, columns = linear(x, made.weight.to(x.dtype)), 0
-    for index, site in enumerate(made.bank.sites):
-        right = out.shape[1] - columns - site.out_features
-        for number, span in enumerate(made.routing.spans):
-            rows = x[span.start : span.stop]
+    """Each adapter's two products for its own rows, joined: nothing of full size is added up.
+
+    `masks`: by span and site, in place of torch's own dropout.
+    """
+    pieces = []
+    for number, span in enumerate(made.routing.spans):
+        rows, parts = x[span.start : span.stop], []
+        for index, (a, b) in enumerate(leaves[number]):
+            own = rows
             if span.threshold and masks is not None:
-                rows = torch.where(masks[number][index], rows * keep_scale(span.threshold), 0.0)
+                own = torch.where(masks[number][index], rows * keep_scale(span.threshold), 0.0)
             elif span.threshold:
-                rows = torch.dropout(rows, span.threshold / 65536, train=True)
-            a, b = leaves[number][index]
-            part = span.block.scale * (rows @ a.T @ b.T)
-            out = out + pad(part, (columns, right, span.start, out.shape[0] - span.stop))
-        columns += site.out_features
-    return out
+                own = torch.dropout(rows, span.threshold / 65536, train=True)
+            parts.append(linear(linear(own, a), b) * span.block.scale)
+        pieces.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+    low_rank = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return linear(x, made.weight.to(x.dtype)) + low_rank
 
 
 def torch_lora(made: Problem) -> Callable[[Tensor], Tensor]:
-    """LoRA as torch's users write it: for each adapter two products and torch's own dropout.
-
-    Each adapter has its own output, put into place by slices, not by adding full-size tensors.
-    """
+    """LoRA as torch's users write it: for each adapter two products and torch's own dropout."""
     leaves = _leaves(made, made.x.dtype)
-
-    def run(x: Tensor) -> Tensor:
-        base = linear(x, made.weight)
-        pieces = []
-        for number, span in enumerate(made.routing.spans):
-            rows, parts = x[span.start : span.stop], []
-            for index in range(len(made.bank.sites)):
-                own = torch.dropout(rows, span.threshold / 65536, train=True) if span.threshold else rows
-                a, b = leaves[number][index]
-                parts.append(linear(linear(own, a), b) * span.block.scale)
-            pieces.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return base + (pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-
-    return run
+    return lambda x: _lora(made, x, leaves, None)
 
 
 def _masks(made: Problem) -> list[list[Tensor]]:
@@ -127,6 +114,5 @@ def check(made: Problem, backend: str) -> Check:
     sizes = {name: _rms(tensor) or 1.0 for name, tensor in truth.items()}
     errors = {name: _rms(got[name] - truth[name]) / sizes[name] for name in truth}
     unfused = {name: _rms(plain[name] - truth[name]) / sizes[name] for name in truth}
-    rounding = torch.finfo(made.x.dtype).eps / 4
-    right = all(errors[name] <= 2 * max(unfused[name], rounding) for name in truth)
+    right = all(errors[name] <= 2 * unfused[name] for name in truth)  # false also where it is NaN
     return Check(errors, unfused, right)

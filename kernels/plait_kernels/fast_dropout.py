@@ -11,7 +11,10 @@ from torch import Tensor
 from plait_kernels.compiled import dropout_library
 from plait_kernels.dropout import keep_mask, keep_scale
 
-_EAGER_ROWS = 64  # eager Philox holds some twenty int64 tensors; few rows keep them in the cache
+# Eager Philox holds some twenty int64 tensors: on a CPU few rows keep them in the cache, elsewhere many keep
+# the device busy.
+_EAGER_ELEMENTS = {"cpu": 2**15}
+_EAGER_ELEMENTS_ELSEWHERE = 2**25
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -20,8 +23,10 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _eager_mask(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
+    elements = _EAGER_ELEMENTS.get(counters.device.type, _EAGER_ELEMENTS_ELSEWHERE)
     chunks = [
-        keep_mask((seed, module), rows, features, threshold) for rows in torch.split(counters, _EAGER_ROWS)
+        keep_mask((seed, module), rows, features, threshold)
+        for rows in torch.split(counters, max(1, elements // features))
     ]
     return torch.cat(chunks)
 

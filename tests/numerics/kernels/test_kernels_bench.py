@@ -22,7 +22,7 @@ def test_figures_and_environment_are_written(tmp_path, capsys):
     assert result["environment"]["torch"] == torch.__version__
     assert result["peak"]["operations"] > 0
     cases = [(row["ranks"], row["dropout"]) for row in result["rows"]]
-    assert cases == [("16", 0.0), ("16", 0.1), ("4 to 128", 0.0), ("4 to 128", 0.1)]
+    assert cases == [("16", 0.0), ("16", 0.1), ("mixed", 0.0), ("mixed", 0.1)]
     for row in result["rows"]:
         assert row["checks"]["grouped"]["right"]
         times = row["seconds"]
@@ -47,6 +47,40 @@ def test_the_check_finds_a_wrong_backend(monkeypatch, dropout):
 
     monkeypatch.setattr(grouped, "backward", slightly_off)
     assert not check(made, "grouped").right
+
+
+def test_a_run_out_of_time_goes_on_from_its_file_and_a_failure_stays_alone(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--layers", "smollm2-135m o", "--tokens", "24", "--dropout", "0"]
+    arguments += ["--repeats", "1", "--backends", "grouped", "--json", str(path), "--ranks", "16"]
+    measure = bench.measure
+
+    def too_large(case, *others):
+        if len(case.shape.ranks) == 4:
+            raise torch.OutOfMemoryError("no room")
+        return measure(case, *others)
+
+    monkeypatch.setattr(bench, "measure", too_large)
+    assert bench.main([*arguments, "--seconds", "0"]) == 0
+    assert json.loads(path.read_text())["rows"] == []
+    assert "2 of 2 shapes are left" in capsys.readouterr().out
+    assert bench.main([*arguments, "--adapters", "4", "1"]) == 1
+    first = json.loads(path.read_text())
+    assert [row["adapters"] for row in first["rows"]] == [1]
+    assert first["failures"][0]["adapters"] == 4
+    assert "no room" in first["failures"][0]["reason"]
+    monkeypatch.setattr(bench, "measure", None)  # nothing is left to measure
+    assert bench.main(arguments) == 1
+    assert json.loads(path.read_text())["rows"] == first["rows"]
+
+
+def test_the_usual_shapes_come_first():
+    cases = bench.grid(["square 4096", "llama-3.1-8b o"], [2048, 8192], [1, 4])
+    assert len(cases) == 2 * 2 * 2 * 2 * 2
+    assert [case.key for case in cases[:2]] == [
+        ["square 4096", 8192, 4, "16", 0.0],
+        ["llama-3.1-8b o", 8192, 4, "16", 0.0],
+    ]
 
 
 def test_the_roofline_counts_what_is_extra():

@@ -37,6 +37,22 @@ def test_every_rank(place, make_layer, rank):
     layer.assert_accurate(layer.run(place[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_all_ranks_at_odd_sizes_side_by_side(place, make_layer, dtype):
+    """A rank of 1 beside one of 256, adapters without rows, features and outputs that fit no tile."""
+    layer = make_layer(
+        ranks=[1, 3, 16, 17, 100, 256, 40, 65],
+        lengths=[9, 0, 7, 13, 5, 11, 0, 2],
+        in_features=37,
+        widths=[23, 9],
+        dropout=[0.2, 0.0] * 4,
+        dtype=dtype,
+        device=place[0],
+        absent=False,
+    )
+    layer.assert_accurate(layer.run(place[1]))
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_number_of_tokens(place, make_layer, tokens, dtype):
@@ -46,9 +62,8 @@ def test_every_number_of_tokens(place, make_layer, tokens, dtype):
 
 
 def test_one_hundred_and_thirty_adapters(place, make_layer):
-    count = 40 if _interpreted(place) else 130  # the interpreter takes some 60 ms an adapter
-    ranks = [1 + index % 5 for index in range(count)]
-    layer = make_layer(ranks=ranks, lengths=[1 + i % 3 for i in range(count)], widths=[16], device=place[0])
+    ranks = [1 + index % 19 for index in range(130)]
+    layer = make_layer(ranks=ranks, lengths=[i % 3 for i in range(130)], widths=[16], device=place[0])
     layer.assert_accurate(layer.run(place[1]))
 
 

@@ -1,0 +1,68 @@
+"""The check that runs without pytest finds nothing wrong here, and finds what is made wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from plait_kernels import check, grouped
+from plait_kernels.synthetic import Shape
+
+SMALL = Shape(40, 24, (16, 8), (3, 20), 0.25)
+
+
+@pytest.fixture(autouse=True)
+def _one_small_shape(monkeypatch):
+    monkeypatch.setattr(check, "shapes", lambda: iter([SMALL]))
+
+
+def test_a_right_backend_passes_and_is_written_down(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    options = ["--device", "cpu", "--backends", "reference", "grouped", "--dtypes", "float32", "bfloat16"]
+    assert check.main([*options, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert len(found["findings"]) == 4
+    assert all(finding["errors"]["dA"] > 0 and not finding["wrong"] for finding in found["findings"])
+    assert "4 cases, 0 wrong" in capsys.readouterr().out
+
+
+def test_triton_passes_in_its_interpreter():
+    if not check.available(torch.device("cpu")):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    found = check.examine(SMALL, "triton", torch.device("cpu"), torch.float32)
+    assert found.wrong == ()
+
+
+def _unwritten(_, run):
+    out, saved = run
+    return torch.where(torch.arange(len(out))[:, None] == 0, torch.empty_like(out), out), saved
+
+
+def _noisy(_, run):
+    return run[0] + torch.rand(()) * 1e-5, run[1]
+
+
+def _undropped(x, run):
+    return run[0] + 0.3 * x.sum(dim=1, keepdim=True), run[1]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [(_unwritten, "error"), (_noisy, "two runs differ"), (_undropped, "mask")],
+    ids=["memory not written", "not repeatable", "mask"],
+)
+def test_what_is_wrong_is_found(monkeypatch, spoil, expected):
+    exact = grouped.forward
+    monkeypatch.setattr(grouped, "forward", lambda x, *others: spoil(x, exact(x, *others)))
+    found = check.examine(SMALL, "grouped", torch.device("cpu"), torch.float32)
+    assert any(expected in wrong for wrong in found.wrong), found.wrong
+
+
+def test_an_error_is_a_finding_and_the_rest_goes_on(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(grouped, "forward", fail)
+    assert check.main(["--device", "cpu", "--backends", "grouped", "reference", "--dtypes", "float32"]) == 1
