@@ -11,10 +11,18 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobGenerated
+from plait.durations import duration
+from plait.engine.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobGenerated,
+    JobParked,
+)
 from plait.terminal_rows import (
     best_line,
-    duration,
     jobs_table,
     number,
     settings_line,
@@ -124,6 +132,8 @@ class Terminal:
                 shown = settings_line(self._board.jobs[event.job.name], keys)
                 begins = "started" if event.step == 0 else f"goes on from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
+            case JobParked():
+                self._print(f"{event.job} parked at step {event.step}: {event.reason}")
             case JobEvaluated():
                 self._print(f"{event.job} step {event.step}: eval loss {number(event.loss)}")
             case JobGenerated():

@@ -8,13 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from plait.tracking.board import WAITING, Board, JobRecord
+from plait.durations import duration
+from plait.tracking.board import PARKED, WAITING, Board, JobRecord
 from plait.tracking.leaderboard import varying
 from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
 
-STYLES = {RUNNING: "cyan", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
+STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
-ORDER = {RUNNING: 0, WAITING: 2}  # what has ended stands between
+ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}  # what has ended stands between
 
 
 def number(value: float | None) -> str:
@@ -29,16 +30,6 @@ def setting(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(setting(item) for item in value)
     return str(value)
-
-
-def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
@@ -65,8 +56,7 @@ def status_line(board: Board, left: float | None) -> str:
     total = max(board.trials, len(board.jobs))
     ended, running = sum(job.ended for job in board.jobs.values()), board.count(RUNNING)
     parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {running} running"]
-    if failed := board.count(FAILED):
-        parts.append(f"{failed} failed")
+    parts += [f"{board.count(state)} {state}" for state in (PARKED, PRUNED, FAILED) if board.count(state)]
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
     if left is not None:
@@ -88,11 +78,11 @@ def best_line(board: Board) -> str:
 
 
 def shown_first(records: Sequence[JobRecord]) -> list[JobRecord]:
-    """Live jobs, then ended ones, newest trial first, then those that wait, oldest first."""
+    """Live jobs, parked ones, ended ones (newest trial first), then those that wait (oldest first)."""
 
     def key(record: JobRecord) -> tuple[int, int]:
-        place = ORDER.get(record.state, 1)
-        return place, -record.trial if place == 1 else record.trial
+        place = ORDER.get(record.state, 2)
+        return place, -record.trial if place == 2 else record.trial
 
     return sorted(records, key=key)
 

@@ -1,14 +1,19 @@
 """The benchmark's two sides train the same: every step's loss of six different adapters, in float32."""
 
+import io
+import warnings
 from dataclasses import replace
 
 import pytest
 
 from plait.bench import dropout_cost, joint_vs_peft
+from plait.bench.backends import time_backends
 from plait.bench.joint_side import load_joint_side
+from plait.bench.progress import shown
 from plait.errors import ConfigError, PlaitError
 from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.settings import EngineSettings, ModelSettings, RunSettings
+from plait_kernels.backends import BACKENDS
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=0)
 OTHER = DataSpec.of("reasoning_gym", task="gsm_symbolic", size=10, validation=0)
@@ -72,8 +77,18 @@ def test_every_steps_loss_is_pefts_within_rounding(tmp_path):
 
 
 def test_the_report_has_speed_memory_agreement_and_every_capacity():
-    options = {"loss_tolerance": 1e-5, "capacities": [16, 256, 512], "capacity_rounds": 1}
-    report = joint_vs_peft.run(SETTINGS, make_jobs(steps=2)[:4], options)
+    options = {
+        "loss_tolerance": 1e-5,
+        "capacities": [16, 256, 512],
+        "capacity_rounds": 1,
+        "kernel_rounds": 2,
+    }
+    said = io.StringIO()
+    with warnings.catch_warnings(), shown("joint_vs_peft", said):
+        warnings.simplefilter("error", FutureWarning)
+        report = joint_vs_peft.run(SETTINGS, make_jobs(steps=2)[:4], options)
+    for words in ("loading the model", "both sides in turns: 4 of 4 (d), about", "512 tokens, round 1"):
+        assert words in said.getvalue()
     figures = {figure.name: figure for figure in report.figures}
     assert all(figure.how == "measured" for figure in figures.values())
     seconds = [figures[f"{side}: training"].ours for side in ("PEFT, one after another", "Plait, joint")]
@@ -84,6 +99,8 @@ def test_the_report_has_speed_memory_agreement_and_every_capacity():
         "capacity 512",
     }  # no sample fits into 16 tokens
     assert figures["Plait: peak memory"].ours > 0
+    assert figures["joint step, kernels=grouped"].ours > 0
+    assert figures["speed, grouped over reference"].ours > 0
     shares = {name: figure.ours for name, figure in figures.items() if name.startswith("of a joint step: ")}
     assert sum(shares.values()) == pytest.approx(100)
     assert shares["of a joint step: matrix products"] > 5
@@ -118,6 +135,28 @@ def test_measuring_leaves_the_worker_empty_and_its_fresh_weights_repeat(tmp_path
     assert first.keys() == second.keys()
     assert all((first[site][0] == second[site][0]).all() for site in first)
     assert all(a.shape[0] == 3 and a.any() and not b.any() for a, b in first.values())
+
+
+def test_each_of_the_kernels_does_the_steps_that_bear_its_name(monkeypatch):
+    """Each backend's forward is called in its own turns only, and the worker has its own again afterwards."""
+    jobs = make_jobs(steps=2)[:2]
+    side = load_joint_side(SETTINGS, jobs)
+    calls = []
+    for name, module in list(BACKENDS.items()):
+
+        def forward(*given, name=name, real=module.forward):
+            calls.append(name)
+            return real(*given)
+
+        monkeypatch.setattr(module, "forward", forward)
+    seconds = time_backends(side, jobs, rounds=2)
+    assert {name: len(times) for name, times in seconds.items()} == {"reference": 2, "grouped": 2}
+    order = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
+    assert order == ["grouped", "reference", "grouped", "reference"]  # both turn round in round 1
+    assert calls.count("grouped") == calls.count("reference") > 0
+    calls.clear()
+    side.warm_up(jobs[0])
+    assert set(calls) == {"grouped"}
 
 
 def test_the_cost_of_dropout_is_measured_on_both_sides():

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from plait.durations import duration
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
 from plait.terminal import Terminal, print_summary
-from plait.terminal_rows import duration, jobs_table, setting, share_done, shown_first, status_line
+from plait.terminal_rows import jobs_table, setting, share_done, shown_first, status_line
 from plait.tracking.board import Board, JobRecord
 
 

@@ -17,6 +17,7 @@ import torch
 
 from plait.bench.figures import Figure
 from plait.bench.joint_side import JointSide
+from plait.bench.progress import part
 from plait.jobs import JobSpec
 from plait.models import BaseModel, MicrobatchContext
 from plait.plans import Microbatch
@@ -49,8 +50,10 @@ def measure_capacities(
         side.attach(job)
     frozen = {capacity: [_samples(side, jobs, each) for each in plan] for capacity, plan in plans.items()}
     seconds: dict[int, list[tuple[float, float]]] = {capacity: [] for capacity in plans}
-    for _ in range(rounds + 1):
+    piece = part("frozen model and joint step by capacity", (rounds + 1) * len(plans))
+    for round_ in range(rounds + 1):
         for capacity, plan in plans.items():
+            piece(f"{capacity} tokens, {f'round {round_}' if round_ else 'a warm-up'}")
             started = perf_counter()
             for samples in frozen[capacity]:
                 _frozen_pass(base, samples)

@@ -11,6 +11,7 @@ import torch
 
 from plait.bench.figures import Figure, Report
 from plait.bench.joint_side import JointSide, load_joint_side
+from plait.bench.progress import part
 from plait.config_fields import build
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
@@ -48,7 +49,9 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     for job in (job for group in groups for job in group):
         side.attach(job)
     seconds: tuple[list[float], list[float]] = ([], [])
+    piece = part("joint steps without and with dropout", asked.steps + 1)
     for step in range(1, asked.steps + 2):
+        piece("a warm-up" if step == 1 else f"pair {step - 1}")
         # The one that goes second finds warm caches: they take turns at that too.
         for which in (0, 1) if step % 2 else (1, 0):
             seconds[which].append(_step(side, groups[which], step))

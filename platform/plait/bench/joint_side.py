@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from plait.adapters import import_adapter
+from plait.bench.progress import part
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.devices import choose_device
 from plait.engine.ledger import Worker
 from plait.engine.messages import (
     Attach,
@@ -25,10 +28,10 @@ from plait.engine.messages import (
     StepJobs,
 )
 from plait.engine.order import DataOrder, training_batch
-from plait.engine.worker import local_worker
+from plait.engine.worker import LocalWorker
 from plait.errors import ConfigError, PlaitError
 from plait.jobs import JobSpec
-from plait.models import inspect_model
+from plait.models import BaseModel, inspect_model, load_model
 from plait.paths import cache_dir
 from plait.planner.packing import pack
 from plait.plans import GlobalBatch, Microbatch
@@ -43,6 +46,7 @@ class JointSide:
 
     settings: RunSettings
     data: DataCatalogue
+    model: BaseModel
     worker: Worker
 
     def split(self, job: JobSpec) -> Split:
@@ -78,6 +82,15 @@ class JointSide:
         """The optimiser step of every job."""
         self.worker.handle(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
 
+    @contextmanager
+    def kernels(self, backend: str) -> Iterator[None]:
+        """Inside, ``backend`` computes the adapters' part."""
+        self.model.install(backend=backend)
+        try:
+            yield
+        finally:
+            self.model.install(backend=self.worker.facts.chosen["kernels"])
+
     def warm_up(self, job: JobSpec) -> None:
         """One forward and backward pass that leaves nothing behind, so that no first call is timed."""
         self.attach(job)
@@ -104,7 +117,9 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     check_engine(settings)
     shape = inspect_model(settings.model, cache=cache_dir())
     data = open_data(settings, shape.max_length, jobs).catalogue
-    return JointSide(settings, data, local_worker(settings, data, cache=cache_dir()))
+    part("loading the model")
+    model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
+    return JointSide(settings, data, model, LocalWorker(model, data, settings.engine))
 
 
 @dataclass(slots=True, eq=False)

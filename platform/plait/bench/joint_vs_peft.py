@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
+from plait.bench.backends import backend_figures, time_backends
 from plait.bench.capacity import CAPACITIES, capacity_figures, measure_capacities
 from plait.bench.figures import Figure, Report
 from plait.bench.joint_side import JointRun, JointSide, load_joint_side
 from plait.bench.memory import Footprint
 from plait.bench.peft_baseline import BaselineRun, PeftBaseline
+from plait.bench.progress import part
 from plait.bench.time_shares import share_figures, time_shares
 from plait.config_fields import build
 from plait.engine.devices import choose_device
@@ -41,11 +43,13 @@ class Options:
             loss; beyond it the benchmark fails, since sides that compute different things do not compare.
         capacities: microbatch sizes at which the frozen model and the joint step are measured; none: skipped.
         capacity_rounds: how often each is measured.
+        kernel_rounds: how often the joint step is measured with each of the kernels; 0: not at all.
     """
 
     loss_tolerance: float = 0.05
     capacities: tuple[int, ...] = CAPACITIES
     capacity_rounds: int = 3
+    kernel_rounds: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
         base = load_model(settings.model, cache=cache_dir(), device="cpu")
         points = measure_capacities(side, base, jobs, asked.capacities, asked.capacity_rounds)
         figures += capacity_figures(points)
+    if asked.kernel_rounds:
+        figures += backend_figures(time_backends(side, jobs, asked.kernel_rounds))
     figures += share_figures(time_shares(side, jobs))
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
@@ -101,7 +107,9 @@ def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> tu
         )
         baseline.warm_up(jobs[0], side.split(jobs[0]))
     runs = []
+    piece = part("training on both sides in turns", len(jobs))
     for turn, job in enumerate(jobs, start=1):
+        piece(job.name)
         with joint_memory:
             joint.advance(turn / len(jobs))
         with baseline_memory:

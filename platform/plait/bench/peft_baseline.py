@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.rates import learning_rate
 from plait.jobs import JobSpec
+from plait.models.quiet import quiet
 from plait.samples import Sample, Split
 
 IGNORED = -100  # the label that transformers leaves out of its loss
@@ -144,7 +145,8 @@ class _Adapter:
             target_modules=targets,
             task_type="CAUSAL_LM",
         )
-        self.model = cast(PeftModel, get_peft_model(model, config))
+        with quiet():  # PEFT asks transformers for an attribute that is going to be renamed
+            self.model = cast(PeftModel, get_peft_model(model, config))
         self.model.train()
         parts = lora_weights(self.model)
         if initial is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from torch.profiler import ProfilerActivity, profile
 
 from plait.bench.figures import Figure
 from plait.bench.joint_side import JointSide
+from plait.bench.progress import part
 from plait.jobs import JobSpec
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 SHOWN = 5  # operations named beside the products
+SILENT = "6"  # above USDT, the level at which Kineto tells that a profile starts and stops
 
 
 def time_shares(side: JointSide, jobs: Sequence[JobSpec]) -> dict[str, float]:
@@ -19,10 +22,12 @@ def time_shares(side: JointSide, jobs: Sequence[JobSpec]) -> dict[str, float]:
 
     The profiler itself slows small operations most, so their shares are upper bounds.
     """
+    part("where the time of a joint step goes")
     microbatches = side.pack(jobs, 1, side.settings.engine.capacity)
     for job in jobs:
         side.attach(job)
     side.pass_through(microbatches)
+    os.environ.setdefault("KINETO_LOG_LEVEL", SILENT)  # read when the first profile begins
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         side.pass_through(microbatches)
         side.step(jobs, 1)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from plait.bench.figures import Figure, Report
+from plait.bench.progress import shown
 from plait.config import Config
 from plait.config_fields import build, unknown_key
 from plait.errors import EXIT_DONE, ConfigError, choices
@@ -38,9 +39,11 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     for key in section:
         if key not in ("run", "options"):
             raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
-    benchmark = find_benchmark(section.get("run"), str(composed["mode"]))
+    path = section.get("run")
+    benchmark = find_benchmark(path, str(composed["mode"]))
     options = dict(section.get("options") or {})
-    report = benchmark(command.settings, draw_jobs(command), options)
+    with shown(str(path).removeprefix(HOME).removesuffix(".run")):
+        report = benchmark(command.settings, draw_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
     console = Console()
     # A table cut to 80 columns cannot be read in a log.

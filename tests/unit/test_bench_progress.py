@@ -1,0 +1,57 @@
+"""What a benchmark says while it runs: elapsed, what now, and what is left where it can be told."""
+
+import io
+import threading
+import time
+
+import pytest
+
+from plait.bench import progress
+from plait.bench.progress import Progress, part, shown
+
+
+def test_the_rest_is_told_from_the_second_piece_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    out = io.StringIO()
+
+    def made(name: str, to: io.StringIO) -> Progress:
+        return Progress(name, to, clock=lambda: now[0])
+
+    monkeypatch.setattr(progress, "Progress", made)
+    with shown("race", out, heartbeat=3600):
+        now[0] = 5.0
+        piece = part("training", 4)
+        for name in "abc":
+            piece(name)
+            now[0] += 60.0
+    assert out.getvalue().splitlines() == [
+        "       0 s  race: begins",
+        "       5 s  race: training: 1 of 4 (a)",
+        "1 min 05 s  race: training: 2 of 4 (b), about 3 min 00 s left of this part",
+        "2 min 05 s  race: training: 3 of 4 (c), about 2 min 00 s left of this part",
+    ]
+
+
+def test_a_part_of_one_piece_says_so_at_once_and_what_runs_on_says_so_again() -> None:
+    out = io.StringIO()
+    twice = threading.Event()
+
+    class Noting(io.StringIO):
+        def write(self, text: str) -> int:
+            out.write(text)
+            if out.getvalue().count("race: loading") > 1:
+                twice.set()
+            return len(text)
+
+    with shown("race", Noting(), heartbeat=0.01):
+        part("loading")
+        assert twice.wait(30)
+    ended = out.getvalue()
+    time.sleep(0.05)
+    assert out.getvalue() == ended
+
+
+def test_without_anybody_to_tell_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    part("loading")
+    part("training", 2)("a")
+    assert capsys.readouterr() == ("", "")
