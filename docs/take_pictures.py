@@ -1,4 +1,4 @@
-"""Take the pictures of MLflow's pages that the README shows, from a store that has a search in it.
+"""Take the pictures of MLflow's pages and of a report that the README shows, from a store that has a search.
 
     python docs/take_pictures.py --root plait-runs --search NAME --out docs/images
 
@@ -9,6 +9,7 @@ drawn here.
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from selenium import webdriver
@@ -28,12 +30,16 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from plait.settings import TrackingSettings
 from plait.tracking import load_search, ui_command
+from plait_dashboards.figures import all_figures
+from plait_dashboards.page import report
+from plait_dashboards.reading import read_sweep
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 OPTIONS = (
     "--headless",
     "--no-sandbox",
-    "--disable-gpu",
+    "--use-angle=swiftshader",  # WebGL without a graphics card
+    "--enable-unsafe-swiftshader",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -59,13 +65,18 @@ return curves;
 """
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 @contextmanager
 def pages(settings: TrackingSettings) -> Iterator[str]:
     """MLflow's pages on a store, as ``plait ui`` serves them; gives their address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = ui_command(settings, ["--port", str(port)])
+    command = ui_command(settings, ["--port", str(free_port())])
     if not command.command:
         yield command.url
         return
@@ -91,6 +102,14 @@ def until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
         except OSError:
             time.sleep(0.2)
     raise RuntimeError(f"no answer from {url}; the server's exit status: {server.poll()}")
+
+
+DRAWN_FIGURES = """
+const places = [...document.querySelectorAll('[data-figure]')];
+const drawn = places.filter((place) => place.dataset.drawn === 'yes' && place.querySelector('.main-svg'));
+return document.documentElement.dataset.drawn === undefined ? null
+  : {there: places.length, drawn: drawn.map((place) => place.closest('section').id)};
+"""
 
 
 class Browser:
@@ -163,17 +182,79 @@ class Browser:
 
 @contextmanager
 def browser(address: str, width: int = 1500, height: int = 950) -> Iterator[Browser]:
-    """A browser of its own with an empty profile."""
+    """A browser of its own on MLflow's pages."""
+    with chromium(width, height) as driver:
+        yield Browser(driver, address)
+
+
+@contextmanager
+def chromium(width: int, height: int) -> Iterator[webdriver.Chrome]:
+    """Headless Chromium with an empty profile, which keeps what a page writes to its console."""
     with tempfile.TemporaryDirectory() as profile:
         options = webdriver.ChromeOptions()
         options.binary_location = str(CHROMIUM)
         for option in (*OPTIONS, f"--window-size={width},{height}", f"--user-data-dir={profile}"):
             options.add_argument(option)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
         try:
-            yield Browser(driver, address)
+            yield driver
         finally:
             driver.quit()
+
+
+def drawn_figures(driver: webdriver.Chrome) -> list[str]:
+    """The figures of a page of Plait's once it has drawn them all.
+
+    Raises:
+        RuntimeError: it did not draw every one.
+    """
+    found: dict[str, Any] = WebDriverWait(driver, SECONDS).until(
+        lambda _: driver.execute_script(DRAWN_FIGURES), "the page draws no figures"
+    )
+    if len(found["drawn"]) != found["there"]:
+        raise RuntimeError(f"{found['there']} figures on the page, drawn: {found['drawn']}")
+    drawn: list[str] = found["drawn"]
+    return drawn
+
+
+def open_report(driver: webdriver.Chrome, page: Path, scheme: str = "light") -> list[str]:
+    """Open a report with the network switched off; the figures that it shows.
+
+    Args:
+        driver: of Chromium.
+        page: the file.
+        scheme: "light" or "dark".
+    """
+    driver.execute_cdp_cmd("Network.enable", {})
+    offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+    driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    wanted = {"name": "prefers-color-scheme", "value": scheme}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
+    driver.get(page.absolute().as_uri())
+    return drawn_figures(driver)
+
+
+def show_figures(seen: Browser, experiment: str, run_id: str, page: str = "report.html") -> list[str]:
+    """A page of figures among the artifacts of the search's run; the figures that it shows."""
+    seen.open(f"experiments/{experiment}/runs/{run_id}/artifacts/{page}", page.rsplit("/", 1)[-1])
+    seen.driver.switch_to.frame(seen.first("iframe"))
+    try:
+        return drawn_figures(seen.driver)
+    finally:
+        seen.driver.switch_to.default_content()
+
+
+def whole_page(driver: webdriver.Chrome, path: Path, scale: float = 0.7) -> None:
+    """Save the whole page as PNG, what lies below the window too."""
+    driver.execute_script(
+        "document.head.appendChild(document.createElement('style')).textContent = "
+        "'.modebar { display: none !important; }'"
+    )
+    size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
+    clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": scale}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+    path.write_bytes(base64.b64decode(shot["data"]))
 
 
 def show_search(seen: Browser, experiment: str, search: str, jobs: Sequence[str], view: str = "") -> None:
@@ -237,6 +318,19 @@ def main() -> None:
         seen.picture(given.out / "mlflow-job.png")
         show_leaderboard(seen, result.experiment_id, result.run_id)
         seen.picture(given.out / "mlflow-leaderboard.png")
+        show_figures(seen, result.experiment_id, result.run_id)
+        seen.picture(given.out / "mlflow-figures.png")
+    take_report(settings, result.name, given.out / "report.png")
+
+
+def take_report(settings: TrackingSettings, name: str, path: Path) -> None:
+    """The page that ``plait report`` makes, as a picture."""
+    sweep = read_sweep(settings, name)
+    with tempfile.TemporaryDirectory() as folder, chromium(1200, 900) as driver:
+        page = Path(folder) / "report.html"
+        page.write_text(report(sweep, all_figures(sweep)), encoding="utf-8")
+        open_report(driver, page)
+        whole_page(driver, path)
 
 
 if __name__ == "__main__":

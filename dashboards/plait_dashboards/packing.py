@@ -181,8 +181,10 @@ def predictions(sweep: Sweep) -> go.Figure:
                 showarrow=False,
                 x=0.5,
                 y=0.5,
-                xref=f"x{column} domain",
-                yref=f"y{column} domain",
+                xref="x domain",
+                yref="y domain",
+                row=1,
+                col=column,
             )
     return made
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import optuna
@@ -18,6 +21,7 @@ from plait.search.storage import open_storage
 
 Trials = Callable[..., list[optuna.trial.FrozenTrial]]
 Leaderboard = Callable[[], list[dict[str, Any]]]
+SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "take_pictures.py"
 TASK = ("model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4", "train.batch_size=2")
 
 
@@ -106,3 +110,19 @@ def finished_search(
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         assert main(command) == 0
     return folder, command
+
+
+@pytest.fixture(scope="session")
+def pictures() -> ModuleType:
+    """The script that takes the README's pictures: the tests look at the pages through its browser."""
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    spec = importlib.util.spec_from_file_location("take_pictures", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    missing = [str(path) for path in (module.CHROMIUM, module.DRIVER) if not path.exists()]
+    if missing:
+        pytest.skip(f"Debian's packages chromium and chromium-driver are not installed: {missing}")
+    return module

@@ -1,7 +1,5 @@
 """MLflow's pages in a real browser: a search with its jobs below it, and a job's curves."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,24 +13,7 @@ from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, SearchResult, Tracker, load_search
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-SCRIPT = Path(__file__).resolve().parents[2] / "docs" / "take_pictures.py"
 JOBS, STEPS = 4, 15
-
-
-@pytest.fixture(scope="module")
-def pictures() -> ModuleType:
-    """The script that takes the README's pictures: the tests look at the pages through its browser."""
-    pytest.importorskip("selenium", reason="selenium is not installed")
-    spec = importlib.util.spec_from_file_location("take_pictures", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    missing = [str(path) for path in (module.CHROMIUM, module.DRIVER) if not path.exists()]
-    if missing:
-        pytest.skip(f"Debian's packages chromium and chromium-driver are not installed: {missing}")
-    return module
 
 
 @pytest.fixture(scope="module")

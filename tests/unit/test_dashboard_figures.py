@@ -292,6 +292,14 @@ def test_errors_are_of_steps_that_have_both() -> None:
     assert "memory: off by 100.0%" in said
 
 
+@pytest.mark.parametrize("known", [{"predicted_seconds": 1.0}, {"peak_bytes": 5, "predicted_bytes": 6}])
+def test_what_was_not_predicted_is_said_on_its_side(known: dict[str, float]) -> None:
+    sweep = Sweep("s", "finished", "minimize", "eval/loss", (), steps=(row(1, {"a": 10}, **known),))
+    (said,) = packing.predictions(sweep).layout.annotations
+    assert said.text == "not predicted or not measured here"
+    assert said.xref == ("x2 domain" if "predicted_seconds" in known else "x domain")
+
+
 # ---- all together ------------------------------------------------------------------------------------
 
 
