@@ -37,6 +37,7 @@ from plait.engine.messages import (
     JobLoss,
     JobProgress,
     MicrobatchDone,
+    ObservedPeak,
     RunMicrobatches,
     Saved,
     SaveState,
@@ -53,9 +54,22 @@ from plait.settings import EngineSettings, PlannerSettings, RunSettings
 
 LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 8, 8) for i in range(2) for name in ("q_proj", "v_proj"))
 SHAPE = ActivationShape(
-    layers=2, hidden=8, heads=2, vocabulary=16, linear_features=64, weight_bytes=10_000, element_bytes=4
+    layers=2,
+    hidden=8,
+    heads=2,
+    vocabulary=16,
+    linear_features=64,
+    weight_bytes=10_000,
+    element_bytes=4,
+    logit_rows=1024,
+    keep_up_to=256,
 )
 ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj", "v_proj"))
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def split(lengths: Sequence[int]) -> Split:
@@ -124,6 +138,7 @@ class ScriptedWorker:
                 for each in batch.segments
                 if (kind, each.job, each.step) in self.faults
             ]
+            peak = ObservedPeak(10_000, (("backward", 10_000 + 50 * batch.tokens),))
             losses = tuple(
                 JobLoss(
                     each.job,
@@ -134,7 +149,7 @@ class ScriptedWorker:
                 )
                 for each in batch.segments
             )
-            events.append(MicrobatchDone(batch.index, losses, self._spend(), 100 + batch.index, evaluation))
+            events.append(MicrobatchDone(batch.index, losses, self._spend(), peak, evaluation))
         return events
 
 

@@ -45,14 +45,14 @@ class MicrobatchShape:
 
     @classmethod
     def of_microbatch(
-        cls, microbatch: Microbatch, *, ranks: Mapping[str, int], labelled_share: Mapping[str, float]
+        cls, microbatch: Microbatch, *, ranks: Mapping[str, int], labelled: int
     ) -> MicrobatchShape:
-        """The shape of a planned microbatch, given each job's rank and share of labelled tokens."""
+        """The shape of a planned microbatch, given each job's rank and the labelled tokens in it."""
         segments = microbatch.segments
         return cls(
             tokens=microbatch.tokens,
             squares=sum(length * length for segment in segments for length in segment.lengths),
-            labelled=round(sum(labelled_share[segment.job] * segment.tokens for segment in segments)),
+            labelled=labelled,
             rank_tokens=sum(ranks[segment.job] * segment.tokens for segment in segments),
         )
 

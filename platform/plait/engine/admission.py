@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from plait.cost.memory import MemoryModel
+from plait.cost.profile_store import Profile
 from plait.engine.memory_estimate import ActivationShape, activation_bytes, adapter_bytes
 from plait.errors import CapacityError
 from plait.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, check_rank
+from plait.planner.admission import GroupMemory
 from plait.settings import RunSettings
 
 GIB = 2**30
+USUAL_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +41,38 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one job asks for: its adapter's bytes, and the tokens of its longest sample."""
+    """What one job asks for.
 
-    bytes: int
+    Attributes:
+        adapter_bytes: exact: weights, gradients, moments, copies.
+        longest: tokens of its longest sample.
+        rank: of its adapter.
+        names: linears that it sits on, by the last parts of their names.
+    """
+
+    adapter_bytes: int
     longest: int
+    rank: int = 0
+    names: frozenset[str] = frozenset()
 
 
 class Admission:
     """Answers whether jobs fit together into the worker's memory.
 
+    What stays is exact arithmetic. What passes is predicted by a fitted model, with its margin: from a stored
+    profile, or from what training has shown (:meth:`learn`). Before there is either, by the estimate of
+    :mod:`plait.engine.memory_estimate`.
+
     Args:
         facts: of the worker.
         settings: capacity, checkpointing, memory share and the limit on jobs.
+        profile: stored, of this model, device, dtype and engine options; None where there is none.
     """
 
-    def __init__(self, facts: WorkerFacts, settings: RunSettings) -> None:
+    def __init__(self, facts: WorkerFacts, settings: RunSettings, profile: Profile | None = None) -> None:
+        self._profile = profile
+        self._learnt: MemoryModel | None = None
+        self._passing: dict[tuple[bool, int, int], int] = {}  # what is asked again for every place
         self._facts = facts
         self._engine = settings.engine
         self._planner = settings.planner
@@ -72,7 +93,8 @@ class Admission:
             )
         names = set(check_rank(adapter, self._facts.linears))
         sites = [linear for linear in self._facts.linears if linear.name in names]
-        demand = Demand(adapter_bytes(adapter.rank, sites, self._facts.shape.element_bytes), longest)
+        size = adapter_bytes(adapter.rank, sites, self._facts.shape.element_bytes)
+        demand = Demand(size, longest, adapter.rank, _last_parts(sites))
         if self.predicted([demand]) > self.budget:
             raise CapacityError(
                 f"one job needs about {self.predicted([demand]) / GIB:.2f} GiB",
@@ -83,9 +105,15 @@ class Admission:
         return demand
 
     @property
+    def holds_for(self) -> str:
+        """Model, device and options that observed peaks hold for, in words."""
+        return repr((self._facts.shape, sorted(self._facts.chosen.items()), self._engine.checkpointing))
+
+    @property
     def usual(self) -> Demand:
         """What is assumed where no job is known yet: rank 16 on every linear layer."""
-        return Demand(adapter_bytes(16, self._facts.linears, self._facts.shape.element_bytes), 0)
+        size = adapter_bytes(USUAL_RANK, self._facts.linears, self._facts.shape.element_bytes)
+        return Demand(size, 0, USUAL_RANK, _last_parts(self._facts.linears))
 
     @property
     def budget(self) -> int:
@@ -93,14 +121,42 @@ class Admission:
         return int(self._planner.memory_share * self._facts.memory_bytes)
 
     def predicted(self, demands: Sequence[Demand]) -> int:
-        """Bytes of the base model and these jobs at the peak of a full microbatch."""
-        activations = activation_bytes(
-            self._facts.shape,
-            capacity=self._engine.capacity,
-            longest=max((demand.longest for demand in demands), default=0),
-            checkpointing=self._engine.checkpointing,
+        """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come."""
+        longest = max((demand.longest for demand in demands), default=0) or self._engine.capacity
+        rank = max((demand.rank for demand in demands), default=0)
+        model = self.model_for(demands)
+        key = (model is None, longest, rank)
+        if key not in self._passing:
+            self._passing[key] = self._passes(model, longest, rank)
+        staying = self._facts.shape.weight_bytes + sum(demand.adapter_bytes for demand in demands)
+        return staying + self._passing[key]
+
+    def _passes(self, model: MemoryModel | None, longest: int, rank: int) -> int:
+        """Bytes that a microbatch takes at the most."""
+        capacity = self._engine.capacity
+        if model is None:
+            return self.estimate(capacity, longest)
+        memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)
+        return int(memory([Demand(0, longest, rank)]))
+
+    def estimate(self, tokens: int, longest: int) -> int:
+        """Bytes of a microbatch's activations from the model's shape alone."""
+        return activation_bytes(
+            self._facts.shape, capacity=tokens, longest=longest, checkpointing=self._engine.checkpointing
         )
-        return self._facts.shape.weight_bytes + activations + sum(demand.bytes for demand in demands)
+
+    def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
+        """The fitted model of these jobs' microbatches, if there is one: what training has shown, else the
+        profile where its adapters sat on all linears that these sit on."""
+        if self._learnt is not None:
+            return self._learnt
+        names = {name for demand in demands for name in demand.names}
+        return self._profile.memory if self._profile is not None and self._profile.covers(names) else None
+
+    def learn(self, model: MemoryModel) -> None:
+        """Predict with this model from now on."""
+        self._learnt = model
+        self._passing.clear()
 
     def fits(self, demands: Sequence[Demand]) -> bool:
         """Whether these jobs may train together."""
@@ -113,3 +169,7 @@ class Admission:
         while number < most and self.fits([*taken, *[each] * (number + 1)]):
             number += 1
         return number
+
+
+def _last_parts(linears: Iterable[LinearInfo]) -> frozenset[str]:
+    return frozenset(linear.name.rpartition(".")[2] for linear in linears)

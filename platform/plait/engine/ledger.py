@@ -12,10 +12,13 @@ from plait.engine.live import LiveJob
 from plait.engine.messages import (
     Attached,
     Command,
+    Evaluate,
     Generated,
     JobFailed,
     MicrobatchDone,
+    ObservedPeak,
     OutOfMemory,
+    RunMicrobatches,
     Saved,
     StepDone,
     WorkerEvent,
@@ -58,7 +61,14 @@ class Outcome:
     generated: dict[str, Generated] = field(default_factory=dict)
     out_of_memory: str | None = None
     microbatches: int = 0
-    peak_bytes: int | None = None
+    peaks: dict[int, ObservedPeak] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The highest peak, where every microbatch was observed."""
+        if not self.peaks or len(self.peaks) < self.microbatches:
+            return None
+        return max(peak.bytes for peak in self.peaks.values())
 
     @property
     def tokens(self) -> int:
@@ -68,6 +78,8 @@ class Outcome:
 
 class Ledger:
     """The way to the worker. A microbatch's seconds are shared out to its jobs by their tokens.
+
+    Whatever else the worker does for a job, it pays for: to be taken in and saved, a step that is not taken.
 
     Args:
         worker: carries out the commands.
@@ -86,29 +98,43 @@ class Ledger:
                     self._microbatch(event, jobs, outcome)
                 case StepDone():
                     outcome.steps[event.job] = event
-                    self._charge(jobs[event.job], event.seconds)
+                    self.charge(jobs[event.job], event.seconds)
                 case Generated():
                     outcome.generated[event.job] = event
-                    self._charge(jobs[event.job], event.seconds)
+                    self.charge(jobs[event.job], event.seconds)
                 case JobFailed():
                     outcome.failures.setdefault(event.job, event.reason)
+                    self.charge(jobs[event.job], event.seconds)
                 case Attached():
                     outcome.attached[event.job] = event
                 case OutOfMemory():
                     outcome.out_of_memory = event.detail
+                    self._wasted(command, event.seconds, jobs)
                 case Saved():
-                    pass
+                    self.charge(jobs[event.job], event.seconds)
         return outcome
 
-    def _charge(self, job: LiveJob, seconds: float) -> None:
+    def charge(self, job: LiveJob, seconds: float) -> None:
+        """Put device time on a job's account."""
         spent = nanoseconds(seconds)
         self.device_ns += spent
         job.charge(spent)
 
+    def _wasted(self, command: Command, seconds: float, jobs: Mapping[str, LiveJob]) -> None:
+        """Share a microbatch that did not get through out to the jobs of its command, by their tokens."""
+        assert isinstance(command, RunMicrobatches | Evaluate)
+        tokens: dict[str, int] = {}
+        for segment in (each for item in command.microbatches for each in item.segments):
+            tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens
+        spent = nanoseconds(seconds)
+        self.device_ns += spent
+        for name, part in zip(tokens, share(spent, list(tokens.values())), strict=True):
+            jobs[name].charge(part)
+
     def _microbatch(self, event: MicrobatchDone, jobs: Mapping[str, LiveJob], outcome: Outcome) -> None:
         outcome.microbatches += 1
-        if event.peak_bytes is not None:
-            outcome.peak_bytes = max(outcome.peak_bytes or 0, event.peak_bytes)
+        if event.peak is not None:
+            outcome.peaks[event.index] = event.peak
         spent = nanoseconds(event.seconds)
         self.device_ns += spent
         shares = share(spent, [loss.tokens for loss in event.losses])

@@ -14,7 +14,6 @@ from plait.models.targets import LinearInfo
 MASTER_BYTES = 4  # float32: weight, gradient and two moments
 STATE_COPIES = 4
 SAVED_COPIES = 2.0  # what backward keeps and what passes through it, for each input and output of a linear
-LOSS_ROWS = 1024  # labelled rows whose logits may live at once
 LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 
@@ -30,6 +29,8 @@ class ActivationShape:
         linear_features: in + out of every linear of all layers, summed.
         weight_bytes: of the frozen weights.
         element_bytes: of one number of the arithmetic.
+        logit_rows: labelled rows whose logits live at once (the chunk of the loss).
+        keep_up_to: longest samples that keep their attention probabilities for backward.
     """
 
     layers: int
@@ -39,6 +40,8 @@ class ActivationShape:
     linear_features: int
     weight_bytes: int
     element_bytes: int
+    logit_rows: int
+    keep_up_to: int
 
 
 def adapter_bytes(rank: int, sites: Iterable[LinearInfo], element_bytes: int) -> int:
@@ -58,13 +61,13 @@ def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, che
     Args:
         model: its shape.
         capacity: tokens of the microbatch.
-        longest: tokens of the longest sample: bounds Σℓ² ≤ capacity · longest.
+        longest: tokens of the longest sample: bounds Σℓ² of those that keep their attention probabilities.
         checkpointing: only the layers' inputs are kept, and one layer's insides.
     """
     tokens = capacity * model.element_bytes
     insides = SAVED_COPIES * (model.linear_features + 2 * model.layers * model.hidden) * tokens
-    insides += SAVED_COPIES * model.layers * model.heads * longest * tokens
+    insides += SAVED_COPIES * model.layers * model.heads * min(longest, model.keep_up_to) * tokens
     if checkpointing:
         insides = insides / model.layers + model.layers * model.hidden * tokens
-    loss = min(capacity, LOSS_ROWS) * model.vocabulary * 4 * LOSS_COPIES
+    loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
     return int(insides) + loss

@@ -128,6 +128,7 @@ class Attached:
     cursor: Cursor
     state: Path | None = None
     notices: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +143,31 @@ class JobLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class ObservedPeak:
+    """What a microbatch took in memory.
+
+    Attributes:
+        static: bytes of tensors that were there before and stay: weights and all attached adapters.
+        phases: highest bytes, static ones included, by phase of the microbatch (forward, loss, backward).
+    """
+
+    static: int
+    phases: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """The peak of the whole microbatch."""
+        return max(highest for _, highest in self.phases)
+
+
+@dataclass(frozen=True, slots=True)
 class MicrobatchDone:
-    """One microbatch went through; ``peak_bytes`` is None where the device cannot tell."""
+    """One microbatch went through; ``peak`` is None where it was not observed."""
 
     index: int
     losses: tuple[JobLoss, ...]
     seconds: float
-    peak_bytes: int | None
+    peak: ObservedPeak | None
     evaluation: bool = False
 
 
@@ -164,11 +183,15 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A loss or gradient was not finite, or the job's data or state cannot be used; others go on."""
+    """A loss or gradient was not finite, or the job's data or state cannot be used; others go on.
+
+    ``seconds`` are those that no other event has: of a step that was not taken, or of taking the job in.
+    """
 
     job: str
     step: int
     reason: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +212,18 @@ class Saved:
     directory: Path
     step: int
     exported: bool
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again."""
+    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again.
+
+    ``seconds`` are those of the microbatch that did not get through.
+    """
 
     detail: str
+    seconds: float = 0.0
 
 
 WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved | OutOfMemory
@@ -327,6 +355,31 @@ class GroupStep:
     predicted_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFitted:
+    """The model of seconds or of bytes was fitted to what training has shown so far.
+
+    Attributes:
+        target: "seconds" of an iteration, or "bytes" of a microbatch's peak above the static ones.
+        iteration: after which it was fitted; counted as in :class:`GroupStep`.
+        observations: that it was fitted to.
+        coefficients: by name; of memory by phase and name.
+        mean_error, max_error: of the observations it was fitted to, relative, absolute values.
+        ahead_error: mean absolute relative error of what was predicted since the fit before, before it ran;
+            None where nothing was predicted.
+        margin: relative; by how much a new observation may exceed its prediction.
+    """
+
+    target: str
+    iteration: int
+    observations: int
+    coefficients: tuple[tuple[str, float], ...]
+    mean_error: float
+    max_error: float
+    ahead_error: float | None
+    margin: float
+
+
 Event = (
     JobAdmitted
     | JobParked
@@ -337,4 +390,5 @@ Event = (
     | JobSaved
     | Notice
     | GroupStep
+    | ModelFitted
 )

@@ -1,50 +1,112 @@
-"""Peak memory of a stretch of work, where the device can tell."""
+"""Peak memory of microbatches, phase by phase, above what stays; and when it is looked at.
+
+On CUDA the allocator tells, for nothing. On a CPU live tensor storage is counted, operation by operation
+(:mod:`plait.cost.storage_counter`); the resident size of the process would tell of the allocator and of
+everything else in it. Counting slows a microbatch down, so there only a sample is counted.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import psutil
 import torch
 
-_CLEAR = Path("/proc/self/clear_refs")
-_STATUS = Path("/proc/self/status")
+from plait.cost.storage_counter import StorageCounter
+from plait.engine.messages import ObservedPeak
+
+FIRST = 12  # iterations that are observed in any case: as many as a first fit wants
+SAMPLED_EVERY = 64  # iterations, afterwards
+LARGER = 1.1  # a microbatch by so much larger than any that was observed is observed
+
+
+class PeakSampler:
+    """Says which iterations are observed: the first ones, each new group, larger microbatches, a sample.
+
+    Args:
+        every: one in so many is observed in any case; 1 observes all.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._asked = 0
+        self._seen: set[frozenset[str]] = set()
+        self._largest = 0
+
+    def wanted(self, jobs: Collection[str], tokens: Sequence[int]) -> bool:
+        """Whether to observe an iteration of these attached jobs, with microbatches of so many tokens."""
+        group, largest = frozenset(jobs), max(tokens, default=0)
+        new = group not in self._seen or largest > LARGER * self._largest
+        wanted = new or self._asked < FIRST or self._asked % self._every == 0
+        self._asked += 1
+        if wanted:
+            self._seen.add(group)
+            self._largest = max(self._largest, largest)
+        return wanted
 
 
 class PeakMeter:
-    """Peak bytes between :meth:`start` and :meth:`stop`.
-
-    On CUDA the allocator's own peak. On Linux the highest resident size of this process, which counts
-    whatever else lives in it; elsewhere None.
+    """Collects the highest bytes of each phase; of nothing where nothing is observed.
 
     Args:
-        device: where the work runs.
+        read: highest bytes since it was last called; None observes nothing.
+        static: bytes at the start.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, read: Callable[[], int] | None = None, static: int = 0) -> None:
+        self._read = read
+        self._static = static
+        self._phases: list[tuple[str, int]] = []
+
+    def end(self, phase: str) -> None:
+        """A phase is over."""
+        if self._read is not None:
+            self._phases.append((phase, self._read()))
+
+    @property
+    def observed(self) -> ObservedPeak | None:
+        """What was seen; None where nothing was observed."""
+        return ObservedPeak(self._static, tuple(self._phases)) if self._phases else None
+
+
+class PeakObserver:
+    """Observes microbatches on one device.
+
+    Args:
+        device: where they run.
+        static: gives the tensors that stay.
+    """
+
+    def __init__(self, device: torch.device, static: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._device = device
-        self._tells = True
+        self._static = static
+        self._counter = StorageCounter()  # one for all: it knows what it has counted and what is gone
 
-    def start(self) -> None:
-        """Forget earlier peaks."""
-        if self._device.type == "cuda":
+    @contextmanager
+    def watch(self, wanted: bool) -> Iterator[PeakMeter]:
+        """Observe what runs inside, where that is wanted."""
+        if not wanted:
+            yield PeakMeter()
+        elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        try:
-            _CLEAR.write_text("5")  # proc(5): resets the highest resident size
-        except OSError:
-            self._tells = False
+            yield PeakMeter(self._allocated, torch.cuda.memory_allocated(self._device))
+        else:
+            with self._counter as counter:
+                for tensor in self._static():
+                    counter.add(tensor)
+                counter.restart()
+                yield PeakMeter(self._counted, counter.live)
 
-    def stop(self) -> int | None:
-        """The peak since the start."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        if not self._tells:
-            return None
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return None
+    def _allocated(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(peak)
+
+    def _counted(self) -> int:
+        peak = self._counter.peak
+        self._counter.restart()
+        return peak
 
 
 def device_bytes(device: torch.device) -> int:

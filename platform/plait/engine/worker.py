@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,13 +39,15 @@ from plait.engine.messages import (
 )
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.out_of_memory import give_back, ran_out
-from plait.engine.peaks import PeakMeter, device_bytes
+from plait.engine.peaks import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, device_bytes
 from plait.errors import CheckpointError
 from plait.models import BaseModel, check_rank, load_model
+from plait.models.attention import KEEP_UP_TO
 from plait.plans import Microbatch, Segment
 from plait.samples import Split
 from plait.settings import EngineSettings, RunSettings
 from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
+from plait_kernels.loss import CHUNK_LOGITS
 
 
 class LocalWorker:
@@ -76,7 +78,8 @@ class LocalWorker:
         self._checkpointing = settings.checkpointing
         self._capacity = settings.capacity
         self._clock = clock
-        self._peaks = PeakMeter(model.device)
+        self._observer = PeakObserver(model.device, self._static)
+        self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
         self._jobs: dict[str, Attach] = {}
 
     @property
@@ -91,6 +94,8 @@ class LocalWorker:
             linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
             weight_bytes=model.weight_bytes,
             element_bytes=model.dtype.itemsize,
+            logit_rows=max(1, CHUNK_LOGITS // model.vocabulary),
+            keep_up_to=KEEP_UP_TO,
         )
         return WorkerFacts(
             shape,
@@ -129,6 +134,7 @@ class LocalWorker:
     # ---- jobs come and go -----------------------------------------------------------------------------
 
     def _attach(self, command: Attach) -> WorkerEvent:
+        started = self._clock()
         job = command.job
         sites = check_rank(job.adapter, self._model.linears)
         self.bank.attach(
@@ -144,11 +150,11 @@ class LocalWorker:
         try:
             found = self._restore(command)
         except CheckpointError as error:
-            return JobFailed(job.name, 0, str(error))
+            return JobFailed(job.name, 0, str(error), self._clock() - started)
         self.bank.refresh([job.name])
         passed_over = f"passed over; it goes on from step {found.cursor.step}"
         notices = tuple(f"{trouble}: {passed_over}" for trouble in found.troubles)
-        return Attached(job.name, found.cursor, found.directory, notices)
+        return Attached(job.name, found.cursor, found.directory, notices, self._clock() - started)
 
     def _origin(self, command: Attach) -> Origin:
         return Origin.of(command.job, model=self._model.config_digest, data=command.data)
@@ -178,9 +184,11 @@ class LocalWorker:
         return found
 
     def _save(self, command: SaveState) -> WorkerEvent:
+        started = self._clock()
         state = {name: tensor.cpu() for name, tensor in self._state(command.job).items()}
         write_state(command.directory, self._origin(self._jobs[command.job]), command.cursor, state)
-        return Saved(command.job, command.directory, command.cursor.step, exported=False)
+        seconds = self._clock() - started
+        return Saved(command.job, command.directory, command.cursor.step, exported=False, seconds=seconds)
 
     # ---- training -------------------------------------------------------------------------------------
 
@@ -191,9 +199,12 @@ class LocalWorker:
     def _run_all(self, microbatches: Sequence[Microbatch], *, training: bool) -> list[WorkerEvent]:
         """One after another; where memory runs out, nothing is left of what they began."""
         events: list[WorkerEvent] = []
+        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+        started = self._clock()
         try:
             for microbatch in microbatches:
-                events += self._run(microbatch, training=training)
+                started = self._clock()
+                events += self._run(microbatch, training=training, observed=observed)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
@@ -203,27 +214,27 @@ class LocalWorker:
         # Here and not above: while the error is alive, its traceback keeps the activations.
         self.bank.zero_gradients()
         give_back(self._model.device)
-        return [*events, OutOfMemory(detail)]
+        return [*events, OutOfMemory(detail, self._clock() - started)]
 
-    def _run(self, microbatch: Microbatch, *, training: bool) -> list[WorkerEvent]:
+    def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
         """Forward, and backward when training; gradients add up in the bank."""
-        self._peaks.start()
         started = self._clock()
-        loaded = load_microbatch(
-            microbatch,
-            self._split_of,
-            self.bank,
-            training=training,
-            checkpointing=training and self._checkpointing,
-        )
-        with torch.set_grad_enabled(training):
-            loss, nll = self._forward(loaded)
-        if training and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        with self._observer.watch(observed) as meter:
+            loaded = load_microbatch(
+                microbatch,
+                self._split_of,
+                self.bank,
+                training=training,
+                checkpointing=training and self._checkpointing,
+            )
+            with torch.set_grad_enabled(training):
+                loss, nll = self._forward(loaded, meter)
+            if training and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            meter.end("backward")
         losses = loaded.losses(nll)  # waits for the device
-        done = MicrobatchDone(
-            microbatch.index, losses, self._clock() - started, self._peaks.stop(), evaluation=not training
-        )
+        seconds = self._clock() - started
+        done = MicrobatchDone(microbatch.index, losses, seconds, meter.observed, evaluation=not training)
         failed = [
             JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
             for each in losses
@@ -231,14 +242,22 @@ class LocalWorker:
         ]
         return [done, *failed]
 
-    def _forward(self, loaded: LoadedMicrobatch) -> tuple[Tensor, Tensor]:
+    def _static(self) -> Iterator[Tensor]:
+        """Tensors that stay: weights and adapters."""
+        yield from self._model.tensors()
+        for name in self._jobs:
+            block = self.bank.block(name)
+            yield from (block.state, block.copy)
+
+    def _forward(self, loaded: LoadedMicrobatch, meter: PeakMeter) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""
         model = self._model
         hidden = model.embed(loaded.context)
         for index in range(model.layer_count):
             hidden = model.layer(index, hidden, loaded.context)
+        meter.end("forward")
         head = model.head_parameters()
-        return labelled_cross_entropy(
+        loss, nll = labelled_cross_entropy(
             model.final_norm(hidden.index_select(0, loaded.rows)),
             head.weight,
             head.bias,
@@ -247,6 +266,8 @@ class LocalWorker:
             softcap=head.softcap,
             scale=head.scale,
         )
+        meter.end("loss")
+        return loss, nll
 
     def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
         """One call of the optimiser for all jobs that are due; its time is shared out by adapter size."""
@@ -254,11 +275,11 @@ class LocalWorker:
         results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
         seconds = self._clock() - started
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
-        whole = sum(sizes.values())
+        own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}
         return [
-            JobFailed(step.job, step.step, f"gradient norm is {result.grad_norm}")
+            JobFailed(step.job, step.step, f"gradient norm is {result.grad_norm}", own[step.job])
             if result.skipped
-            else StepDone(step.job, step.step, result.grad_norm, seconds * sizes[step.job] / whole)
+            else StepDone(step.job, step.step, result.grad_norm, own[step.job])
             for step, result in zip(steps, results, strict=True)
         ]
 
@@ -278,6 +299,7 @@ class LocalWorker:
     # ---- results --------------------------------------------------------------------------------------
 
     def _export(self, command: Export) -> WorkerEvent:
+        started = self._clock()
         export_adapter(
             command.directory,
             self._jobs[command.job].job.adapter,
@@ -286,7 +308,7 @@ class LocalWorker:
             linears=self._model.linears,
             revision=self._model.identity.revision,
         )
-        return Saved(command.job, command.directory, 0, exported=True)
+        return Saved(command.job, command.directory, 0, exported=True, seconds=self._clock() - started)
 
     def _generate(self, command: Generate) -> list[WorkerEvent]:
         """Answers of all jobs together; the time is shared out by tokens."""

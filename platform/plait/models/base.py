@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -101,12 +102,17 @@ class BaseModel:
         """Logits of a row."""
         return int(self._parts.head.weight.shape[0])
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All frozen weights and buffers."""
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all frozen weights; tied ones count once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in [*self._model.parameters(), *self._model.buffers()]
+            for tensor in self.tensors()
         }
         return sum(storages.values())
 

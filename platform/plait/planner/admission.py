@@ -9,9 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from plait.cost.memory import MemoryModel, MemoryShape
 from plait.errors import CapacityError, ConfigError
+
+
+class Needs(Protocol):
+    """What the memory of a group depends on, of each of its jobs."""
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Exact bytes of its adapter: masters, gradients, moments, copies."""
+
+    @property
+    def rank(self) -> int:
+        """Of its adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +85,15 @@ class GroupMemory:
     longest: int
     keep_up_to: float = math.inf
 
-    def __call__(self, jobs: Sequence[Applicant]) -> float:
-        """Base and adapters, and the heaviest microbatch that may come: full, labelled, largest rank."""
+    def __call__(self, jobs: Sequence[Needs]) -> float:
+        """Base and adapters, and the heaviest microbatch that may come: full, labelled, largest rank, of
+        samples as long as they can be and still keep their attention probabilities."""
         static = self.base_bytes + sum(job.adapter_bytes for job in jobs)
         if not jobs:
             return float(static)
-        full, rest = divmod(self.capacity, self.longest)
-        lengths = [self.longest] * full + ([rest] if rest else [])
+        length = int(min(self.longest, self.keep_up_to))
+        full, rest = divmod(self.capacity, length)
+        lengths = [length] * full + ([rest] if rest else [])
         rank = max(job.rank for job in jobs)
         shape = MemoryShape.of(lengths, ranks=rank, keep_up_to=self.keep_up_to)
         return self.model.safe_peak(shape, static=static)

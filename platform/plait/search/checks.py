@@ -64,6 +64,9 @@ def check_memory(
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
     """What a worker with this model would say of itself."""
+    from plait.models.attention import KEEP_UP_TO
+    from plait_kernels.loss import CHUNK_LOGITS
+
     element_bytes = ELEMENT_BYTES[settings.dtype]
     activations = ActivationShape(
         layers=shape.layer_count,
@@ -73,5 +76,7 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
         linear_features=sum(linear.in_features + linear.out_features for linear in shape.linears),
         weight_bytes=shape.parameters * element_bytes,
         element_bytes=element_bytes,
+        logit_rows=max(1, CHUNK_LOGITS // shape.vocabulary),
+        keep_up_to=KEEP_UP_TO,
     )
     return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes)

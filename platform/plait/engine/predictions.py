@@ -1,0 +1,238 @@
+"""What every iteration of a group will take, predicted before it runs and learnt from what it took.
+
+Seconds: non-negative least squares on relative error (DESIGN §5.3) over what an iteration consists of. Bytes:
+the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
+on. Both start from a stored profile where there is one, and are fitted anew as observations come in: when
+depends on their number alone, never on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plait.cost.fitting import Fit, fit_relative
+from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
+from plait.cost.profile_store import Profile
+from plait.cost.shapes import EMPTY, MicrobatchShape
+from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.ledger import Outcome
+from plait.engine.live import LiveJob
+from plait.engine.messages import ModelFitted
+from plait.engine.peaks_kept import read_peaks, write_peaks
+from plait.plans import Microbatch
+
+TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
+FIRST_SECONDS = 8  # iterations before seconds are fitted
+FIRST_PEAKS = 12  # microbatches before bytes are fitted
+GROWTH, MOST_BETWEEN = 1.25, 64  # a fit waits for a quarter more observations, or for so many
+KEPT = 256  # newest iterations that seconds are fitted to
+PEAKS_FILE = "peaks.json"  # below the search's folder: a restart goes on with them
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an iteration is expected to take.
+
+    Attributes:
+        seconds: None where nothing is known yet.
+        bytes: highest peak, weights and adapters included.
+        terms: the sums that seconds depend on, in the order of ``TERMS``.
+        shapes: what the memory of each microbatch depends on, by its index.
+    """
+
+    seconds: float | None
+    bytes: int
+    terms: tuple[float, ...]
+    shapes: Mapping[int, MemoryShape]
+
+
+class Predictions:
+    """Predicts iterations of one worker's group, and learns from them.
+
+    Args:
+        facts: of the worker.
+        admission: is told of every fitted memory model.
+        profile: to start from, or None.
+        folder: of the search; observed peaks are kept there.
+
+    Raises:
+        StorageError: the peaks kept there cannot be read.
+    """
+
+    def __init__(
+        self, facts: WorkerFacts, admission: Admission, profile: Profile | None, folder: Path
+    ) -> None:
+        self._keep_up_to = facts.shape.keep_up_to
+        self._logit_rows = facts.shape.logit_rows
+        self._admission = admission
+        self._profile = profile
+        self._path = folder / PEAKS_FILE
+        self._base = facts.shape.weight_bytes
+        self._time: Fit | None = None
+        self._timed: list[tuple[tuple[float, ...], float]] = []
+        self._peaks: list[MemoryObservation] = []
+        self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration pays for what is made once
+        self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
+        self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
+        if kept := read_peaks(self._path, admission.holds_for):
+            self._take_peaks(kept)
+            self._fit_bytes()
+            self._wait("bytes")
+
+    # ---- before an iteration ---------------------------------------------------------------------------
+
+    def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
+        """What an iteration will take.
+
+        Args:
+            microbatches: of the iteration.
+            jobs: all that are attached.
+        """
+        shapes = [_time_shape(each, jobs) for each in microbatches]
+        adapters = sum(job.demand.adapter_bytes for job in jobs.values())
+        terms = (float(len(shapes)), *map(float, astuple(sum(shapes, EMPTY))), float(adapters))
+        memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
+        model = self._admission.model_for([job.demand for job in jobs.values()])
+        if model is not None:
+            passing = max(model.dynamic(shape) for shape in memory.values())
+        else:
+            passing = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
+        staying = self._base + adapters
+        return Expected(self._expect_seconds(terms, shapes), int(staying + passing), terms, memory)
+
+    def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
+        if self._time is not None:
+            return float(np.dot(self._time.coefficients, terms))
+        if self._profile is not None and self._profile.time is not None:
+            return sum(self._profile.time.microbatch(shape) for shape in shapes)
+        return None
+
+    def _memory_shape(self, microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MemoryShape:
+        parts = [(jobs[each.job].spec.adapter.rank, each.lengths) for each in microbatch.segments]
+        return MemoryShape.of(
+            [length for _, lengths in parts for length in lengths],
+            labelled=_labelled(microbatch, jobs),
+            ranks=[rank for rank, lengths in parts for _ in lengths],
+            keep_up_to=self._keep_up_to,
+        )
+
+    # ---- after it --------------------------------------------------------------------------------------
+
+    def learn(
+        self, expected: Expected, outcome: Outcome, seconds: float, iteration: int
+    ) -> list[ModelFitted]:
+        """Take in what an iteration took; the fits that came of it.
+
+        Args:
+            expected: of this iteration.
+            outcome: of its microbatches.
+            seconds: of the whole iteration.
+            iteration: its number.
+        """
+        if seconds > 0:
+            self._take_seconds(expected, seconds)
+        if outcome.peak_bytes is not None:
+            static = max(peak.static for peak in outcome.peaks.values())
+            self._base = static - int(expected.terms[-1])
+            error = (expected.bytes - outcome.peak_bytes) / (outcome.peak_bytes - static)
+            self._ahead["bytes"].append(abs(error))
+        self._take_peaks(
+            MemoryObservation(expected.shapes[index], dict(peak.phases), peak.static)
+            for index, peak in outcome.peaks.items()
+        )
+        fitted = []
+        if self._is_due("seconds"):
+            fitted.append(self._fit_seconds(iteration))
+        if self._is_due("bytes"):
+            model = self._fit_bytes()
+            write_peaks(self._path, self._admission.holds_for, self._peaks)
+            fitted.append(self._fitted_bytes(model, iteration))
+        return fitted
+
+    def _take_seconds(self, expected: Expected, seconds: float) -> None:
+        self._seen["seconds"] += 1
+        if self._seen["seconds"] > 0:
+            self._timed = [*self._timed[1 - KEPT :], (expected.terms, seconds)]
+        if expected.seconds is not None:
+            self._ahead["seconds"].append(abs(expected.seconds / seconds - 1.0))
+
+    def _take_peaks(self, observations: Iterable[MemoryObservation]) -> None:
+        new = [each for each in observations if min(each.peaks.values()) > each.static]
+        self._peaks = [*self._peaks, *new][-KEPT_OBSERVATIONS:]
+        self._seen["bytes"] += len(new)
+
+    def _is_due(self, target: str) -> bool:
+        if self._seen[target] < self._due[target]:
+            return False
+        self._wait(target)
+        return True
+
+    def _wait(self, target: str) -> None:
+        """The next fit is due when observations have grown."""
+        seen = self._seen[target]
+        self._due[target] = min(math.ceil(seen * GROWTH), seen + MOST_BETWEEN)
+
+    def _fit_seconds(self, iteration: int) -> ModelFitted:
+        self._time = fit_relative(
+            [terms for terms, _ in self._timed], [seconds for _, seconds in self._timed], TERMS
+        )
+        return ModelFitted(
+            target="seconds",
+            iteration=iteration,
+            observations=len(self._timed),
+            coefficients=tuple(zip(TERMS, self._time.coefficients, strict=True)),
+            mean_error=self._time.mean_absolute_error,
+            max_error=self._time.max_absolute_error,
+            ahead_error=self._ahead_error("seconds"),
+            margin=self._time.margin,
+        )
+
+    def _fit_bytes(self) -> MemoryModel:
+        before = self._profile.memory.observations if self._profile is not None else ()
+        model = MemoryModel.fitted([*before, *self._peaks], logit_rows=self._logit_rows)
+        self._admission.learn(model)
+        return model
+
+    def _fitted_bytes(self, model: MemoryModel, iteration: int) -> ModelFitted:
+        errors = [abs(error) for error in model.errors(model.observations)]
+        return ModelFitted(
+            target="bytes",
+            iteration=iteration,
+            observations=len(model.observations),
+            coefficients=tuple(
+                (f"{name}.{feature}", float(getattr(phase.coefficients, feature)))
+                for name, phase in model.phases.items()
+                for feature in FEATURES
+            ),
+            mean_error=sum(errors) / len(errors),
+            max_error=max(errors),
+            ahead_error=self._ahead_error("bytes"),
+            margin=max(phase.margin for phase in model.phases.values()),
+        )
+
+    def _ahead_error(self, target: str) -> float | None:
+        """Mean error of what was predicted since the last fit, and forget it."""
+        errors, self._ahead[target] = self._ahead[target], []
+        return sum(errors) / len(errors) if errors else None
+
+
+def _time_shape(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MicrobatchShape:
+    ranks = {segment.job: jobs[segment.job].spec.adapter.rank for segment in microbatch.segments}
+    return MicrobatchShape.of_microbatch(microbatch, ranks=ranks, labelled=_labelled(microbatch, jobs))
+
+
+def _labelled(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> int:
+    """Labelled tokens of a microbatch of training samples."""
+    return sum(
+        int(jobs[segment.job].data.train.labelled[list(segment.samples)].sum())
+        for segment in microbatch.segments
+    )
+
+
+def _longest(microbatch: Microbatch) -> int:
+    return max(length for segment in microbatch.segments for length in segment.lengths)
