@@ -1,19 +1,14 @@
 """What MLflow holds after a search: the same on SQLite, in PostgreSQL and behind a real MLflow server."""
 
 import json
-import os
-import socket
-import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
+from mlflow_server import MlflowServer
 
 from plait.engine.messages import (
     Event,
@@ -27,51 +22,17 @@ from plait.engine.messages import (
 from plait.errors import SearchError, StorageError
 from plait.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names, ui_command
+from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names
 
 STEPS = 12
-STARTUP_SECONDS = 120
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@contextmanager
-def running_server(folder: Path, port: int) -> Iterator[str]:
-    """The address of an MLflow server in a process of its own, that keeps artifacts itself."""
-    arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
-    command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
-    environment = os.environ | command.environment
-    del environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"]
-    with (folder / "log").open("ab") as log:
-        process = subprocess.Popen(command.command, env=environment, stdout=log, stderr=log)
-        try:
-            wait_for(command.url, process, folder / "log")
-            yield command.url
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running_server(tmp_path_factory.mktemp("server"), free_port()) as url:
-        yield url
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(STARTUP_SECONDS * 5):
-        assert process.poll() is None, log.read_text()
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"no answer from {url}: {log.read_text()}")
+    running = MlflowServer(tmp_path_factory.mktemp("server"))
+    running.start()
+    yield running.url
+    running.stop()
 
 
 @pytest.fixture(scope="module")
@@ -378,24 +339,29 @@ def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_restarts_during_a_search_misses_nothing(tmp_path: Path) -> None:
-    port = free_port()
-    with running_server(tmp_path, port) as url:
-        settings = TrackingSettings(uri=url, root=tmp_path, experiment="tests", flush_seconds=0.05)
-        tracker = Tracker(settings)
-        tracker.start_search(facts(settings))
-        tracker.start_job(job(0), 0)
-        tracker.handle(progress("trial-0000", 1))
-        tracker.flush()
+    server = MlflowServer(tmp_path)
+    server.start()
+    settings = TrackingSettings(uri=server.url, root=tmp_path, experiment="tests", flush_seconds=0.05)
+    tracker = Tracker(settings)
+    tracker.start_search(facts(settings))
+    tracker.start_job(job(0), 0)
+    tracker.handle(progress("trial-0000", 1))
+    tracker.flush()
+    server.stop()
     for step in range(2, STEPS + 1):
         tracker.handle(progress("trial-0000", step))
     tracker.start_job(job(1), 1)
     tracker.handle(progress("trial-0001", 1))
     with pytest.raises(StorageError, match="are not in"):
         tracker.flush()
-    with running_server(tmp_path, port):
+    server.start()
+    try:
         tracker.end_search()
         tracker.close()
+        assert tracker.notices == []
         _, children = runs_of(settings)
         losses = curve(settings, children["trial-0000"], "train/loss")
         assert losses == [(step, 3.0 / step) for step in range(1, STEPS + 1)]
         assert curve(settings, children["trial-0001"], "train/loss") == [(1, 3.0)]
+    finally:
+        server.stop()

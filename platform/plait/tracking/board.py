@@ -15,12 +15,15 @@ from plait.engine.messages import (
     JobEnded,
     JobEvaluated,
     JobGenerated,
+    JobParked,
     JobProgress,
+    ModelFitted,
     Notice,
 )
 from plait.tracking.names import FINISHED, RUNNING
 
 WAITING = "waiting"
+PARKED = "parked"  # saved, and without a place: at a rung, paused, or since it had to make room
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class JobRecord:
     Attributes:
         trial: Optuna's number of the trial.
         parameters: config keys that define the job.
-        state: "waiting", or one of the states in ``names``.
+        state: "waiting", "parked", or one of the states in ``names``.
         steps: optimiser steps in all; 0 until the job is admitted.
         tokens_per_s: of the newest step.
         adapter: folder of the finished adapter, or its place among the run's artifacts.
@@ -63,7 +66,7 @@ class JobRecord:
     @property
     def ended(self) -> bool:
         """It will not train again."""
-        return self.state not in (RUNNING, WAITING)
+        return self.state not in (RUNNING, WAITING, PARKED)
 
 
 @dataclass(slots=True)
@@ -96,7 +99,7 @@ class Board:
             record.state, record.group = RUNNING, event.group
             record.step, record.steps = event.step, event.steps
             return
-        if isinstance(event, Notice):
+        if isinstance(event, (Notice, ModelFitted)):
             return
         record = self._record(event.job)
         match event:
@@ -105,6 +108,8 @@ class Board:
                 record.tokens_per_s, record.device_seconds = event.tokens_per_s, event.device_seconds
             case JobEvaluated():
                 record.eval_loss = event.loss
+            case JobParked():
+                record.state = PARKED
             case JobGenerated():
                 record.accuracy = event.accuracy
             case JobEnded():

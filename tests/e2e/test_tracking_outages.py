@@ -1,0 +1,157 @@
+"""A tracking server, a database and a disk that fail during a real search: nothing waits, nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from mlflow_server import MlflowServer
+
+from plait.cli.main import main
+from plait.tracking.spool import free_spools
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, TRIALS = 40, 4
+WAIT_SECONDS = 200
+
+
+class Sweep:
+    """`plait sweep` in a process of its own."""
+
+    def __init__(self, arguments: Sequence[str], **environment: str) -> None:
+        paths = os.pathsep.join(str(ROOT / name) for name in ("platform", "kernels", "dashboards"))
+        self.lines: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "plait", "-m", *arguments],
+            env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def until(self, text: str) -> None:
+        """Read what it prints up to a line that has a text."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return
+        raise AssertionError("".join(self.lines))
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        rest, _ = self._process.communicate(timeout=WAIT_SECONDS)
+        self.lines.append(rest)
+        return self._process.returncode
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    made = MlflowServer(tmp_path_factory.mktemp("server"))
+    made.start()
+    yield made
+    made.kill()
+
+
+def search(short: Sequence[str], address: str) -> list[str]:
+    """Four trials, one after the other, with checkpoints every few steps."""
+    return [
+        *short, f"train.steps={STEPS}", "adapter.rank=1,2", "train.lr=1e-3,1e-2", "search.sampler=grid",
+        f"search.trials={TRIALS}", "search.parallel=1", "search.name=mine", f"tracking.uri={address}",
+        "tracking.flush_seconds=0.1", "engine.checkpoint_steps=10",
+    ]  # fmt: skip
+
+
+def check_complete(address: str) -> None:
+    """Every trial is there once, finished, with every step once, its evaluation and its adapter."""
+    client = MlflowClient(address)
+    experiment = client.get_experiment_by_name("plait")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert {run.data.tags["plait.state"] for run in runs} == {"finished"}
+    children = {run.info.run_name: run for run in runs if "plait.trial" in run.data.tags}
+    assert sorted(children) == [f"trial-{trial:04d}" for trial in range(TRIALS)]
+    assert len(runs) == TRIALS + 1
+    for run in children.values():
+        for key in ("train/loss", "train/lr", "train/tokens"):
+            points = client.get_metric_history(run.info.run_id, key)
+            assert sorted(point.step for point in points) == list(range(1, STEPS + 1))
+        for key in ("eval/loss", "objective"):
+            assert len(client.get_metric_history(run.info.run_id, key)) == 1
+        files = [item.path for item in client.list_artifacts(run.info.run_id, "adapter")]
+        assert "adapter/adapter_model.safetensors" in files
+
+
+def waiting(folder: Path) -> int:
+    """Records that no store has, in all spools that nobody has open."""
+    spools = list(free_spools(folder / "plait-runs" / "searches" / "mine" / "spool"))
+    for spool in spools:
+        spool.close()
+    return sum(spool.waiting for spool in spools)
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
+    folder: Path, short: tuple[str, ...], server: MlflowServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = search(short, server.url)
+    first = Sweep(arguments)
+    first.until("trial-0000 finished")
+    server.kill()
+    first.until("trial-0001 finished")  # the search goes on without it
+    first.signal(signal.SIGKILL)
+    assert first.end() == -signal.SIGKILL
+    assert waiting(folder) > STEPS
+
+    server.start()
+    second = Sweep(arguments)
+    second.until("trial-0002 started")
+    server.stop()
+    second.signal(signal.SIGSTOP)  # a tiny search would be over before the server is back
+    server.start()
+    second.signal(signal.SIGCONT)
+    second.until("trial-0003 started")
+    server.kill()
+    assert second.end() == 0, second.output
+    assert f"are not in {server.url} yet" in second.output
+    assert "the same command sends them when the store answers" in second.output
+    assert waiting(folder) > STEPS
+
+    server.start()
+    assert main(["sweep", *arguments]) == 0
+    assert "not in" not in capsys.readouterr().out
+    assert waiting(folder) == 0
+    check_complete(server.url)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
+    folder: Path, short: tuple[str, ...], server: MlflowServer
+) -> None:
+    """A request that nobody answers would be waited for, and tried again, for hours."""
+    patient = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10000", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "9"}
+    sweep = Sweep([*search(short, server.url), "train.steps=20000"], **patient)
+    sweep.until("trial-0000 started")
+    server.hang()
+    sweep.signal(signal.SIGINT)
+    sweep.until("trial-0000 stopped")
+    time.sleep(1)  # until it waits for the server
+    server.kill()
+    sweep.signal(signal.SIGINT)
+    assert sweep.end() == 130, sweep.output
+    assert waiting(folder) > 0
