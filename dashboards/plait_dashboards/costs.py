@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from plait.search.stored import StudyObjective
 from plait.tracking import JobRecord
 from plait_dashboards.style import GREEN, MARGIN, OUTCOME_COLOUR, OUTCOME_MARKER, figure, say
-from plait_dashboards.sweep import OUTCOMES, Objective, Sweep, outcome
+from plait_dashboards.sweep import OUTCOMES, Sweep, outcome
 
 SECONDS = "device-seconds"
 
@@ -77,14 +78,14 @@ def pareto_front(points: Sequence[tuple[float, float]], directions: tuple[str, s
     return front
 
 
-def pareto_axes(sweep: Sweep) -> tuple[Objective, Objective]:
+def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, StudyObjective]:
     """What is set against what: the search's first two objectives, or the only one and its cost."""
     if len(sweep.objectives) >= 2:
         return sweep.objectives[1], sweep.objectives[0]
     scored = [item for item in sweep.records if item.objective is not None]
-    cost = Objective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
+    cost = StudyObjective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
     values = {item.trial: float(item.objective) for item in scored if item.objective is not None}
-    return cost, Objective(sweep.metric or "objective", sweep.direction, values)
+    return cost, StudyObjective(sweep.metric or "objective", sweep.direction, values)
 
 
 def pareto(sweep: Sweep) -> go.Figure:
@@ -129,7 +130,7 @@ def pareto(sweep: Sweep) -> go.Figure:
     return made
 
 
-def axis_title(objective: Objective) -> str:
+def axis_title(objective: StudyObjective) -> str:
     """Name, unit where it has one, and which way is better."""
     unit = " (s)" if objective.name.endswith("seconds") else ""
     return f"{objective.name}{unit}, {'lower' if objective.direction == 'minimize' else 'higher'} is better"

@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from plait.search.importance import METHOD
+from plait.search.stored import METHOD
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 

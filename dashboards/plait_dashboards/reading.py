@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from plait.paths import search_folder
-from plait.search.importance import study_importance
+from plait.search.stored import read_study
 from plait.settings import TrackingSettings
 from plait.tracking import JobRecord, SearchResult, load_search, names
 from plait.tracking.check import storage_errors
@@ -51,6 +51,7 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
     storage = storage or client.get_run(result.run_id).data.params.get("search.storage")
     metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
     curves = {metric: read_curves(client, result, metric) for metric in metrics}
+    study = read_study(storage, result.location.root, result.name)
     return Sweep(
         name=result.name,
         state=result.state,
@@ -59,7 +60,8 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
         records=result.records,
         curves={metric: found for metric, found in curves.items() if found},
         steps=read_steps(client, result),
-        importance=study_importance(storage, result.location.root, result.name),
+        importance=study.importance,
+        objectives=study.objectives,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.search.importance import Importance
+from plait.search.stored import Importance, StudyObjective
 from plait.tracking import JobRecord, names
 from plait.tracking.group_steps import GroupStepRow
 from plait.tracking.leaderboard import varying
@@ -37,15 +37,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """One thing that the search wants low ("minimize") or high ("maximize"), by trial."""
-
-    name: str
-    direction: str
-    values: Mapping[int, float]
-
-
-@dataclass(frozen=True, slots=True)
 class Sweep:
     """A search with all that its figures show.
 
@@ -66,7 +57,7 @@ class Sweep:
     curves: Mapping[str, Mapping[int, Curve]] = field(default_factory=dict)
     steps: tuple[GroupStepRow, ...] = ()
     importance: Importance = field(default_factory=Importance)
-    objectives: tuple[Objective, ...] = ()
+    objectives: tuple[StudyObjective, ...] = ()
 
     @property
     def searched(self) -> list[str]:

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.search.importance import Importance
+from plait.search.stored import Importance, StudyObjective
 from plait.tracking import JobRecord
 from plait.tracking.group_steps import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, pareto_front, seconds_by_outcome
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import figure_json, plotly_packed, report
-from plait_dashboards.sweep import Curve, Objective, Sweep, outcome, short_names
+from plait_dashboards.sweep import Curve, Sweep, outcome, short_names
 
 STATES = ("finished", "finished", "pruned", "failed", "running")
 
@@ -234,7 +234,10 @@ def test_only_finished_adapters_are_on_the_front() -> None:
 
 
 def test_two_objectives_stand_against_each_other() -> None:
-    loss, rank = Objective("eval/loss", "minimize", {0: 1.0}), Objective("adapter.rank", "minimize", {0: 8.0})
+    loss, rank = (
+        StudyObjective("eval/loss", "minimize", {0: 1.0}),
+        StudyObjective("adapter.rank", "minimize", {0: 8.0}),
+    )
     sweep = Sweep(
         "s", "finished", "minimize", "eval/loss", (record(0, "finished", 1.0),), objectives=(loss, rank)
     )

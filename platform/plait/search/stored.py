@@ -1,4 +1,4 @@
-"""How much each searched key matters for the objective, asked of a stored study."""
+"""What a stored study says of a search: how much each searched key matters, and its objectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import optuna
 from optuna.importance import get_param_importances
-from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.errors import StorageError
@@ -39,8 +38,26 @@ class Importance:
         return self.trials < ENOUGH_FOR_ONE_KEY * max(len(self.shares), 1)
 
 
-def study_importance(storage: str | None, root: Path, name: str) -> Importance:
-    """The importance of every key of a study's space; whatever is in the way is told, not raised.
+@dataclass(frozen=True, slots=True)
+class StudyObjective:
+    """One objective of a study: its value by trial number, of complete trials."""
+
+    name: str
+    direction: str
+    values: Mapping[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyFacts:
+    """What a stored study says beyond what MLflow holds."""
+
+    importance: Importance = field(default_factory=Importance)
+    objectives: tuple[StudyObjective, ...] = ()
+
+
+def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
+    """Importance of every key of a study's space, and its objectives; whatever is in the way is told in
+    ``importance.trouble``, not raised.
 
     Args:
         storage: ``search.storage``.
@@ -48,16 +65,21 @@ def study_importance(storage: str | None, root: Path, name: str) -> Importance:
         name: of the search.
     """
     if storage is not None and "***" in storage:
-        return Importance(trouble="The study's address holds a password, which is not kept with the search.")
+        return _none("The study's address holds a password, which is not kept with the search.")
     if (missing := _missing_file(storage, root)) is not None:
-        return Importance(trouble=f"The study's file {missing} is not here.")
+        return _none(f"The study's file {missing} is not here.")
     try:
         opened = open_storage(storage, root)
         if name not in optuna.get_all_study_names(opened):
-            return Importance(trouble=f"The study {name} is not in its storage any more.")
-        return _of_study(opened, name)
+            return _none(f"The study {name} is not in its storage any more.")
+        study = optuna.load_study(study_name=name, storage=opened)
+        return StudyFacts(_importance(study), _objectives(study))
     except StorageError as error:
-        return Importance(trouble=error.rule)
+        return _none(error.rule)
+
+
+def _none(trouble: str) -> StudyFacts:
+    return StudyFacts(Importance(trouble=trouble))
 
 
 def _missing_file(storage: str | None, root: Path) -> Path | None:
@@ -73,13 +95,21 @@ def _missing_file(storage: str | None, root: Path) -> Path | None:
     return None if path.exists() else path
 
 
-def _of_study(storage: BaseStorage, name: str) -> Importance:
-    study = optuna.load_study(study_name=name, storage=storage)
+def _objectives(study: optuna.Study) -> tuple[StudyObjective, ...]:
+    names = study.metric_names or [f"objective {at}" for at, _ in enumerate(study.directions, 1)]
+    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item)]
+    return tuple(
+        StudyObjective(name, direction.name.lower(), {item.number: item.values[at] for item in trials})
+        for at, (name, direction) in enumerate(zip(names, study.directions, strict=True))
+    )
+
+
+def _importance(study: optuna.Study) -> Importance:
     trials = [item for item in study.get_trials(deepcopy=False) if _usable(item)]
     if len(trials) < LEAST_TRIALS:
         rule = f"Importance needs at least {LEAST_TRIALS} finished trials."
         return Importance(trials=len(trials), trouble=f"{rule} There are {len(trials)}.")
-    if len({item.values[0] for item in trials}) == 1:
+    if len({tuple(item.values) for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All finished trials have the same objective.")
     try:
         shares = get_param_importances(study)  # for what the study's directions call better
@@ -91,4 +121,6 @@ def _of_study(storage: BaseStorage, name: str) -> Importance:
 
 
 def _usable(item: FrozenTrial) -> bool:
-    return item.state == TrialState.COMPLETE and item.values is not None and math.isfinite(item.values[0])
+    return (
+        item.state == TrialState.COMPLETE and item.values is not None and all(map(math.isfinite, item.values))
+    )

@@ -9,8 +9,8 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from plait.search.importance import Importance, study_importance
 from plait.search.storage import open_storage
+from plait.search.stored import Importance, read_study
 
 SPACE = {name: FloatDistribution(0.0, 1.0) for name in ("train.lr", "adapter.dropout")}
 
@@ -33,7 +33,7 @@ def study(root: Path, trials: int, direction: str = "minimize", *, constant: boo
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
 def test_the_key_that_decides_comes_first(tmp_path: Path, direction: str) -> None:
     study(tmp_path, 60, direction)
-    found = study_importance(None, tmp_path, "s")
+    found = read_study(None, tmp_path, "s").importance
     assert list(found.shares) == ["train.lr", "adapter.dropout"]
     assert found.shares["train.lr"] > 0.8
     assert math.isclose(sum(found.shares.values()), 1.0)
@@ -44,39 +44,59 @@ def test_the_key_that_decides_comes_first(tmp_path: Path, direction: str) -> Non
 
 def test_few_trials_are_called_few(tmp_path: Path) -> None:
     study(tmp_path, 8)
-    found = study_importance(None, tmp_path, "s")
+    found = read_study(None, tmp_path, "s").importance
     assert found.trials == 8
     assert found.few
 
 
 def test_one_trial_has_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 1)
-    found = study_importance(None, tmp_path, "s")
+    found = read_study(None, tmp_path, "s").importance
     assert not found.shares
     assert found.trouble == "Importance needs at least 2 finished trials. There are 1."
 
 
 def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 5, constant=True)
-    assert study_importance(None, tmp_path, "s") == Importance(
+    assert read_study(None, tmp_path, "s").importance == Importance(
         trials=5, trouble="All finished trials have the same objective."
     )
 
 
 def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
-    assert "optuna.journal is not here" in study_importance(None, tmp_path, "s").trouble
-    assert "gone.db is not here" in study_importance(str(tmp_path / "gone.db"), tmp_path, "s").trouble
-    assert "gone.db is not here" in study_importance(f"sqlite:///{tmp_path}/gone.db", tmp_path, "s").trouble
+    assert "optuna.journal is not here" in read_study(None, tmp_path, "s").importance.trouble
+    assert "gone.db is not here" in read_study(str(tmp_path / "gone.db"), tmp_path, "s").importance.trouble
+    assert (
+        "gone.db is not here" in read_study(f"sqlite:///{tmp_path}/gone.db", tmp_path, "s").importance.trouble
+    )
     assert list(tmp_path.iterdir()) == []
     study(tmp_path, 1)
-    assert "other is not in its storage" in study_importance(None, tmp_path, "other").trouble
+    assert "other is not in its storage" in read_study(None, tmp_path, "other").importance.trouble
 
 
 def test_an_address_without_its_password_is_told(tmp_path: Path) -> None:
-    assert "password" in study_importance("postgresql://user:***@host/studies", tmp_path, "s").trouble
+    assert "password" in read_study("postgresql://user:***@host/studies", tmp_path, "s").importance.trouble
 
 
 def test_a_database_that_does_not_answer_is_told(tmp_path: Path) -> None:
     pytest.importorskip("psycopg2", reason="psycopg2 is not installed")
-    found = study_importance("postgresql://user@127.0.0.1:9/studies", tmp_path, "s")
+    found = read_study("postgresql://user@127.0.0.1:9/studies", tmp_path, "s").importance
     assert "does not answer" in found.trouble
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_all_objectives_of_a_study_are_there(tmp_path: Path) -> None:
+    made = optuna.create_study(
+        study_name="s", storage=open_storage(None, tmp_path), directions=["minimize", "maximize"]
+    )
+    made.set_metric_names(["eval/loss", "eval/accuracy"])
+    for number in range(12):
+        values = dict.fromkeys(SPACE, number / 12)
+        made.add_trial(create_trial(params=values, distributions=dict(SPACE), values=[number, 2.0 * number]))
+    found = read_study(None, tmp_path, "s")
+    assert [(item.name, item.direction) for item in found.objectives] == [
+        ("eval/loss", "minimize"),
+        ("eval/accuracy", "maximize"),
+    ]
+    assert found.objectives[1].values[3] == 6.0
+    assert found.importance.trials == 12
