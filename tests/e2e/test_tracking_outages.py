@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 from mlflow_server import MlflowServer
+from postgresql import postgresql_server
 
+from plait.addresses import with_driver
 from plait.cli.main import main
 from plait.tracking.spool import free_spools
 
@@ -155,3 +159,93 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
     sweep.signal(signal.SIGINT)
     assert sweep.end() == 130, sweep.output
     assert waiting(folder) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_nothing(
+    folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the runs. Training goes on without it; what it did not get, it gets from the same command."""
+    with postgresql_server() as server:
+        address = server.new_database()
+        arguments = search(short, address)
+        sweep = Sweep(arguments)
+        sweep.until("trial-0001 started")
+        server.stop()
+        sweep.until("trial-0002 started")
+        sweep.signal(signal.SIGSTOP)
+        server.start()
+        sweep.signal(signal.SIGCONT)
+        sweep.until("trial-0003 started")
+        server.stop()
+        assert sweep.end() == 0, sweep.output
+        assert "secret" not in sweep.output
+        assert "metric values) are not in postgresql" in sweep.output
+        assert waiting(folder) > STEPS
+        server.start()
+        assert main(["sweep", *arguments]) == 0
+        assert "not in" not in capsys.readouterr().out
+        assert waiting(folder) == 0
+        check_complete(with_driver(address))
+
+
+@pytest.mark.slow
+@pytest.mark.postgres
+def test_a_study_in_a_database_that_is_stopped_and_started_waits_for_it(
+    folder: Path, short: tuple[str, ...]
+) -> None:
+    with postgresql_server() as server:
+        local = f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}"
+        sweep = Sweep([*search(short, local), f"search.storage={server.new_database()}"])
+        sweep.until("trial-0001 started")
+        server.stop()
+        sweep.until("storage is away")
+        server.start()
+        assert sweep.end() == 0, sweep.output
+        check_complete(local)
+
+
+@pytest.fixture
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 96 MiB at the folder of the runs."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root can mount a small file system to fill it")
+    runs = folder / "plait-runs"
+    shutil.move(runs / "mlflow.db", folder)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(runs)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+    shutil.copy(folder / "mlflow.db", runs)
+    yield runs
+    subprocess.run(["umount", str(runs)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no room on the disk of a folder."""
+    ballast = folder / "ballast"
+    with ballast.open("wb") as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    return ballast
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_the_middle_is_told_and_the_search_goes_on_when_there_is_room(
+    short: tuple[str, ...], small_disk: Path
+) -> None:
+    local = f"sqlite:///{small_disk / 'mlflow.db'}"
+    arguments = search(short, local)
+    sweep = Sweep(arguments)
+    sweep.until("trial-0001 started")
+    sweep.signal(signal.SIGSTOP)
+    ballast = fill(small_disk)
+    sweep.signal(signal.SIGCONT)
+    assert sweep.end() == 2, sweep.output
+    assert "No space left on device" in sweep.output
+    assert "start the same command again" in sweep.output
+    assert "Traceback" not in sweep.output
+    ballast.unlink()
+    assert main(["sweep", *arguments]) == 0
+    check_complete(local)
