@@ -1,0 +1,199 @@
+"""kill -9: the same command goes on, and in the end all is as if nothing had happened.
+
+``PLAIT_FAULTS=50`` kills a search fifty times; without it a few kills must do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from mlflow import MlflowClient
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.search.storage import open_storage
+
+HERE = Path(__file__).resolve()
+KILLS = int(os.environ.get("PLAIT_FAULTS", "5"))
+SEED = 20261121
+STEPS = 32
+TRIALS = 8
+KILLED = -9
+Live = Callable[..., tuple[int, float]]
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processor time by /proc")
+
+
+@pytest.fixture(scope="module")
+def live(plait_cache: Path) -> Iterator[Live]:
+    """Lets a search live for a while in its own process, forked from one that has imported everything."""
+    paths = [str(HERE.parents[2] / name) for name in ("platform", "kernels", "dashboards")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "PLAIT_CACHE": str(plait_cache),
+        "PYTHONWARNINGS": "ignore",
+    }
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    nursery = subprocess.Popen(
+        [sys.executable, str(HERE.with_name("nursery.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    requests, answers = nursery.stdin, nursery.stdout
+
+    def one_life(
+        folder: Path, arguments: Sequence[str], seconds: float | None = None, until: str = ""
+    ) -> tuple[int, float]:
+        request = {"arguments": list(arguments), "folder": str(folder), "seconds": seconds, "until": until}
+        requests.write(json.dumps(request) + "\n")
+        requests.flush()
+        status, lived = json.loads(answers.readline())
+        return status, lived
+
+    yield one_life
+    requests.close()
+    nursery.wait()
+
+
+@pytest.fixture
+def place(tmp_path: Path, empty_store: Path) -> Callable[[str], Path]:
+    """Makes a folder with an empty store."""
+
+    def make(name: str) -> Path:
+        (tmp_path / name / "plait-runs").mkdir(parents=True)
+        shutil.copy(empty_store, tmp_path / name / "plait-runs")
+        return tmp_path / name
+
+    return make
+
+
+def command(*more: str) -> list[str]:
+    return [
+        "sweep", "model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4",
+        "train.batch_size=2", f"train.steps={STEPS}", "train.eval_every=8", "adapter.dropout=0.1",
+        "adapter.rank=1,2,3,4", "train.lr=1e-3,3e-3", "search.sampler=grid", f"search.trials={TRIALS}",
+        "search.parallel=2", "search.name=mine", "engine.checkpoint_steps=3", "engine.threads=1",
+        "tracking.points=100000", *more,
+    ]  # fmt: skip
+
+
+def study_of(folder: Path) -> list[FrozenTrial]:
+    storage = open_storage(None, folder / "plait-runs")
+    return optuna.load_study(study_name="mine", storage=storage).get_trials()
+
+
+def runs_of(folder: Path) -> tuple[list[Any], dict[int, Any], MlflowClient]:
+    """The search's runs, the jobs' runs by trial, and who reads their curves."""
+    client = MlflowClient(f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}")
+    experiments = [item.experiment_id for item in client.search_experiments()]
+    runs = client.search_runs(experiments, max_results=1000)
+    children = [run for run in runs if "plait.trial" in run.data.tags]
+    parents = [run for run in runs if "plait.trial" not in run.data.tags]
+    by_trial = {int(run.data.tags["plait.trial"]): run for run in children}
+    assert len(by_trial) == len(children), "a trial has several runs"
+    return parents, by_trial, client
+
+
+def settings_of(trial: FrozenTrial) -> tuple[Any, ...]:
+    return tuple(sorted(trial.params.items()))
+
+
+def curve(client: MlflowClient, run: Any, metric: str) -> list[tuple[int, float]]:
+    points = client.get_metric_history(run.info.run_id, metric)
+    return sorted((point.step, point.value) for point in points)
+
+
+def close(left: float | None, right: float | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return math.isclose(left, right, rel_tol=1e-5)
+
+
+def compare(found: Path, expected: Path) -> int:
+    """Study, runs and curves of two searches are the same, trial by trial as matched by their values; the
+    number of points compared."""
+    ours, theirs = study_of(found), {settings_of(trial): trial for trial in study_of(expected)}
+    assert sorted(settings_of(trial) for trial in ours) == sorted(theirs)
+    parents, runs, client = runs_of(found)
+    _, other_runs, other_client = runs_of(expected)
+    assert [run.info.status for run in parents] == ["FINISHED"]
+    assert runs.keys() == {trial.number for trial in ours}
+    count = 0
+    for trial in ours:
+        twin = theirs[settings_of(trial)]
+        assert trial.state == twin.state
+        assert close(trial.value, twin.value)
+        assert trial.intermediate_values.keys() == twin.intermediate_values.keys()
+        for step, value in trial.intermediate_values.items():
+            assert close(value, twin.intermediate_values[step])
+        run, other = runs[trial.number], other_runs[twin.number]
+        # Known once the store has made the run, which may be after the trial was told.
+        assert trial.user_attrs.get("mlflow.run_id", run.info.run_id) == run.info.run_id
+        assert run.info.status == other.info.status
+        assert run.data.params == other.data.params
+        for metric in ("train/loss", "eval/loss", "train/tokens", "train/grad_norm", "objective"):
+            left, right = curve(client, run, metric), curve(other_client, other, metric)
+            assert [step for step, _ in left] == [step for step, _ in right], (trial.number, metric)
+            assert all(close(a, b) for (_, a), (_, b) in zip(left, right, strict=True)), (
+                trial.number,
+                metric,
+            )
+            count += len(left)
+        steps = [step for step, _ in curve(client, run, "train/loss")]
+        assert steps == list(range(1, len(steps) + 1)), "a step is missing or double"
+    assert not list((found / "plait-runs" / "searches" / "mine" / "checkpoints").glob("*/*"))
+    return count
+
+
+def window(start: float, training: float, kills: int) -> float:
+    """How long after its start a life may be killed at the latest, so that about ``kills`` of them take the
+    search through most of its training: each gets on by half of what it is given beyond its start."""
+    share = 1.6 * training / kills
+    return start + (share + math.sqrt(share * share + 4 * share * start)) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600 if KILLS > 5 else 300)
+def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
+    live: Live, place: Callable[[str], Path]
+) -> None:
+    """At random moments of its processor time: while it starts, trains, saves, tells or ends."""
+    arguments = command("search/stopping=successive_halving", "search.stopping.cohort=4")
+    whole, broken = place("whole"), place("broken")
+    status, complete = live(whole, arguments)
+    assert status == 0, (whole / "log").read_text()
+    status, start = live(broken, arguments, until="trial-0000 started")
+    assert status == KILLED, (broken / "log").read_text()
+    latest = window(start, complete - start, KILLS)
+    draw = random.Random(SEED)
+    moments: list[float] = []
+    while len(moments) < KILLS:
+        status, lived = live(broken, arguments, seconds=draw.uniform(0.0, latest))
+        assert status in (0, KILLED), (broken / "log").read_text()
+        if status == KILLED:
+            moments.append(lived)
+    status, _ = live(broken, arguments)
+    assert status == 0, (broken / "log").read_text()
+    count = compare(broken, whole)
+    log = (broken / "log").read_text()
+    print(
+        f"{len(moments)} kills between {min(moments):.2f} and {max(moments):.2f} s of processor time "
+        f"(start {start:.2f} s, undisturbed {complete:.2f} s); gone on from a state "
+        f"{log.count('goes on from step')} times; {count} points of {TRIALS} trials equal within 1e-5"
+    )
+    assert {trial.state for trial in study_of(broken)} == {TrialState.COMPLETE, TrialState.PRUNED}
