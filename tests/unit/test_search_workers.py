@@ -1,0 +1,287 @@
+"""Several processes on one study: owners, who is gone, locks that die with their holders, waiting for a
+storage that is away."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import OperationalError, ProgrammingError
+
+from plait.config_overrides import read_request
+from plait.errors import SearchError, StorageError
+from plait.jobs import JobSpec
+from plait.search.identity import identify
+from plait.search.journal import Journal
+from plait.search.locks import FileLock, LifeLock, holder_lives
+from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
+from plait.search.storage import open_storage
+from plait.search.study import StudyTrials
+from plait.search.trials import Outcome
+from plait.search.workers import BEAT_SECONDS, BEATS, MISSED_BEATS, Owner, Workers, owner_of
+from plait.settings import RunSettings, SearchSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / name) for name in ("platform", "kernels")]
+SPACE = read_request(["adapter.rank=1,2,3,4"], {}, {}).space
+
+
+def opened(root: Path, **settings: object) -> StudyTrials:
+    search = SearchSettings(name="s", trials=4, sampler="grid", **settings)  # type: ignore[arg-type]
+    identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
+    storage = open_storage(None, root)
+    return StudyTrials(search, SPACE, identity, storage, folder=lambda name: root / name)
+
+
+class Other:
+    """A process that opens the study of a folder, takes two trials, and lives until it is killed."""
+
+    PROGRAM = textwrap.dedent("""
+        import sys
+        sys.path[:0] = {paths!r}
+        sys.path.insert(0, {here!r})
+        from pathlib import Path
+        from test_search_workers import opened
+        trials = opened(Path({root!r}))
+        print(*(trials.ask().number for _ in range(2)), flush=True)
+        sys.stdin.read()
+        trials.close()
+    """)
+
+    def __init__(self, root: Path) -> None:
+        program = self.PROGRAM.format(paths=PATHS, here=str(Path(__file__).parent), root=str(root))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.took = [int(word) for word in self.process.stdout.readline().split()]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    made = Other(tmp_path)
+    yield made
+    made.kill()
+
+
+def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
+    tmp_path: Path, other: Other
+) -> None:
+    assert other.took == [0, 1]
+    trials = opened(tmp_path)
+    assert (trials.left_over, trials.others) == (0, 2)
+    assert [trial.number for _ in range(3) if (trial := trials.ask())] == [2, 3]
+    assert trials.wait()
+    with pytest.raises(SearchError, match="is being trained by another process"):
+        opened(tmp_path, fresh=True)
+    other.kill()
+    assert (trials.left_over, trials.others) == (2, 0)
+    assert not trials.wait()
+    assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
+    trials.close()
+
+
+def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> None:
+    """It was thought dead: stopped for a long time, or out of reach."""
+    first = opened(tmp_path)
+    trial = first.ask()
+    assert trial is not None
+    first.close()  # lets go of its lock, as if it had died
+    second = opened(tmp_path)
+    taken = second.ask()
+    assert taken is not None
+    assert taken.number == trial.number
+    first.tell(trial, Outcome("complete", 1.0, ""))
+    assert second.finished() == []
+    second.tell(taken, Outcome("complete", 2.0, ""))
+    assert [item.outcome.value for item in second.finished()] == [2.0]
+    second.close()
+
+
+# ---- who is gone ------------------------------------------------------------------------------------------
+
+
+class Beats:
+    """A clock, and what a worker elsewhere has written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 1000.0
+        self.number = 0
+        self.far = Owner("far", "another host", str(folder / "nowhere" / "far"))
+        self.workers = Workers(folder / "workers", lambda *_: None, clock=lambda: self.now, host="here")
+
+    def gone(self) -> bool:
+        return self.workers.gone(self.far, {BEATS + "far": self.number})
+
+
+def test_a_worker_on_another_host_is_given_up_when_its_beats_stand_still(tmp_path: Path) -> None:
+    beats = Beats(tmp_path)
+    for _ in range(100):  # however long it takes, as long as it beats
+        beats.now += BEAT_SECONDS
+        beats.number += 1
+        assert not beats.gone()
+    looks = 0
+    while not beats.gone():
+        beats.now += BEAT_SECONDS
+        looks += 1
+    assert looks == MISSED_BEATS
+    beats.workers.close()
+
+
+def test_nobody_is_given_up_after_a_storage_was_away(tmp_path: Path) -> None:
+    """Nobody could beat meanwhile: one look long after the last says nothing."""
+    beats = Beats(tmp_path)
+    assert not beats.gone()
+    beats.now += 100 * BEAT_SECONDS * MISSED_BEATS
+    assert not beats.gone()
+    beats.number += 1
+    beats.now += BEAT_SECONDS
+    assert not beats.gone()
+    beats.workers.close()
+
+
+def test_looking_often_does_not_make_a_worker_older(tmp_path: Path) -> None:
+    beats = Beats(tmp_path)
+    assert not any(beats.gone() for _ in range(1000))
+    beats.workers.close()
+
+
+def test_own_trials_are_not_gone_and_unsigned_ones_are(tmp_path: Path) -> None:
+    workers = Workers(tmp_path / "workers", lambda *_: None)
+    assert not workers.gone(workers.own, {})
+    assert workers.gone(None, {})
+    assert owner_of(workers.own.to_json()) == workers.own
+    assert owner_of("not JSON") is None
+    workers.close()
+
+
+# ---- locks ------------------------------------------------------------------------------------------------
+
+
+def hold(path: Path, kind: str) -> subprocess.Popen[str]:
+    """Another process that holds a lock until it is killed."""
+    program = (
+        f"import sys; sys.path[:0] = {PATHS!r}\n"
+        "from pathlib import Path\n"
+        "from plait.search.locks import FileLock, LifeLock\n"
+        f"lock = {kind}(Path({str(path)!r}))\n"
+        "getattr(lock, 'acquire', lambda: None)()\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
+    process = hold(tmp_path / "life", "LifeLock")
+    assert holder_lives(tmp_path / "life")
+    process.kill()
+    process.wait()
+    assert not holder_lives(tmp_path / "life")
+    own = LifeLock(tmp_path / "own")
+    own.release()
+    assert not (tmp_path / "own").exists()
+
+    process = hold(tmp_path / "file", "FileLock")
+    process.kill()
+    process.wait()
+    with FileLock(tmp_path / "file").held():
+        pass
+
+
+# ---- the journal ------------------------------------------------------------------------------------------
+
+
+@given(whole=st.integers(0, 3), cut=st.integers(0, 40), data=st.binary(max_size=5))
+def test_a_line_that_a_kill_cut_short_is_as_if_it_had_never_been_written(
+    tmp_path_factory: pytest.TempPathFactory, whole: int, cut: int, data: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "optuna.journal"
+    journal = Journal(path)
+    for number in range(whole):
+        journal.append_logs([{"op": number}])
+    piece = json.dumps({"op": 99, "text": "x" * 30}).encode()[:cut] + data.replace(b"\n", b"")
+    with path.open("ab") as file:
+        file.write(piece)
+    again = Journal(path)
+    again.append_logs([{"op": "next"}, {"op": "more"}])
+    assert [log["op"] for log in Journal(path).read_logs(0)] == [*range(whole), "next", "more"]
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "optuna.journal")
+    journal.append_logs([{"op": 1}])
+    before = journal.path.read_bytes()
+
+    def part(handle: int, content: bytes, offset: int) -> None:
+        os.pwrite(handle, content[:3], offset)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plait.search.journal._write", part)
+        with pytest.raises(OSError, match="No space"):
+            journal.append_logs([{"op": 2}])
+    assert journal.path.read_bytes() == before
+    journal.append_logs([{"op": 2}])
+    assert [log["op"] for log in journal.read_logs(0)] == [1, 2]
+
+
+# ---- patience ---------------------------------------------------------------------------------------------
+
+
+def test_what_could_not_be_done_is_done_when_the_storage_is_back() -> None:
+    failures = iter(range(9))
+    said: list[str] = []
+    slept: list[float] = []
+
+    def action() -> str:
+        if next(failures, None) is not None:
+            raise OSError(28, "No space left on device")
+        return "done"
+
+    assert Patience(said.append, sleep=slept.append)(action) == "done"
+    assert len(said) == 2
+    assert "No space left" in said[0]
+    assert said[1] == "The study's storage is back."
+    assert 9 * FIRST_DELAY < sum(slept) <= 9 * LONGEST_DELAY
+
+
+def test_who_asks_to_stop_does_not_wait() -> None:
+    said: list[str] = []
+    patience = Patience(said.append, stop=lambda: len(said) > 0, sleep=lambda _: None)
+
+    def action() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(StorageError, match="gone"):
+        patience(action)
+
+
+def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:
+    refused = ProgrammingError("SELECT", {}, Exception("no such table"))
+    assert not passes(refused)
+    assert not passes(ValueError("x"))
+    gone = OperationalError("SELECT", {}, Exception("server closed the connection"))
+    assert passes(gone)
+    wrapped = StorageInternalError("trouble")
+    wrapped.__cause__ = gone
+    assert passes(wrapped)
+    wrapped.__cause__ = refused
+    assert not passes(wrapped)
