@@ -1,0 +1,35 @@
+"""A finished search has its figures in MLflow, and `plait report` makes a page of it."""
+
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from plait.cli.main import main
+from plait.settings import TrackingSettings
+from plait.tracking import load_search
+
+
+def test_a_finished_search_has_its_figures(
+    finished_search: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished_search
+    monkeypatch.chdir(folder)
+    result = load_search(TrackingSettings(), "mine")
+    client = MlflowClient(result.location.uri)
+    assert "report.html" in {item.path for item in client.list_artifacts(result.run_id)}
+    figures = {Path(item.path).stem for item in client.list_artifacts(result.run_id, "figures")}
+    assert {"curves-train-loss", "leaderboard", "importance", "device-seconds", "packing"} <= figures
+
+
+def test_the_report_of_a_real_search(
+    finished_search: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished_search
+    monkeypatch.chdir(folder)
+    page = tmp_path / "mine.html"
+    assert main(["report", "mine", "--output", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "So few trials give a hint at most" in text
+    assert "iterations of the group. Each column is one iteration." in text
+    assert "No steps of the group were recorded" not in text
