@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class StorageCounter:
@@ -25,7 +24,7 @@ class StorageCounter:
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._counted: dict[int, weakref.ref[Any]] = {}  # by the storage's address, while it lives
         self._mode = _Watch(self)
 
     def __enter__(self) -> StorageCounter:
@@ -44,15 +43,16 @@ class StorageCounter:
     def add(self, tensor: torch.Tensor) -> None:
         """Count the tensor's storage, unless it is counted already."""
         storage = tensor.untyped_storage()
-        if storage in self._seen:
+        address = storage._cdata
+        if address in self._counted:
             return
-        self._seen.add(storage)
         size = storage.nbytes()
-        weakref.finalize(storage, self._gone, size)
+        self._counted[address] = weakref.ref(storage, lambda _: self._gone(address, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, size: int) -> None:
+    def _gone(self, address: int, size: int) -> None:
+        del self._counted[address]
         self.live -= size
 
 
@@ -66,8 +66,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((out, args)):
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        add = self._counter.add
+        for leaf in (out, *args):
             if isinstance(leaf, torch.Tensor):
-                self._counter.add(leaf)
+                add(leaf)
+            elif isinstance(leaf, (tuple, list)):
+                for each in leaf:
+                    if isinstance(each, torch.Tensor):
+                        add(each)
         return out

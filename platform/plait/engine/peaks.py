@@ -16,8 +16,9 @@ import torch
 from plait.cost.storage_counter import StorageCounter
 from plait.engine.messages import ObservedPeak
 
-FIRST = 12  # iterations that are observed in any case: as many as a first fit wants
-SAMPLED_EVERY = 64  # iterations, afterwards
+FIRST = 4  # iterations that are observed in any case
+ENOUGH = 12  # microbatches observed, with which bytes can be fitted
+SAMPLED_EARLY, SAMPLED_EVERY = 8, 64  # one iteration in so many, before and after that
 LARGER = 1.1  # a microbatch by so much larger than any that was observed is observed
 
 
@@ -31,6 +32,7 @@ class PeakSampler:
     def __init__(self, every: int) -> None:
         self._every = every
         self._asked = 0
+        self._observed = 0
         self._seen: set[frozenset[str]] = set()
         self._largest = 0
 
@@ -38,9 +40,11 @@ class PeakSampler:
         """Whether to observe an iteration of these attached jobs, with microbatches of so many tokens."""
         group, largest = frozenset(jobs), max(tokens, default=0)
         new = group not in self._seen or largest > LARGER * self._largest
-        wanted = new or self._asked < FIRST or self._asked % self._every == 0
+        every = self._every if self._observed >= ENOUGH else min(self._every, SAMPLED_EARLY)
+        wanted = new or self._asked < FIRST or self._asked % every == 0
         self._asked += 1
         if wanted:
+            self._observed += len(tokens)
             self._seen.add(group)
             self._largest = max(self._largest, largest)
         return wanted
