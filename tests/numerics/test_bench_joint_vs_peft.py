@@ -99,6 +99,7 @@ def test_the_report_has_speed_memory_agreement_and_every_capacity():
         "capacity 512",
     }  # no sample fits into 16 tokens
     assert figures["Plait: peak memory"].ours > 0
+    assert "float32, adapters in float32, sdpa attention over padded batches" in report.assumptions[-1]
     assert figures["joint step, kernels=grouped"].ours > 0
     assert figures["speed, grouped over reference"].ours > 0
     shares = {name: figure.ours for name, figure in figures.items() if name.startswith("of a joint step: ")}

@@ -1,5 +1,6 @@
 """The command itself: verbs, exit statuses, errors, completion, and what is not imported."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -159,6 +160,25 @@ def test_help_and_bad_configuration_import_nothing_heavy(arguments: list[str], s
         check=True,
     )
     assert done.stdout.splitlines()[-1] == f"END {status} []"
+
+
+def test_a_reader_that_leaves_gets_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "import sys; from plait.cli.main import main; sys.exit(main(['sweep', '--help']))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
 
 
 def test_finding_a_verb_that_is_not_there() -> None:

@@ -43,23 +43,26 @@ class Options:
             loss; beyond it the benchmark fails, since sides that compute different things do not compare.
         capacities: microbatch sizes at which the frozen model and the joint step are measured; none: skipped.
         capacity_rounds: how often each is measured.
+        autocast: whether PEFT's side runs under autocast.
         kernel_rounds: how often the joint step is measured with each of the kernels; 0: not at all.
     """
 
     loss_tolerance: float = 0.05
     capacities: tuple[int, ...] = CAPACITIES
     capacity_rounds: int = 3
+    autocast: bool = False
     kernel_rounds: int = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What both sides did, and their peaks of memory."""
+    """What both sides did, their peaks of memory, and what PEFT's side computes."""
 
     joint: JointRun
     baseline: tuple[BaselineRun, ...]
     joint_bytes: int
     baseline_bytes: int
+    described: str
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
@@ -77,7 +80,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
             "Give engine.device=cpu.",
         )
     with tempfile.TemporaryDirectory() as folder:
-        side, race = run_race(settings, jobs, Path(folder))
+        side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
     differences = loss_differences(race)
     check_agreement(differences, asked.loss_tolerance)
     figures = [*_race_figures(race), *_loss_figures(race, differences, asked.loss_tolerance)]
@@ -91,7 +94,9 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
 
 
-def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> tuple[JointSide, Race]:
+def run_race(
+    settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False
+) -> tuple[JointSide, Race]:
     """Train every job on both sides, in turns."""
     joint_memory, baseline_memory = Footprint(), Footprint()
     with joint_memory:
@@ -104,6 +109,7 @@ def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> tu
         baseline = PeftBaseline(
             transformers_model(settings.model, cache=cache_dir()),
             pad.eos_token_id if pad.pad_token_id is None else pad.pad_token_id,
+            autocast=autocast,
         )
         baseline.warm_up(jobs[0], side.split(jobs[0]))
     runs = []
@@ -114,7 +120,8 @@ def run_race(settings: RunSettings, jobs: Sequence[JobSpec], folder: Path) -> tu
             joint.advance(turn / len(jobs))
         with baseline_memory:
             runs.append(baseline.train(job, side.split(job), initial[job.name]))
-    return side, Race(joint, tuple(runs), joint_memory.peak_bytes, baseline_memory.peak_bytes)
+    peaks = joint_memory.peak_bytes, baseline_memory.peak_bytes
+    return side, Race(joint, tuple(runs), *peaks, baseline.describe())
 
 
 def loss_differences(race: Race) -> dict[str, list[float]]:
@@ -187,4 +194,5 @@ def _assumptions(settings: RunSettings, race: Race, jobs: int) -> tuple[str, ...
         f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity}.",
         f"PEFT pads: {padding:.0%} of its positions. Both sides took turns in one process; loading the model "
         "and making adapters is not timed.",
+        race.described,
     )

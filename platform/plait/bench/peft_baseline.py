@@ -76,11 +76,25 @@ class PeftBaseline:
     Args:
         model: dense weights, as ``plait.models.load.transformers_model`` gives it.
         pad: token to pad with.
+        autocast: run forward under autocast in the model's dtype, as transformers' Trainer does with
+            ``bf16=True``; of no effect in float32.
     """
 
-    def __init__(self, model: PreTrainedModel, pad: int) -> None:
+    def __init__(self, model: PreTrainedModel, pad: int, *, autocast: bool = False) -> None:
         self._model = model
         self._pad = pad
+        self._autocast = autocast and model.dtype != torch.float32
+
+    def describe(self) -> str:
+        """What this side computes, in a sentence."""
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        cast = " under autocast" if self._autocast else ""
+        attention = self._model.config._attn_implementation
+        return (
+            f"PEFT's side, as PEFT is commonly used: dense weights in {dtype}{cast}, adapters in float32, "
+            f"{attention} attention over padded batches, logits and loss at every position, fused AdamW. "
+            "Plait packs without padding and computes logits at labelled tokens only."
+        )
 
     def warm_up(self, job: JobSpec, split: Split) -> None:
         """One forward and backward pass that changes nothing, so that no first call is timed."""
@@ -118,13 +132,14 @@ class PeftBaseline:
 
     def _turn(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> float:
         """Forward and backward of one turn; its share of the global batch's loss."""
-        out = model(
-            input_ids=batch.token_ids,
-            attention_mask=batch.attention_mask,
-            labels=batch.labels,
-            num_items_in_batch=labelled,
-            use_cache=False,
-        )
+        with torch.autocast("cpu", self._model.dtype, enabled=self._autocast):
+            out = model(
+                input_ids=batch.token_ids,
+                attention_mask=batch.attention_mask,
+                labels=batch.labels,
+                num_items_in_batch=labelled,
+                use_cache=False,
+            )
         out.loss.backward()
         return float(out.loss.detach())
 

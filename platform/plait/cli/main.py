@@ -7,6 +7,7 @@ plait train KEY=VALUE  one adapter
 from __future__ import annotations
 
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from plait.cli.verbs import find, verbs
 from plait.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
 
 HELP = ("-h", "--help", "help")
+EXIT_NOBODY_READS = 141  # as a shell says of what SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
 
 
@@ -28,6 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return EXIT_NOBODY_READS
+
+
+def _nobody_reads() -> bool:
+    """Whether the output goes into a pipe whose reader has left, as `head` does; then it is thrown away."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone
 
 
 def _dispatch(given: list[str]) -> int:
