@@ -1,9 +1,10 @@
 """A process that has imported everything, and forks searches that are killed: imports take longest.
 
-Reads one JSON request a line: {"arguments": [...], "folder": str, "seconds": float | null, "until": str}.
-The child is killed once it has used so many seconds of the processor, or once ``until`` stands in its output;
-its output goes to the file ``log`` of its folder. Answers with one line: the child's exit status, or its
-signal as a negative number, and the seconds of the processor that it has used.
+Reads requests, one a line: a list of lives that are lived side by side, each {"arguments": [...], "folder":
+str, "log": str, "seconds": float | null, "until": str}. A life is ended by SIGKILL once it has used so many
+seconds of the processor, or once ``until`` stands in its output, which goes to the file ``log`` of its
+folder. Answers with one line: for each life its exit status, or its signal as a negative number, and the
+seconds of the processor that it used.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import mlflow
@@ -25,18 +27,16 @@ import plait.tracking
 from plait.cli.main import main
 
 
-def child(arguments: list[str], folder: str) -> None:
+def child(arguments: list[str], folder: str, log: str) -> None:
     """The search, with its output in a file; never returns."""
     os.chdir(folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     status = 1
     try:
         status = main(arguments)
     except BaseException:
-        import traceback
-
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -50,29 +50,51 @@ def used(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+class Life:
+    """One child."""
+
+    def __init__(
+        self, arguments: list[str], folder: str, log: str, seconds: float | None, until: str
+    ) -> None:
+        self._log = Path(folder) / log
+        self._before = self._log.stat().st_size if self._log.exists() else 0
+        self._seconds, self._until = seconds, until.encode()
+        self.lived = 0.0
+        self.status: int | None = None
+        self._process = os.fork()
+        if self._process == 0:
+            child(arguments, folder, log)
+
+    def look(self) -> bool:
+        """Whether it still lives; it is killed if its time has come."""
+        if self.status is not None:
+            return False
+        self.lived = used(self._process)
+        ended, status = os.waitpid(self._process, os.WNOHANG)
+        if not ended and self._is_time():
+            os.kill(self._process, signal.SIGKILL)
+            ended, status = os.waitpid(self._process, 0)
+        if ended:
+            self.status = os.waitstatus_to_exitcode(status)
+        return not ended
+
+    def _is_time(self) -> bool:
+        if self._seconds is not None and self.lived >= self._seconds:
+            return True
+        return bool(self._until) and self._until in self._output()
+
+    def _output(self) -> bytes:
+        return self._log.read_bytes()[self._before :] if self._log.exists() else b""
+
+
 def serve() -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(1)
     for line in sys.stdin:
-        request = json.loads(line)
-        log = Path(request["folder"]) / "log"
-        before = log.stat().st_size if log.exists() else 0
-        process = os.fork()
-        if process == 0:
-            child(request["arguments"], request["folder"])
-        seconds, until = request["seconds"], request["until"].encode()
-        while True:
-            lived = used(process)
-            ended, status = os.waitpid(process, os.WNOHANG)
-            if ended:
-                break
-            said = until and log.exists() and until in log.read_bytes()[before:]
-            if said or (seconds is not None and lived >= seconds):
-                os.kill(process, signal.SIGKILL)
-                _, status = os.waitpid(process, 0)
-                break
+        lives = [Life(**life) for life in json.loads(line)]
+        while sum(life.look() for life in lives):  # a look at every one
             time.sleep(0.002)
-        print(json.dumps([os.waitstatus_to_exitcode(status), lived]), flush=True)
+        print(json.dumps([[life.status, life.lived] for life in lives]), flush=True)
 
 
 IMPORTED = (mlflow, transformers, plait.engine.worker, plait.search.launch, plait.tracking)

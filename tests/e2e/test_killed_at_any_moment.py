@@ -29,14 +29,14 @@ SEED = 20261121
 STEPS = 32
 TRIALS = 8
 KILLED = -9
-Live = Callable[..., tuple[int, float]]
+Lives = Callable[[Sequence[dict[str, Any]]], list[tuple[int, float]]]
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processor time by /proc")
 
 
 @pytest.fixture(scope="module")
-def live(plait_cache: Path) -> Iterator[Live]:
-    """Lets a search live for a while in its own process, forked from one that has imported everything."""
+def lives(plait_cache: Path) -> Iterator[Lives]:
+    """Lets searches live for a while in their own processes, forked from one that has imported everything."""
     paths = [str(HERE.parents[2] / name) for name in ("platform", "kernels", "dashboards")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -56,16 +56,13 @@ def live(plait_cache: Path) -> Iterator[Live]:
     assert nursery.stdout is not None
     requests, answers = nursery.stdin, nursery.stdout
 
-    def one_life(
-        folder: Path, arguments: Sequence[str], seconds: float | None = None, until: str = ""
-    ) -> tuple[int, float]:
-        request = {"arguments": list(arguments), "folder": str(folder), "seconds": seconds, "until": until}
-        requests.write(json.dumps(request) + "\n")
+    def together(lives: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+        whole = [{"log": "log", "seconds": None, "until": ""} | life for life in lives]
+        requests.write(json.dumps(whole, default=str) + "\n")
         requests.flush()
-        status, lived = json.loads(answers.readline())
-        return status, lived
+        return [(status, lived) for status, lived in json.loads(answers.readline())]
 
-    yield one_life
+    yield together
     requests.close()
     nursery.wait()
 
@@ -170,24 +167,29 @@ def window(start: float, training: float, kills: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if KILLS > 5 else 300)
 def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
-    live: Live, place: Callable[[str], Path]
+    lives: Lives, place: Callable[[str], Path]
 ) -> None:
     """At random moments of its processor time: while it starts, trains, saves, tells or ends."""
     arguments = command("search/stopping=successive_halving", "search.stopping.cohort=4")
     whole, broken = place("whole"), place("broken")
-    status, complete = live(whole, arguments)
+
+    def live(folder: Path, **more: Any) -> tuple[int, float]:
+        (life,) = lives([{"arguments": arguments, "folder": folder} | more])
+        return life
+
+    status, complete = live(whole)
     assert status == 0, (whole / "log").read_text()
-    status, start = live(broken, arguments, until="trial-0000 started")
+    status, start = live(broken, until="trial-0000 started")
     assert status == KILLED, (broken / "log").read_text()
     latest = window(start, complete - start, KILLS)
     draw = random.Random(SEED)
     moments: list[float] = []
     while len(moments) < KILLS:
-        status, lived = live(broken, arguments, seconds=draw.uniform(0.0, latest))
+        status, lived = live(broken, seconds=draw.uniform(0.0, latest))
         assert status in (0, KILLED), (broken / "log").read_text()
         if status == KILLED:
             moments.append(lived)
-    status, _ = live(broken, arguments)
+    status, _ = live(broken)
     assert status == 0, (broken / "log").read_text()
     count = compare(broken, whole)
     log = (broken / "log").read_text()
@@ -197,3 +199,56 @@ def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
         f"{log.count('goes on from step')} times; {count} points of {TRIALS} trials equal within 1e-5"
     )
     assert {trial.state for trial in study_of(broken)} == {TrialState.COMPLETE, TrialState.PRUNED}
+
+
+# In which phase a kill is to fall, by what is printed last before it.
+PHASES = {
+    "the study is open": "tracked in",
+    "a trial trains": "trial-0001 started",
+    "a trial was evaluated": "trial-0000 step 8",
+    "a trial is over and may not be told": "trial-0000 finished",
+    "the next one starts": "trial-0002 started",
+}
+
+
+@pytest.mark.slow
+def test_kills_in_each_phase(lives: Lives, place: Callable[[str], Path]) -> None:
+    """Of a search whose trials wait for nobody, gone on with by name alone."""
+    whole, broken = place("whole"), place("broken")
+    (ended,) = lives([{"arguments": command("search.trials=4"), "folder": whole}])
+    assert ended[0] == 0, (whole / "log").read_text()
+    arguments = command("search.trials=4")
+    for phase, last in PHASES.items():
+        (ended,) = lives([{"arguments": arguments, "folder": broken, "until": last}])
+        if ended[0] != 0:  # the last phases may have passed
+            assert ended[0] == KILLED, (phase, (broken / "log").read_text())
+            arguments = ["resume", "mine"]
+    (ended,) = lives([{"arguments": ["resume", "mine"], "folder": broken}])
+    assert ended[0] == 0, (broken / "log").read_text()
+    assert compare(broken, whole) > 4 * STEPS
+
+
+@pytest.mark.slow
+def test_two_workers_share_the_trials_and_one_takes_over_from_the_other(
+    lives: Lives, place: Callable[[str], Path]
+) -> None:
+    """No trial is trained twice, there is one run for the search, and what the killed one had goes on."""
+    whole, shared = place("whole"), place("shared")
+    (ended,) = lives([{"arguments": command(), "folder": whole}])
+    assert ended[0] == 0, (whole / "log").read_text()
+    one = {"arguments": command(), "folder": shared, "log": "one", "until": "step 24: eval loss"}
+    two = {"arguments": command(), "folder": shared, "log": "two"}
+    (first, _), (second, _) = lives([one, two])
+    said = {name: (shared / name).read_text() for name in ("one", "two")}
+    assert (first, second) == (KILLED, 0), said
+    started = {
+        name: {word for line in text.splitlines() if " started (" in line for word in line.split()[:1]}
+        for name, text in said.items()
+    }
+    assert len(started["one"]) == 2, said
+    assert not started["one"] & started["two"], said
+    assert started["one"] | started["two"] == {f"trial-{number:04d}" for number in range(TRIALS)}
+    assert [line.split()[0] for line in said["two"].splitlines() if "goes on from step" in line] == sorted(
+        started["one"]
+    ), said
+    compare(shared, whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plait.addresses import redact
 from plait.errors import EXIT_DONE, ConfigError
-from plait.search.recorded import RecordedCommand, key_of, quoted, recorded_command, recorded_commands
+from plait.search.recorded import RecordedCommand, key_of, known_command, quoted, recorded_commands
 from plait.settings import TrackingSettings
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     if not names:
         _list(root)
         return EXIT_DONE
-    return _go_on(recorded_command(root, names[0]), root, overrides)
+    return _go_on(known_command(root, names[0]), root, overrides)
 
 
 def _root(overrides: Sequence[str]) -> Path:

@@ -15,22 +15,36 @@ from pathlib import Path
 from rich.console import Console
 
 from plait.addresses import redact
+from plait.engine.coordinator import Coordinator
 from plait.errors import EXIT_DONE, ConfigError
 from plait.jobs import JobSpec
 from plait.paths import search_folder
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
-from plait.search.engine import LoadedData, build_coordinator, check_engine, free_memory, open_data
+from plait.search.control.desk import Clerk
+from plait.search.control.mailbox import Mailbox
+from plait.search.control.status import describe_status
+from plait.search.control.weights import keep_weights
+from plait.search.engine import (
+    PLAN_FILE,
+    LoadedData,
+    build_coordinator,
+    check_engine,
+    free_memory,
+    open_data,
+    write_plan,
+)
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
-from plait.search.recorded import RecordedCommand, write_command
+from plait.search.recorded import RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
 from plait.search.results import describe_result, write_result
-from plait.search.run import Coordinator, SearchResult, SearchRun
+from plait.search.run import SearchResult, SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
+from plait.search.trials import Trial
 from plait.settings import ClusterSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import SearchFacts, Tracker, check_tracking, send_left
@@ -60,6 +74,8 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
 
 def _go(command: SearchCommand, source: StudyTrials, console: Console, location: str) -> int:
     settings = command.settings
+    if recorded_command(settings.tracking.root, source.name) is None:
+        _remember(command, source.name)  # from here on it can be gone on with
     done = SearchResult(tuple(source.finished()))
     left_over, others = source.left_over, source.others
     line = f"Search {source.name}, tracked in {location}"
@@ -83,7 +99,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
     _remember(command, source.name)
     result = _Launch(command, source, stopper, console).run(data)
-    if not result.interrupted:
+    if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True)
     return result.exit_status
 
@@ -177,10 +193,12 @@ class _Launch:
                 self._source.link(run_id)
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
-            tracker.record("plan.json", coordinator.plan().to_json())  # the choices, should this end early
+            tracker.record(
+                PLAN_FILE, write_plan(folder, coordinator.plan())
+            )  # the choices, should this end early
             with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
                 result = self._train(coordinator, tracker, GroupSteps(folder))
-            tracker.record("plan.json", coordinator.plan().to_json())
+            tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         if not result.interrupted:  # who interrupts wants to go; the command that goes on makes them
@@ -198,6 +216,7 @@ class _Launch:
             self._source.patience.say = terminal.note
             self._source.patience.stop = lambda: interrupts.requested
             recorder = SearchRecorder(tracker, terminal, steps)
+            clerk = self._clerk(coordinator, tracker)
             result = SearchRun(
                 self._source,
                 self._command.make_job,
@@ -206,9 +225,41 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
+                owner=clerk.attend,
             ).run()
+            if result.ended_by and not self._source.others:
+                clerk.withdraw()
+            clerk.close()
             recorder.show_steps()
             return result
+
+    def _clerk(self, coordinator: Coordinator, tracker: Tracker) -> Clerk:
+        """Who attends to `plait control`."""
+        folder = search_folder(self._settings.tracking.root, self._source.name)
+        control = folder / "control"
+        saved = self._source.states_folder or folder / "checkpoints"
+
+        def weights(number: int, name: str) -> Path | None:
+            job = Trial(number).name
+            return keep_weights([folder / "adapters" / job, saved / job], control / f"warm-{name}")
+
+        def save(number: int) -> bool:
+            record = tracker.board.jobs.get(Trial(number).name)
+            if record is None or not record.live or record.step == 0:
+                return False
+            coordinator.checkpointing.want(record.name)
+            return True
+
+        mailbox = Mailbox(control)
+        return Clerk(
+            mailbox,
+            mailbox.desk(),
+            self._source,
+            self._command.space,
+            weights,
+            save,
+            lambda mode: describe_status(tracker.board, mode),
+        )
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(
@@ -225,6 +276,8 @@ class _Launch:
         facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
         if trouble:
             facts["no figures"] = trouble
-        if result.interrupted:
+        if result.ended_by:
+            facts["ended early"] = "as `plait control` asked for"
+        if result.interrupted or result.ended_by:
             facts["go on with"] = redact(shlex.join(going_on(self._command.command)))
         print_summary(self._console, tracker.board, facts)

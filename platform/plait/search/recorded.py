@@ -74,13 +74,18 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
         ) from error
 
 
-def recorded_command(root: Path, name: str) -> RecordedCommand:
-    """The command of a search.
+def recorded_command(root: Path, name: str) -> RecordedCommand | None:
+    """The command of a search below ``root``; None where there is no such search."""
+    return _read(search_folder(root, name) / FILE)
+
+
+def known_command(root: Path, name: str) -> RecordedCommand:
+    """The same.
 
     Raises:
-        SearchError: there is no such search below ``root``; the remedy lists those that there are.
+        SearchError: there is no such search below ``root``; it lists those that there are.
     """
-    found = _read(search_folder(root, name) / FILE)
+    found = recorded_command(root, name)
     if found is None:
         raise SearchError(f"{name!r}: no such search in {root}", *_what_there_is(root))
     return found
