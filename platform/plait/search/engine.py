@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from plait.cost.profile_store import ProfileKey, load_profile
 from plait.data import generation_limit, load_data, score, summary
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.errors import ConfigError, StorageError
 from plait.jobs import DataSpec, JobSpec
 from plait.paths import cache_dir
+from plait.plans import Plan
 from plait.samples import TokenisedData
 from plait.settings import RunSettings
+
+if TYPE_CHECKING:
+    import torch
+
+PLAN_FILE = "plan.json"
 
 
 @dataclass(slots=True)
@@ -93,11 +102,72 @@ def build_coordinator(
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
-    from plait.engine.devices import choose_device
+    from plait.engine.devices import choose_device, device_kind
     from plait.engine.worker import LocalWorker
     from plait.models import load_model
 
-    model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
-    return Coordinator(
-        LocalWorker(model, data, settings.engine), data, settings, folder=folder, states=states
+    device = choose_device(settings.engine.device)
+    model = load_model(settings.model, cache=cache_dir(), device=device)
+    key = ProfileKey.of(
+        model.config_digest,
+        settings.model.dtype,
+        device_kind(device.type),
+        settings.engine,
+        on_cpu=device.type == "cpu",
     )
+    kernels = settings.engine.kernels
+    if not settings.search.fresh:
+        kernels = same_kernels(kernels, device, model.dtype, folder)
+    engine = replace(settings.engine, kernels=kernels)
+    return Coordinator(
+        LocalWorker(model, data, engine),
+        data,
+        settings,
+        folder=folder,
+        states=states,
+        profile=load_profile(key, cache=cache_dir()),
+    )
+
+
+def same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:
+    """The kernels that a search was begun with, where they are left to be chosen by measurement: it goes on
+    with them, whatever would be measured now. Those that the settings name otherwise."""
+    from plait.engine.devices import check_kernels
+
+    plan = read_plan(folder)
+    if kernels != "auto" or plan is None or plan.choices.get("device") != str(device):
+        return kernels
+    try:
+        check_kernels(recorded := str(plan.choices.get("kernels")), device, dtype)
+    except ConfigError:  # they do not run here any more
+        return kernels
+    return recorded
+
+
+def write_plan(folder: Path, plan: Plan) -> str:
+    """Keep a plan in the search's folder; its JSON.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    text = plan.to_json()
+    draft = folder / f".{PLAN_FILE}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(folder / PLAN_FILE)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror}",
+            "The search's folder keeps its plan.",
+            "Make room, or make the folder writable.",
+        ) from error
+    return text
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan that a search was trained by before; None where there is none that this release reads."""
+    try:
+        return Plan.from_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from plait.engine.messages import Event, GroupStep, Notice
+from plait.engine.messages import Event, GroupStep, ModelFitted, Notice
 from plait.jobs import JobSpec
 from plait.terminal import Terminal
 from plait.tracking import Tracker
+from plait.tracking.fits import FITS_ARTIFACT, Fits
 from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
 
 
@@ -16,6 +17,7 @@ class SearchRecorder:
         self._tracker = tracker
         self._terminal = terminal
         self._steps = steps
+        self._fits = Fits(steps.path.parent)
 
     def start_job(self, job: JobSpec, trial: int) -> None:
         """A job is about to be submitted."""
@@ -25,6 +27,10 @@ class SearchRecorder:
         """Something happened in the engine."""
         if isinstance(event, Notice):
             self._terminal.note(event.text)
+            return
+        if isinstance(event, ModelFitted):
+            self._fits.add(event)
+            self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
             return
         self._tracker.handle(event)
         self._terminal.handle(event)

@@ -1,0 +1,175 @@
+"""Predictions of iterations: learnt from what came, recorded with their errors, kept over a restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.ledger import Outcome
+from plait.engine.live import LiveJob
+from plait.engine.memory_estimate import ActivationShape
+from plait.engine.messages import ModelFitted, ObservedPeak
+from plait.engine.order import DataOrder
+from plait.engine.packer import pack_step
+from plait.engine.peaks import ENOUGH, FIRST, PeakSampler
+from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TERMS, Predictions
+from plait.errors import CapacityError, StorageError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models.targets import LinearInfo
+from plait.plans import Microbatch
+from plait.samples import Sample, Split, TokenisedData
+from plait.settings import EngineSettings, RunSettings
+from plait.tracking.fits import COLUMNS, Fits
+
+CAPACITY, WEIGHTS = 64, 50_000
+LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
+SHAPE = ActivationShape(1, 8, 2, 16, 16, WEIGHTS, 4, logit_rows=1000, keep_up_to=256)
+
+
+def facts(memory_bytes: int = 10**9) -> WorkerFacts:
+    return WorkerFacts(SHAPE, LINEARS, max_length=CAPACITY, memory_bytes=memory_bytes)
+
+
+def admission(memory_bytes: int = 10**9) -> Admission:
+    return Admission(facts(memory_bytes), RunSettings(engine=EngineSettings(capacity=CAPACITY)))
+
+
+def live(name: str, rank: int, lengths: Sequence[int], admit: Admission) -> LiveJob:
+    labels = [np.arange(length) >= length // 2 for length in lengths]
+    split = Split.of([Sample(np.ones(len(each), np.int32), each) for each in labels])
+    data = TokenisedData(name, split, split)
+    adapter = AdapterSpec(rank=rank, target_modules=("q_proj",))
+    train = TrainSpec(steps=400, batch_size=4, seed=rank)
+    spec = JobSpec(name, adapter, train, DataSpec.of("none"))
+    demand = admit.demand(adapter, max(lengths))
+    return LiveJob(spec, data, DataOrder.of(train, len(split)), demand, 0, 0.0)
+
+
+class Machine:
+    """Iterations of two jobs on a device whose seconds and bytes follow a rule that nobody is told."""
+
+    def __init__(self, folder: Path, admit: Admission | None = None) -> None:
+        self.admission = admit or admission()
+        rng = np.random.default_rng(3)
+        ranks = {"a": 4, "b": 8}
+        self.jobs = {
+            name: live(name, rank, [int(n) for n in rng.integers(3, 40, 30)], self.admission)
+            for name, rank in ranks.items()
+        }
+        self.predictions = Predictions(facts(), self.admission, None, folder)
+        self.errors: list[tuple[float | None, float]] = []
+        self.fits: list[ModelFitted] = []
+
+    def seconds(self, batches: Sequence[Microbatch]) -> float:
+        return 0.02 + sum(0.01 + 1e-3 * batch.tokens for batch in batches)
+
+    def peak(self, batch: Microbatch) -> ObservedPeak:
+        static = WEIGHTS + sum(job.demand.adapter_bytes for job in self.jobs.values())
+        return ObservedPeak(
+            static, (("forward", static + 700), ("backward", static + 900 + 300 * batch.tokens))
+        )
+
+    def run(self, iterations: int) -> None:
+        for iteration in range(1, iterations + 1):
+            batches = pack_step(
+                [job.next_batch() for job in self.jobs.values()], capacity=CAPACITY
+            ).microbatches
+            expected = self.predictions.expect(batches, self.jobs)
+            peaks = {batch.index: self.peak(batch) for batch in batches}
+            seconds = self.seconds(batches) * (50.0 if iteration == 1 else 1.0)  # the first one pays for all
+            if expected.seconds is not None:
+                self.errors.append(
+                    (
+                        expected.seconds / seconds - 1,
+                        expected.bytes / max(p.bytes for p in peaks.values()) - 1,
+                    )
+                )
+            outcome = Outcome(microbatches=len(batches), peaks=peaks)
+            self.fits += self.predictions.learn(expected, outcome, seconds, iteration)
+            for job in self.jobs.values():
+                job.advance(1)
+
+
+def test_seconds_and_bytes_are_learnt_and_every_fit_tells_its_error(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.run(80)
+    late = machine.errors[-30:]
+    assert max(abs(seconds) for seconds, _ in late if seconds is not None) < 0.01
+    assert max(abs(bytes_) for _, bytes_ in late) < 0.01
+    by_target = {
+        target: [fit for fit in machine.fits if fit.target == target] for target in ("seconds", "bytes")
+    }
+    assert by_target["seconds"][0].iteration == FIRST_SECONDS + 1
+    assert by_target["bytes"][0].observations >= FIRST_PEAKS
+    assert [name for name, _ in by_target["seconds"][0].coefficients] == list(TERMS)
+    assert by_target["seconds"][0].ahead_error is None  # nothing was predicted before
+    assert by_target["seconds"][-1].ahead_error is not None
+    assert by_target["bytes"][-1].max_error < 0.01
+    assert len(machine.fits) < 30
+
+
+def test_nothing_is_known_of_seconds_before_the_first_fit_and_bytes_are_estimated(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    batches = pack_step([machine.jobs["a"].next_batch()], capacity=CAPACITY).microbatches
+    expected = machine.predictions.expect(batches, machine.jobs)
+    assert expected.seconds is None
+    assert expected.bytes > WEIGHTS
+
+
+def test_admission_goes_by_what_was_learnt_and_a_restart_knows_it(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    before = machine.admission.predicted([machine.jobs["a"].demand])
+    machine.run(20)
+    demand = machine.jobs["a"].demand
+    learnt = machine.admission.predicted([demand])
+    assert learnt != before
+    full = WEIGHTS + demand.adapter_bytes + 900 + 300 * CAPACITY
+    assert full <= learnt < 1.05 * full
+    again = admission()
+    Predictions(facts(), again, None, tmp_path)
+    assert again.predicted([demand]) == learnt
+    other = Admission(facts(), RunSettings(engine=EngineSettings(capacity=CAPACITY, checkpointing=True)))
+    plain = other.predicted([demand])
+    Predictions(facts(), other, None, tmp_path)  # peaks of other options say nothing here
+    assert other.predicted([demand]) == plain
+    tight = admission(int(learnt / 0.8) + 1)
+    tight.learn(again.model_for([demand]) or pytest.fail("a model was fitted"))
+    assert tight.fits([demand])
+    assert not tight.fits([demand, demand])
+    with pytest.raises(CapacityError):
+        admission(1000).demand(AdapterSpec(rank=4, target_modules=("q_proj",)), 8)
+
+
+def test_a_spoilt_file_of_peaks_is_named(tmp_path: Path) -> None:
+    (tmp_path / PEAKS_FILE).write_text('{"of"')
+    with pytest.raises(StorageError, match=r"peaks\.json"):
+        Predictions(facts(), admission(), None, tmp_path)
+
+
+def test_which_iterations_are_observed() -> None:
+    sampler = PeakSampler(every=64)
+    first = [sampler.wanted(["a"], [100]) for _ in range(200)]
+    assert all(first[:FIRST])
+    assert not any(first[FIRST:8])
+    assert sum(first) == ENOUGH + (200 - 1) // 64 - 1  # early ones, then one in 64
+    assert sampler.wanted(["a", "b"], [100])
+    assert sampler.wanted(["a", "b"], [10, 120])
+    assert not sampler.wanted(["a", "b"], [120])
+    assert all(PeakSampler(every=1).wanted(["a"], [1]) for _ in range(100))
+
+
+def test_fits_are_a_table(tmp_path: Path) -> None:
+    fits = Fits(tmp_path)
+    fits.add(ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1))
+    with fits.path.open("a") as file:
+        file.write('{"target": "by')
+    table = json.loads(fits.artifact())
+    assert tuple(table["columns"]) == COLUMNS
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert json.loads(row["coefficients"]) == {"token": 0.5}
+    assert (row["iteration"], row["mean_error"], row["ahead_error"]) == (9, 0.01, None)
