@@ -119,7 +119,7 @@ def _leaderboard_note(sweep: Sweep) -> str:
 
 def _left_out(sweep: Sweep) -> str:
     missing = sum(item.objective is None for item in sweep.records)
-    return f" {missing} adapters without an objective are left out." if missing else ""
+    return f" Without an objective and left out: {missing}." if missing else ""
 
 
 def _pareto(sweep: Sweep) -> Shown:

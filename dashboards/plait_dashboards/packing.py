@@ -209,7 +209,7 @@ def _add_pairs(made: go.Figure, pairs: Pairs, column: int) -> None:
         y=pairs.measured[kept].astype(np.float32),
         customdata=np.array(pairs.iterations, dtype=np.int32)[kept],
         mode="markers",
-        marker={"color": ORANGE if column == 2 else BLUE, "size": 6, "opacity": 0.6},
+        marker={"color": ORANGE if column == 2 else BLUE, "size": 6, "opacity": 0.75},
         hovertemplate="iteration %{customdata}<br>predicted %{x:.4g}, measured %{y:.4g}<extra></extra>",
     )
 

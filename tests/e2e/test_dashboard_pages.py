@@ -72,6 +72,13 @@ def test_the_report_shows_every_figure_without_a_network(
         assert pictures.open_report(driver, page, scheme) == FIGURES
         assert [line for line in driver.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
         assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
+        buttons = driver.execute_script(
+            "return [...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)"
+        )
+        assert buttons
+        assert not any(
+            "loud" in title for title in buttons
+        )  # Plotly offers to send a figure to its own server
         ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
         drawn = driver.execute_script("return document.querySelector('.main-svg').style.background")
         assert ground == drawn == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 22, 22)"}[scheme]
@@ -105,7 +112,7 @@ def seen(pictures: ModuleType, fifty: TrackingSettings) -> Iterator[Any]:
 def test_a_search_of_fifty_opens(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
     newest = [item.name for item in sorted(result.records, key=lambda item: -item.trial)[:10]]
     pictures.show_search(seen, result.experiment_id, result.name, newest)
-    assert "51" in seen.text()  # runs that match: the search and its jobs
+    seen.wait_for("51 matching runs")  # the search and its jobs
 
 
 def test_fifty_runs_are_compared(seen: Any, result: SearchResult) -> None:

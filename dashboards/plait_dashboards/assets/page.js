@@ -11,6 +11,7 @@
   const themes = parse("themes");
   const theme = () => themes[dark.matches ? "dark" : "light"];
   const webgl = Boolean(document.createElement("canvas").getContext("webgl"));
+  const config = { responsive: true, displaylogo: false, showSendToCloud: false }; // figures stay here
   const drawn = [];
   for (const place of document.querySelectorAll("[data-figure]")) {
     const { data, layout } = parse(place.dataset.figure);
@@ -20,7 +21,7 @@
     }
     for (const trace of data) if (!webgl && trace.type === "scattergl") trace.type = "scatter";
     layout.template = theme();
-    await Plotly.newPlot(place, data, layout, { responsive: true, displaylogo: false });
+    await Plotly.newPlot(place, data, layout, config);
     place.dataset.drawn = "yes";
     drawn.push(place);
   }
