@@ -132,6 +132,14 @@ class Study:
         }
         self.requests: dict[str, int] = {}
         self.warm: dict[int, Path | None] = {}
+        self.saved: set[str] = set()
+        self.asked = 0
+        self.can_save = False
+
+    def save(self, number: int) -> bool:
+        assert number == 1
+        self.asked += 1
+        return self.can_save
 
     def state(self, number: int) -> str | None:
         return self.states.get(number)
@@ -148,7 +156,15 @@ class Study:
 
 def _clerk(folder: Path, study: Study) -> Clerk:
     box = Mailbox(folder)
-    return Clerk(box, box.desk(), study, SPACE, lambda number: folder if number == 0 else None)
+    return Clerk(
+        box,
+        box.desk(),
+        study,
+        SPACE,
+        weights=lambda number, name: folder / name if number == 0 or name in study.saved else None,
+        save=study.save,
+        describe=lambda mode: f"{mode}: 2 trials",
+    )
 
 
 def _said(clerk: Clerk, *words: str, warm: bool = False) -> Answer:
@@ -177,8 +193,9 @@ def test_modes_and_stops(tmp_path: Path) -> None:
     assert not refused.done
     assert "complete" in refused.text
     assert not _said(clerk, "stop", "9").done
-    clerk.close()
+    clerk.withdraw()
     assert clerk.mailbox.orders == Orders()
+    assert _said(clerk, "status").text == "running: 2 trials"
 
 
 def test_add_and_clone(tmp_path: Path) -> None:
@@ -188,9 +205,35 @@ def test_add_and_clone(tmp_path: Path) -> None:
     assert study.points[2] == {"adapter.rank": 16, "train.lr": 2e-4}
     assert _said(clerk, "clone", "0", "train.lr=3e-4", warm=True).done
     assert study.points[3] == {**study.points[0], "train.lr": 3e-4}
-    assert study.warm[3] == tmp_path
+    warm = study.warm[3]
+    assert warm is not None
+    assert warm.parent == tmp_path
+    assert "shape of the adapter" in _said(clerk, "clone", "0", "adapter.rank=16", warm=True).text
     assert "no saved weights" in _said(clerk, "clone", "1", warm=True).text
     assert "choice(8,16)" in _said(clerk, "add", "adapter.rank=64").text
+
+
+def test_a_warm_clone_of_a_live_trial_waits_for_its_state(tmp_path: Path) -> None:
+    study = Study()
+    study.can_save = True
+    clerk = _clerk(tmp_path, study)
+    request = read_request("clone", ["1"], warm=True)
+    clerk.mailbox.post(request)
+    clerk.attend()
+    assert clerk.mailbox.waiting() == [request]
+    study.saved.add(request.id)  # by the next boundary
+    clerk.attend()
+    assert clerk.mailbox.take_answer(request, 0) == Answer(
+        True, "Trial 2 comes next, as soon as a place is free."
+    )
+    second = read_request("clone", ["1"], warm=True)
+    clerk.mailbox.post(second)
+    clerk.attend()
+    clerk.attend()  # it was asked for, and did not come
+    answer = clerk.mailbox.take_answer(second, 0)
+    assert answer is not None
+    assert not answer.done
+    assert study.asked == 2
 
 
 def test_a_request_begun_before_a_crash_is_done_once(tmp_path: Path) -> None:

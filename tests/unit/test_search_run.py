@@ -50,9 +50,11 @@ class Engine:
         job: JobSpec,
         *,
         resume_from: Path | None = None,
+        warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
     ) -> None:
+        assert warm_from is None
         assert not rungs
         assert not measured
         if error := self.refused(job):
@@ -65,6 +67,9 @@ class Engine:
 
     def cancel(self, job: str, reason: str) -> None:
         raise AssertionError(f"{job} is cancelled without a rule that stops trials: {reason}")
+
+    def park(self, job: str, reason: str) -> None:
+        raise AssertionError("nobody asked for a pause")
 
     def unpark(self, job: str, reason: str) -> None:
         raise AssertionError(f"{job} was never parked: {reason}")

@@ -34,14 +34,13 @@ def main(arguments: Sequence[str]) -> int:
             f"There are: {choices(search_names(known.root)) or 'none'}.",
             "Give the folder of its runs with --root FOLDER.",
         )
-    if known.verb == "status":
-        from plait.search.control.status import describe_status
-
-        print("\n".join(describe_status(folder)))
+    mailbox = Mailbox(folder / "control")
+    request = read_request(known.verb, known.rest, warm=known.warm)
+    if request.verb == "status" and not mailbox.attended:
+        print(f"{known.name} does not run now (orders: {mailbox.orders.mode}).")
+        print(f"`plait leaderboard {known.name}` shows its trials, `plait resume {known.name}` goes on.")
         return EXIT_DONE
-    return _ask(
-        Mailbox(folder / "control"), read_request(known.verb, known.rest, warm=known.warm), known.wait
-    )
+    return _ask(mailbox, request, known.wait)
 
 
 def read_request(verb: str, rest: Sequence[str], *, warm: bool = False) -> Request:

@@ -55,6 +55,7 @@ OWN = (
     Verb(
         "bench", "plait.cli.bench:main", "list the searches and benchmarks of sweeps/, or run one", hydra=True
     ),
+    Verb("control", "plait.cli.control:main", "pause, stop, add to or ask a search that runs"),
     Verb("ui", "plait.cli.results:ui", "open MLflow's pages on what has been trained"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "a search's adapters, best first"),
     Verb("export", "plait.cli.results:export", "copy an adapter's PEFT folder out of the store"),

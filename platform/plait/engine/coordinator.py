@@ -106,6 +106,7 @@ class Coordinator:
         job: JobSpec,
         *,
         resume_from: Path | None = None,
+        warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
     ) -> None:
@@ -114,6 +115,8 @@ class Coordinator:
         Args:
             job: to train.
             resume_from: saved state.
+            warm_from: where there is no state yet, the folder of an adapter or state whose weights it begins
+                with.
             rungs: steps after which it waits until ``unpark(job, AT_RUNG)`` lets it past.
             measured: whether the validation loss is wanted at every rung.
 
@@ -128,7 +131,7 @@ class Coordinator:
         longest = max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
         demand = self._admission.demand(job.adapter, longest)
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
-        new.rungs, new.measured = frozenset(rungs), measured
+        new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
         self._roster.queue(new)
 
     def cancel(self, job: str, reason: str = "cancelled") -> None:
@@ -243,7 +246,7 @@ class Coordinator:
 
     def _attach(self, job: LiveJob) -> list[Event]:
         self._roster.start(job)
-        outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from))
+        outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from, job.warm_from))
         events: list[Event] = []
         if job.name in outcome.attached:
             attached = outcome.attached[job.name]

@@ -34,6 +34,7 @@ class LiveJob:
         passed: the last rung that it was let past.
         holds: why it may not train now; empty while it may.
         evaluated: step of the last evaluation.
+        warm_from: folder of the weights that it begins with; None for fresh ones.
     """
 
     spec: JobSpec
@@ -51,6 +52,7 @@ class LiveJob:
     passed: int = 0
     holds: set[str] = field(default_factory=set)
     evaluated: int | None = None
+    warm_from: Path | None = None
 
     @property
     def name(self) -> str:

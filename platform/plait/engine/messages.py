@@ -20,11 +20,13 @@ class Attach:
     """Take a job in: fresh, or from a saved state. ``data`` is a digest.
 
     ``resume_from`` is a state's folder, or a folder of states: then the newest that is whole is taken.
+    Where there is none, ``warm_from`` is the folder of an adapter or state whose weights it begins with.
     """
 
     job: JobSpec
     data: str
     resume_from: Path | None = None
+    warm_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

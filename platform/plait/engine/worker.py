@@ -40,6 +40,7 @@ from plait.engine.messages import (
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.out_of_memory import give_back, ran_out
 from plait.engine.peaks import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, device_bytes
+from plait.engine.warm import load_warm
 from plait.errors import CheckpointError
 from plait.models import BaseModel, check_rank, load_model
 from plait.models.attention import KEEP_UP_TO
@@ -149,6 +150,8 @@ class LocalWorker:
         initialise(self.bank, job.name, job.train.seed)
         try:
             found = self._restore(command)
+            if found.directory is None and command.warm_from is not None:
+                load_warm(command.warm_from, named_tensors(self.bank.weights(job.name)))
         except CheckpointError as error:
             return JobFailed(job.name, 0, str(error), self._clock() - started)
         self.bank.refresh([job.name])

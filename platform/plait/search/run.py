@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from plait.engine.live import AT_RUNG, DISPLACED
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked
+from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
 from plait.jobs import JobSpec
+from plait.search.control.mailbox import Orders
 from plait.search.objective import Observed
 from plait.search.stopper import Stopper
 from plait.search.trials import Finished, Outcome, State, Trial, TrialSource
@@ -34,13 +35,17 @@ class Coordinator(Protocol):
         job: JobSpec,
         *,
         resume_from: Path | None = None,
+        warm_from: Path | None = None,
         rungs: Collection[int] = (),
         measured: bool = False,
     ) -> None:
-        """Queue a job, fresh or from a saved state, that waits at each of its rungs."""
+        """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
 
     def cancel(self, job: str, reason: str) -> None:
         """End a job as "stopped" at the next boundary."""
+
+    def park(self, job: str, reason: str) -> None:
+        """Save a job at the next boundary and let it wait."""
 
     def unpark(self, job: str, reason: str) -> None:
         """Let a job go on that waits for this reason."""
@@ -79,10 +84,12 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """All trials that are over, and whether the search was cut short."""
+    """All trials that are over, and whether the search was cut short: interrupted, or by its owner's order
+    ("stopping", "cancelling")."""
 
     finished: tuple[Finished, ...]
     interrupted: bool = False
+    ended_by: str = ""
 
     @property
     def failed(self) -> int:
@@ -116,6 +123,7 @@ class SearchRun:
         make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
         stop: asked after every iteration; True ends the search in order.
         stopper: ends trials early; None lets all come to their ends.
+        owner: the orders of the search's owner, asked for before every iteration.
     """
 
     source: TrialSource
@@ -125,6 +133,10 @@ class SearchRun:
     settings: SearchSettings
     stop: Callable[[], bool] = lambda: False
     stopper: Stopper | None = None
+    owner: Callable[[], Orders] = Orders
+    _orders: Orders = field(default_factory=Orders)
+    _paused: set[str] = field(default_factory=set)
+    _at_rung: set[str] = field(default_factory=set)  # parked there, so not to come back by the end of a pause
     _live: dict[str, Trial] = field(default_factory=dict)
     _parked: dict[str, Trial] = field(default_factory=dict)
     _returning: list[Trial] = field(default_factory=list)  # parked, and let past their rungs
@@ -138,25 +150,62 @@ class SearchRun:
         """Go on until every trial is over, or ``stop`` says so."""
         self._failed = SearchResult(tuple(self.source.finished())).failed
         while not self.stop():
+            self._obey()
             self._judge()
             self._fill()
             if self._live:
                 self._advance()
+                continue
+            self._take(self.coordinator.settle())
+            if self._orders.mode == "paused":
+                time.sleep(WAIT_SECONDS)
             elif not self._wait():
-                return SearchResult(tuple(self.source.finished()))
+                return SearchResult(tuple(self.source.finished()), ended_by=self._ended_by)
         self._wind_up()
         return SearchResult(tuple(self.source.finished()), interrupted=True)
 
+    def _obey(self) -> None:
+        """Do what the owner ordered: end trials, park all, let them go on."""
+        before, self._orders = self._orders, self.owner()
+        mode = self._orders.mode
+        if mode != before.mode and mode != "running":
+            self.recorder.handle(Notice(f"{mode}, as `plait control` asked for"))
+        for name, trial in [*self._live.items(), *self._parked.items()]:
+            if mode == "cancelling" or trial.number in self._orders.stops:
+                self.coordinator.cancel(name, "ended by its owner")
+        if mode == "paused":
+            for name in self._live.keys() - self._paused:
+                self.coordinator.park(name, PAUSED)
+                self._paused.add(name)
+        elif self._paused:
+            self._unpause()
+
+    def _unpause(self) -> None:
+        """Those that trained when the pause began keep their places before all others."""
+        for name in self._paused & (self._live.keys() | self._parked.keys()):
+            self.coordinator.unpark(name, PAUSED)
+            if name not in self._at_rung and name in self._parked:
+                self._live[name] = self._parked.pop(name)
+        self._paused.clear()
+
+    @property
+    def _ended_by(self) -> str:
+        """The order that ended the search before all trials were drawn; "" where none did."""
+        return "" if self._orders.mode == "running" else self._orders.mode
+
     def _fill(self) -> None:
-        self._drawn_out = False
+        self._drawn_out = self._orders.mode != "running"
+        if self._orders.mode in ("paused", "cancelling"):
+            return
         while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
             if self._returning:
                 trial = min(self._returning, key=lambda each: each.number)
                 self._returning.remove(trial)
                 self._live[trial.name] = self._parked.pop(trial.name)
+                self._at_rung.discard(trial.name)
                 self.coordinator.unpark(trial.name, AT_RUNG)
                 continue
-            new = None if self._hopeless else self.source.ask()
+            new = None if self._hopeless else self.source.ask(new=self._orders.mode == "running")
             if new is None:
                 self._drawn_out = True
                 return
@@ -208,7 +257,13 @@ class SearchRun:
         try:
             rungs = self.stopper.start(trial) if self.stopper is not None else ()
             measured = self.stopper is not None and self.stopper.measured
-            self.coordinator.submit(job, resume_from=trial.resume_from, rungs=rungs, measured=measured)
+            self.coordinator.submit(
+                job,
+                resume_from=trial.resume_from,
+                warm_from=trial.warm_from,
+                rungs=rungs,
+                measured=measured,
+            )
         except StorageError:
             raise
         except InputError as error:
@@ -234,6 +289,7 @@ class SearchRun:
                 self._ended(event)
             elif isinstance(event, JobParked) and event.reason != DISPLACED and event.job in self._live:
                 self._parked[event.job] = self._live.pop(event.job)
+                self._at_rung |= {event.job} if AT_RUNG in event.reason else set()
             elif isinstance(event, JobAdmitted) and event.job.name in self._parked:
                 self._live[event.job.name] = self._parked.pop(event.job.name)
 

@@ -38,6 +38,7 @@ CHECKPOINT = "plait.checkpoint"  # trial: where its states are
 OWNER = "plait.owner"  # trial: who trains it
 BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
 REQUEST = "plait.request"  # trial: the request that it answers
+WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
 RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
@@ -182,9 +183,12 @@ class StudyTrials:
 
     # ---- drawing and taking up -----------------------------------------------------------------------------
 
-    def ask(self) -> Trial | None:
-        """The next trial, or None when all have been drawn; first those that nobody trains any more."""
-        return self._locked(self._ask)
+    def ask(self, *, new: bool = True) -> Trial | None:
+        """The next trial, or None when all have been drawn; first those that nobody trains any more.
+
+        With ``new`` false, only those.
+        """
+        return self._locked(lambda: self._ask(new))
 
     def enqueue(
         self,
@@ -193,6 +197,7 @@ class StudyTrials:
         beyond: bool = True,
         request: str = "",
         retry_of: int | None = None,
+        warm_from: Path | None = None,
     ) -> int:
         """Let a trial with these values come next; its number.
 
@@ -201,8 +206,10 @@ class StudyTrials:
             beyond: it comes on top of ``search.trials``.
             request: what it answers: a second call for the same one enqueues nothing.
             retry_of: a failed trial.
+            warm_from: folder of the weights that it begins with.
         """
-        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of}
+        warm = None if warm_from is None else str(warm_from.absolute())
+        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of, WARM: warm}
         return self._locked(
             lambda: self._enqueue(
                 values, {key: fact for key, fact in facts.items() if fact not in ("", None)}
@@ -216,10 +223,12 @@ class StudyTrials:
         time.sleep(POLL_SECONDS)
         return True
 
-    def _ask(self) -> Trial | None:
+    def _ask(self, new: bool) -> Trial | None:
         trials = self._trials()
         if orphans := self._orphans(trials):
             return self._take(orphans[0])
+        if not new:
+            return None
         waiting = any(item.state == TrialState.WAITING for item in trials)
         if not waiting and len(trials) >= self._total(trials):
             return None
@@ -369,7 +378,19 @@ class StudyTrials:
         if saved := frozen.user_attrs.get(CHECKPOINT):
             places.append(Path(saved))
         resume_from = next((place for place in places if states(place)), None)
-        return Trial(trial.number, trial.values, trial.overrides, resume_from)
+        warm = frozen.user_attrs.get(WARM)
+        warm_from = None if warm is None else Path(warm)
+        return Trial(trial.number, trial.values, trial.overrides, resume_from, warm_from)
+
+    def state(self, number: int) -> str | None:
+        """ "running", "waiting", "complete", "pruned" or "failed"; None where there is no such trial."""
+        trials = self.patience(self._trials)
+        return _STATES[trials[number].state] if 0 <= number < len(trials) else None
+
+    def values(self, number: int) -> dict[str, Value]:
+        """The searched keys of a trial that was drawn."""
+        params = self.patience(self._trials)[number].params
+        return {key: params[key] for key in self._distributions if key in params}
 
     def _live(self, trial: Trial) -> tuple[FrozenTrial, optuna.trial.Trial]:
         frozen = self._trials()[trial.number]
@@ -421,6 +442,15 @@ def _check_problem(study: optuna.Study, identity: Identity) -> None:
             f"search.name={study.study_name}: the study belongs to another search", "\n".join(lines), remedy
         )
     _sign(study, identity)
+
+
+_STATES = {
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
 
 
 def _owner(item: FrozenTrial) -> Owner | None:

@@ -21,12 +21,14 @@ class Trial:
         values: of the searched keys.
         overrides: that set these keys, in Hydra's syntax.
         resume_from: state that an interrupted run saved of it.
+        warm_from: folder with the weights that it begins with; None for fresh ones.
     """
 
     number: int
     values: Mapping[str, Value] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     resume_from: Path | None = None
+    warm_from: Path | None = None
 
     @property
     def name(self) -> str:
@@ -59,8 +61,11 @@ class TrialSource(Protocol):
     def total(self) -> int:
         """How many trials there are to be."""
 
-    def ask(self) -> Trial | None:
-        """The next trial, or None when all have been drawn; first those that were cut short."""
+    def ask(self, *, new: bool = True) -> Trial | None:
+        """The next trial, or None when all have been drawn; first those that were cut short.
+
+        With ``new`` false, only those.
+        """
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Keep the objective as it stands after ``step`` optimiser steps."""

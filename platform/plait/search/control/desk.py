@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -33,38 +33,52 @@ class Clerk:
     """Attends to the mailbox of one search, once in every iteration.
 
     Attributes:
-        weights: the folder with a trial's newest saved weights, or None.
+        weights: a copy of a trial's newest saved weights, under a name of its own; None where there are none.
+        save: has a live trial of this process saved at the next boundary; False for any other.
+        describe: how the search stands.
     """
 
     mailbox: Mailbox
     desk: Desk
     study: Study
     space: Space
-    weights: Callable[[int], Path | None]
+    weights: Callable[[int, str], Path | None]
+    save: Callable[[int], bool]
+    describe: Callable[[Mode], str]
+    _awaited: set[str] = field(default_factory=set)  # requests that a state was asked for, once
 
     def attend(self) -> Orders:
         """Act on what waits, if this process has the desk; what holds now, whoever has it."""
         if self.desk.take():
             for request in self.mailbox.waiting():
-                self.mailbox.answer(request, self._act(request))
+                answer = self._act(request)
+                if answer is not None:
+                    self.mailbox.answer(request, answer)
         return self.mailbox.orders
 
-    def close(self) -> None:
-        """The search is over: what was ordered for its end has been done."""
-        if self.desk.take() and self.mailbox.orders != Orders():
+    def withdraw(self) -> None:
+        """What was ordered for the end of the search has been done."""
+        if self.desk.take():
             self.mailbox.set_mode("running")
             self.mailbox.set_stops(())
 
-    def _act(self, request: Request) -> Answer:
+    def close(self) -> None:
+        """Leave the desk to others."""
+        self.desk.close()
+
+    def _act(self, request: Request) -> Answer | None:
+        """The answer; None where it must wait for the next boundary."""
         try:
             if request.verb == "stop" and request.trial is not None:
                 return Answer(True, self._stop_trial(request.trial))
             if request.verb in _MODES:
                 return self._change(request.verb)
+            if request.verb == "status":
+                return Answer(True, self.describe(self.mailbox.orders.mode))
             if request.verb == "add":
                 return Answer(True, self._add(request, {}))
             if request.verb == "clone" and request.trial is not None:
-                return Answer(True, self._clone(request, request.trial))
+                return self._clone(request, request.trial)
         except InputError as error:
             return Answer(False, str(error))
         return Answer(False, f"{request.verb!r} is not known to this version of Plait.")
@@ -89,24 +103,39 @@ class Clerk:
         number = self.study.enqueue(point, request=request.id, warm_from=warm_from)
         return f"Trial {number} comes next, as soon as a place is free."
 
-    def _clone(self, request: Request, number: int) -> str:
-        self._known(number)
+    def _clone(self, request: Request, number: int) -> Answer | None:
+        if self._known(number) == "waiting":
+            raise SearchError(f"trial {number} has not begun", "Only a trial with values can be cloned.")
         warm_from = None
         if request.warm:
-            warm_from = self.weights(number)
+            _check_warm(request.overrides)
+            warm_from = self.weights(number, request.id)
+            if warm_from is None and request.id not in self._awaited and self.save(number):
+                self._awaited.add(request.id)
+                return None
             if warm_from is None:
                 raise SearchError(
                     f"trial {number} has no saved weights",
                     "A warm start begins with the weights of an adapter that was saved.",
-                    "Wait for its next checkpoint, or clone it without --warm.",
+                    "Ask again after its next step, or clone it without --warm.",
                 )
-        return self._add(request, self.study.values(number), warm_from)
+        return Answer(True, self._add(request, self.study.values(number), warm_from))
 
     def _known(self, number: int) -> str:
         state = self.study.state(number)
         if state is None:
             raise SearchError(f"trial {number}", "There is no such trial in this search.")
         return state
+
+
+def _check_warm(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        if override.startswith(("adapter.rank=", "adapter.target_modules=")):
+            raise SearchError(
+                f"--warm {override}",
+                "A warm start keeps the shape of the adapter: its rank and its target modules.",
+                "Leave this key as it is, or clone without --warm.",
+            )
 
 
 _MODES: dict[str, tuple[Mode, str]] = {

@@ -35,7 +35,7 @@ class Request:
     """One command of the search's owner.
 
     Attributes:
-        verb: pause, resume, stop, cancel, add or clone.
+        verb: status, pause, resume, stop, cancel, add or clone.
         trial: the trial that it is about; None for the whole search.
         overrides: values of searched keys (add, clone).
         warm: start from the weights of the cloned trial.
@@ -82,6 +82,10 @@ class Desk:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave it to others."""
         if self._file is not None:
             self._file.close()  # and with it the lock falls
         self._file, self._taken = None, False

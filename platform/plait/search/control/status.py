@@ -1,0 +1,28 @@
+"""How a search stands, in a few lines."""
+
+from __future__ import annotations
+
+from plait.search.control.mailbox import Mode
+from plait.terminal_rows import best_line, number, settings_line, shown_first, status_line
+from plait.tracking.board import Board
+from plait.tracking.leaderboard import varying
+
+MOST_JOBS = 40
+
+
+def describe_status(board: Board, mode: Mode) -> str:
+    """One line on the whole, the best so far, and a line for each job, live ones first."""
+    lines = [f"{mode}: {status_line(board, None)}"]
+    lines += [line for line in (best_line(board),) if line]
+    records = shown_first(list(board.jobs.values()))
+    keys = varying(records)
+    for record in records[:MOST_JOBS]:
+        parts = [f"{record.name}  {record.state:<8}"]
+        if record.steps:
+            parts.append(f"step {record.step}/{record.steps}")
+        losses = (("loss", record.loss), ("eval loss", record.eval_loss), ("objective", record.objective))
+        parts += [f"{name} {number(value)}" for name, value in losses if value is not None]
+        lines.append("  ".join([*parts, settings_line(record, keys)]).rstrip())
+    if len(records) > MOST_JOBS:
+        lines.append(f"... {len(records) - MOST_JOBS} more: `plait leaderboard`")
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""The weights with which a warm clone begins: copied, since their trial may end and its states go."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.engine.saved import states
+from plait.errors import StorageError
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def keep_weights(places: Sequence[Path], keep: Path) -> Path | None:
+    """Copy the first weights that there are.
+
+    Args:
+        places: PEFT folders or folders of states, best first.
+        keep: where they are copied to; what is there already is taken as it is.
+
+    Returns:
+        ``keep``, or None where no place has weights.
+
+    Raises:
+        StorageError: they cannot be copied.
+    """
+    if keep.exists():
+        return keep
+    found = next((folder for place in places for folder in _weights(place)), None)
+    if found is None:
+        return None
+    beside = keep.with_name(f".{keep.name}")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.copytree(found, beside)
+        beside.rename(keep)
+    except OSError as error:
+        raise StorageError(
+            f"{keep}: {error.strerror or error}", "A warm clone keeps a copy of its first weights there."
+        ) from error
+    return keep
+
+
+def _weights(place: Path) -> list[Path]:
+    return [place] if (place / ADAPTER).exists() else states(place)
