@@ -8,24 +8,28 @@ Either way the answer carries a proved bound over all configurations, not only o
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from plait.cost.replica import ReplicaCost
 from plait.errors import CapacityError
 from plait.planner.deployment_bounds import Counts, bisection, relaxation_bound
+from plait.planner.deployment_patterns import refine
 from plait.planner.dispatch import (
     EXACT,
     Dispatch,
     check_coverage,
     device_seconds,
     dispatch,
+    dispatch_of,
     spread,
 )
 from plait.planner.dispatch_search import (
     ReplicaKind,
+    descend,
     makespan,
     relaxed_shares,
     single,
@@ -50,7 +54,7 @@ class DeployOptions:
 
     equal_shares: bool = False
     exact: bool = False
-    gap: float = 0.001
+    gap: float = 0.01
     enumerate_up_to: int = 4_000
     judged: int = 60
     limits: Limits = field(default_factory=lambda: EXACT)
@@ -134,8 +138,12 @@ def deploy(
     whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
     if options.exact or len(whole) <= options.enumerate_up_to:
         complete = whole if len(whole) <= options.enumerate_up_to else list(_maximal(able, devices, None))
-        return _enumerated(able, counts, complete, devices, relaxation, options)
-    return _searched(able, counts, devices, relaxation, options)
+        found = _enumerated(able, counts, complete, devices, relaxation, options)
+    else:
+        found = _searched(able, counts, devices, relaxation, options)
+    if options.exact or options.equal_shares or found.gap <= options.gap:
+        return found
+    return _refined(found, able, counts, devices, options.gap)
 
 
 def judge(kinds: Sequence[ReplicaKind], counts: Sequence[int], options: DeployOptions) -> Dispatch:
@@ -186,7 +194,10 @@ def _searched(
     relaxation: float,
     options: DeployOptions,
 ) -> Deployment:
-    """Candidates from the bisection, then replacements around the best, judged by a quick dispatch."""
+    """Candidates from the bisection, judged by a quick dispatch.
+
+    With equal shares also replacements around the best; without, patterns find better ones afterwards.
+    """
     proved = bisection(costs, counts, devices)
     proposal = {id(cost) for cost in propose(costs, devices)}
     seen: dict[Counts, float] = {}
@@ -200,7 +211,7 @@ def _searched(
     one_each = [tuple(int(i == chosen) for i in range(len(costs))) for chosen in range(len(costs))]
     front = [_filled(costs, p, devices, proposal) for p in proved.candidates or one_each]
     best = min(front, key=quick)
-    while len(seen) < options.judged * 10:
+    while options.equal_shares and len(seen) < options.judged * 10:
         neighbours = [p for p in _neighbours(costs, best, proposal) if p not in seen]
         better = min(neighbours, key=quick, default=best)
         if quick(better) >= quick(best):
@@ -212,6 +223,22 @@ def _searched(
     expected, p = min(found, key=lambda item: item[0].makespan)
     bound = min(proved.bound, expected.makespan)
     return Deployment(_kinds(costs, p), expected, bound, relaxation, len(seen), proved.limit_hit)
+
+
+def _refined(
+    found: Deployment, costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int, goal: float
+) -> Deployment:
+    """A better bound, and a better deployment where patterns give one."""
+    refined = refine(costs, counts, devices, bound=found.bound, makespan=found.makespan, goal=goal)
+    kinds, expected = found.kinds, found.expected
+    if refined.replicas:
+        chosen = Counter(each.cost for each in refined.replicas)
+        kinds = tuple(ReplicaKind(costs[place], chosen[place]) for place in sorted(chosen))
+        shares = np.array([each.counts for each in refined.replicas], dtype=np.int64)
+        each = single(kinds)
+        expected = dispatch_of(each, counts, descend(each, counts, shares), refined.bound)
+    bound = min(refined.bound, expected.makespan)
+    return replace(found, kinds=kinds, expected=expected, bound=bound)
 
 
 def _quick_makespan(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> float:

@@ -82,13 +82,13 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits
     if makespan(kinds, other) < makespan(kinds, start):
         start = descend(kinds, counts, other)
     if limits is None:
-        return _result(kinds, counts, start, bound)
+        return dispatch_of(kinds, counts, start, bound)
     least = makespan(kinds, start)
     built = DispatchProgram.of(kinds, counts, most_seconds=least * (1 + 1e-9))
     solution = solve(built.program, limits, built.start(start))
     found = built.shares(solution)
     better = found is not None and makespan(kinds, found) < least - 1e-9
-    return _result(
+    return dispatch_of(
         kinds,
         counts,
         found if found is not None and better else start,
@@ -110,7 +110,7 @@ def length_based(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatc
         able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
         k = min(able, key=lambda k: (device_seconds(kinds[k].cost)[j], k))
         shares[k, j] = -(-count // kinds[k].count)
-    return _result(kinds, counts, shares, relaxed_shares(kinds, counts)[0])
+    return dispatch_of(kinds, counts, shares, relaxed_shares(kinds, counts)[0])
 
 
 def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch) -> Dispatch:
@@ -132,7 +132,7 @@ def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch
     totals = np.array(chosen.assigned, dtype=np.int64)
     starts = (equal, even, spread_shares(kinds, totals))
     best = min((descend(each, counts, start) for start in starts), key=lambda e: makespan(each, e))
-    return _result(each, counts, best, bound)
+    return dispatch_of(each, counts, best, bound)
 
 
 def device_seconds(cost: ReplicaCost) -> Float64:
@@ -158,7 +158,7 @@ def check_coverage(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> None:
             )
 
 
-def _result(
+def dispatch_of(
     kinds: Sequence[ReplicaKind],
     counts: Sequence[int],
     shares: Int64,
@@ -167,7 +167,7 @@ def _result(
     *,
     fallback: bool = False,
 ) -> Dispatch:
-    """The shares as d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj: kinds are filled in order."""
+    """Shares e (K, R) as d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj: kinds are filled in order."""
     assigned = []
     left = np.asarray(counts, dtype=np.int64)
     for kind, row in zip(kinds, shares, strict=True):
