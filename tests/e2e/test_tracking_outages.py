@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -58,9 +58,28 @@ class Sweep:
         self.lines.append(rest)
         return self._process.returncode
 
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self._process.kill()
+        self._process.wait()
+
     @property
     def output(self) -> str:
         return "".join(self.lines)
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., Sweep]]:
+    """Begins a sweep, of which nothing is left after the test."""
+    begun: list[Sweep] = []
+
+    def make(arguments: Sequence[str], **environment: str) -> Sweep:
+        begun.append(Sweep(arguments, **environment))
+        return begun[-1]
+
+    yield make
+    for sweep in begun:
+        sweep.kill()
 
 
 @pytest.fixture
@@ -111,10 +130,14 @@ def waiting(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
-    folder: Path, short: tuple[str, ...], server: MlflowServer, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    short: tuple[str, ...],
+    begin: Callable[..., Sweep],
+    server: MlflowServer,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = search(short, server.url)
-    first = Sweep(arguments)
+    first = begin(arguments)
     first.until("trial-0000 finished")
     server.kill()
     first.until("trial-0001 finished")  # the search goes on without it
@@ -123,7 +146,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert waiting(folder) > STEPS
 
     server.start()
-    second = Sweep(arguments)
+    second = begin(arguments)
     second.until("trial-0002 started")
     server.stop()
     second.signal(signal.SIGSTOP)  # a tiny search would be over before the server is back
@@ -145,11 +168,11 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
 
 @pytest.mark.slow
 def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
-    folder: Path, short: tuple[str, ...], server: MlflowServer
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep], server: MlflowServer
 ) -> None:
     """A request that nobody answers would be waited for, and tried again, for hours."""
     patient = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10000", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "9"}
-    sweep = Sweep([*search(short, server.url), "train.steps=20000"], **patient)
+    sweep = begin([*search(short, server.url), "train.steps=20000"], **patient)
     sweep.until("trial-0000 started")
     server.hang()
     sweep.signal(signal.SIGINT)
@@ -164,13 +187,13 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_nothing(
-    folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the runs. Training goes on without it; what it did not get, it gets from the same command."""
     with postgresql_server() as server:
         address = server.new_database()
         arguments = search(short, address)
-        sweep = Sweep(arguments)
+        sweep = begin(arguments)
         sweep.until("trial-0001 started")
         server.stop()
         sweep.until("trial-0002 started")
@@ -193,11 +216,11 @@ def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_noth
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_a_study_in_a_database_that_is_stopped_and_started_waits_for_it(
-    folder: Path, short: tuple[str, ...]
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep]
 ) -> None:
     with postgresql_server() as server:
         local = f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}"
-        sweep = Sweep([*search(short, local), f"search.storage={server.new_database()}"])
+        sweep = begin([*search(short, local), f"search.storage={server.new_database()}"])
         sweep.until("trial-0001 started")
         server.stop()
         sweep.until("storage is away")
@@ -218,26 +241,25 @@ def small_disk(folder: Path) -> Iterator[Path]:
         pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
     shutil.copy(folder / "mlflow.db", runs)
     yield runs
-    subprocess.run(["umount", str(runs)], check=True)
+    subprocess.run(["umount", "--lazy", str(runs)], check=True)  # this process has the database open
 
 
 def fill(folder: Path) -> Path:
     """Leave no room on the disk of a folder."""
     ballast = folder / "ballast"
-    with ballast.open("wb") as file, suppress(OSError):
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
         while True:
             file.write(bytes(4096))
-            file.flush()
     return ballast
 
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_the_middle_is_told_and_the_search_goes_on_when_there_is_room(
-    short: tuple[str, ...], small_disk: Path
+    short: tuple[str, ...], small_disk: Path, begin: Callable[..., Sweep]
 ) -> None:
     local = f"sqlite:///{small_disk / 'mlflow.db'}"
     arguments = search(short, local)
-    sweep = Sweep(arguments)
+    sweep = begin(arguments)
     sweep.until("trial-0001 started")
     sweep.signal(signal.SIGSTOP)
     ballast = fill(small_disk)

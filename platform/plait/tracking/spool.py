@@ -80,7 +80,7 @@ class Spool:
                     raise StorageError(
                         f"{self.path}: {error}",
                         "The file must be a spool that this version of Plait wrote.",
-                        "Use the version that wrote it, or move the file away: it holds what is not sent yet.",
+                        "Use the version that wrote it, or move it away: it holds what is not sent yet.",
                     ) from error
                 break
             self._end = start + len(text)

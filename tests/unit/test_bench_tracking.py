@@ -1,0 +1,42 @@
+"""The tracking benchmark, small: what it counts and checks is real, a store that lacks something is told."""
+
+from pathlib import Path
+
+import pytest
+
+from plait.bench import tracking_scale
+from plait.bench.tracking_calls import Script
+from plait.errors import ConfigError, StorageError
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.settings import RunSettings, TrackingSettings
+
+JOBS = [JobSpec("a", AdapterSpec(rank=4), TrainSpec()), JobSpec("b", AdapterSpec(rank=8), TrainSpec())]
+SMALL = {"adapters": 4, "steps": 30, "together": 2, "edge": 1, "stores": ["sqlite"], "step_seconds": 0.5}
+
+
+def test_every_point_that_is_due_arrives_and_is_counted() -> None:
+    settings = RunSettings(tracking=TrackingSettings(points=10))
+    report = tracking_scale.run(settings, JOBS, SMALL)
+    figures = {figure.name: figure.ours for figure in report.figures}
+    script = Script(4, 30, 2, Path())
+    due = sum(len(script.kept(10) | {script.best(adapter)}) for adapter in range(4))
+    assert figures["sqlite: losses in the store"] == due
+    total = figures["sqlite: the thread that trains"] + figures["sqlite: the writer's CPU"]
+    assert figures["sqlite: tracking in all"] == pytest.approx(total)
+    assert figures["sqlite: shortest step of which it takes 2 %"] == pytest.approx(total / 120 / 0.02 * 1000)
+
+
+def test_a_store_without_a_point_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Script.kept
+    monkeypatch.setattr(Script, "kept", lambda script, points: whole(script, points) | {2})
+    with pytest.raises(StorageError, match="points of"):
+        tracking_scale.run(RunSettings(tracking=TrackingSettings(points=10)), JOBS, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"edge": 3}, "edge=3"), ({"stores": ["file"]}, "server, sqlite"), ({"adapters": 0}, "adapters=0")],
+)
+def test_bad_options(options: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tracking_scale.run(RunSettings(), JOBS, SMALL | options)
