@@ -8,6 +8,7 @@ a learning-rate schedule. Samples, their order, initial weights and rates are th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import cast
@@ -104,22 +105,29 @@ class PeftBaseline:
 
     def train(self, job: JobSpec, split: Split, initial: InitialWeights) -> BaselineRun:
         """Train the adapter of ``job`` to the end of its budget; making and removing it is not timed."""
-        steps = DataOrder.of(job.train, len(split)).steps
-        losses: list[float] = []
-        tokens = positions = 0
-        with _Adapter(self._model, job, initial) as adapter:
+        with self.training(job, split, initial) as training:
             started = perf_counter()
-            for step in range(1, steps + 1):
-                batches, labelled = self._batches(job, split, step)
-                total = 0.0
-                for batch in batches:
-                    total += self._turn(adapter.model, batch, labelled)
-                    tokens += int(batch.attention_mask.sum())
-                    positions += batch.attention_mask.numel()
-                adapter.step(learning_rate(job.train, step, steps))
-                losses.append(total)
+            losses = tuple(training.step() for _ in range(training.steps))
             seconds = perf_counter() - started
-        return BaselineRun(job.name, tuple(losses), tokens, positions, seconds)
+        return BaselineRun(job.name, losses, training.tokens, training.positions, seconds)
+
+    @contextmanager
+    def training(self, job: JobSpec, split: Split, initial: InitialWeights) -> Iterator[Training]:
+        """The adapter of ``job`` on the model, to be trained step by step; afterwards it is gone."""
+        with _Adapter(self._model, job, initial) as adapter:
+            yield Training(self, adapter, job, split)
+
+    @torch.no_grad()
+    def evaluate(self, model: PeftModel, split: Split, batch_size: int) -> float:
+        """Mean loss over the labelled tokens of ``split``, without dropout, in padded batches."""
+        labelled = int(split.labelled.sum())
+        model.eval()
+        total = 0.0
+        for start in range(0, len(split), batch_size):
+            samples = [split[index] for index in range(start, min(start + batch_size, len(split)))]
+            total += float(self._loss(model, PaddedBatch.of(samples, self._pad), labelled))
+        model.train()
+        return total
 
     def _batches(self, job: JobSpec, split: Split, step: int) -> tuple[Iterator[PaddedBatch], int]:
         """The turns of one optimiser step, and the labelled tokens of all of them."""
@@ -132,6 +140,11 @@ class PeftBaseline:
 
     def _turn(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> float:
         """Forward and backward of one turn; its share of the global batch's loss."""
+        loss = self._loss(model, batch, labelled)
+        loss.backward()
+        return float(loss.detach())
+
+    def _loss(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> Tensor:
         with torch.autocast("cpu", self._model.dtype, enabled=self._autocast):
             out = model(
                 input_ids=batch.token_ids,
@@ -140,8 +153,42 @@ class PeftBaseline:
                 num_items_in_batch=labelled,
                 use_cache=False,
             )
-        out.loss.backward()
-        return float(out.loss.detach())
+        return cast(Tensor, out.loss)
+
+
+class Training:
+    """One adapter's training so far.
+
+    Attributes:
+        steps: optimiser steps of the budget.
+        done: of them, taken.
+        tokens: real tokens that went through.
+        positions: tokens and padding.
+    """
+
+    def __init__(self, baseline: PeftBaseline, adapter: _Adapter, job: JobSpec, split: Split) -> None:
+        self._baseline = baseline
+        self._adapter = adapter
+        self._job = job
+        self._split = split
+        self.steps = DataOrder.of(job.train, len(split)).steps
+        self.done = self.tokens = self.positions = 0
+
+    def step(self) -> float:
+        """The next optimiser step; mean loss over the labelled tokens of its global batch."""
+        self.done += 1
+        batches, labelled = self._baseline._batches(self._job, self._split, self.done)
+        total = 0.0
+        for batch in batches:
+            total += self._baseline._turn(self._adapter.model, batch, labelled)
+            self.tokens += int(batch.attention_mask.sum())
+            self.positions += batch.attention_mask.numel()
+        self._adapter.step(learning_rate(self._job.train, self.done, self.steps))
+        return total
+
+    def evaluate(self, split: Split, batch_size: int) -> float:
+        """Mean loss over the labelled tokens of another split."""
+        return self._baseline.evaluate(self._adapter.model, split, batch_size)
 
 
 class _Adapter:

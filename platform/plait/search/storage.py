@@ -35,6 +35,11 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     return _journal(path)
 
 
+def in_memory() -> BaseStorage:
+    """A storage that ends with the process, for studies that nobody goes on with."""
+    return optuna.storages.InMemoryStorage()
+
+
 def study_lock(storage: BaseStorage, name: str) -> AbstractContextManager[None]:
     """What one process at a time holds while it takes a trial of a study, or tells of one.
 
