@@ -104,6 +104,10 @@ def until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"no answer from {url}; the server's exit status: {server.poll()}")
 
 
+HIDE_PATH = """
+for (const part of document.querySelectorAll('div, span'))
+  if (part.textContent.startsWith('Path: ')) part.style.visibility = 'hidden';
+"""
 DRAWN_FIGURES = """
 const places = [...document.querySelectorAll('[data-figure]')];
 const drawn = places.filter((place) => place.dataset.drawn === 'yes' && place.querySelector('.main-svg'));
@@ -319,6 +323,7 @@ def main() -> None:
         show_leaderboard(seen, result.experiment_id, result.run_id)
         seen.picture(given.out / "mlflow-leaderboard.png")
         show_figures(seen, result.experiment_id, result.run_id)
+        seen.driver.execute_script(HIDE_PATH)
         seen.picture(given.out / "mlflow-figures.png")
     take_report(settings, result.name, given.out / "report.png")
 

@@ -13,7 +13,7 @@ from plait.search.stored import METHOD
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 
-LOG_RATIO = 50.0  # largest over smallest value from which on a key is drawn by its logarithm
+LOG_RATIO = 10.0  # largest over smallest value from which on a key is drawn by its logarithm
 MOST_TICKS = 8
 
 

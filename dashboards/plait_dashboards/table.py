@@ -9,7 +9,7 @@ from plait_dashboards.style import figure, say
 from plait_dashboards.sweep import Sweep, outcome, short_names
 
 ROW = 26  # pixels
-WIDEST = 60  # characters
+WIDEST = 34  # characters that count for a column's width
 MOST_ROWS = 20  # to be seen at once; the table scrolls
 
 Column = tuple[str, list[str]]
@@ -27,7 +27,7 @@ def leaderboard(sweep: Sweep) -> go.Figure:
         header={"values": [f"<b>{name}</b>" for name, _ in shown], "height": ROW},
         cells={"values": [cells for _, cells in shown], "height": ROW},
         columnwidth=[
-            max(len(name), *(min(len(cell), WIDEST) for cell in cells)) + 2 for name, cells in shown
+            max(len(name), *(min(len(cell), WIDEST) for cell in cells)) + 3 for name, cells in shown
         ],
     )
     made.update_layout(margin={"b": 10})
