@@ -298,6 +298,32 @@ class TestGoingOn:
         assert steps == sorted(set(steps))
         assert len(steps) == 8
 
+    def test_two_processes_of_a_search_write_one_run_and_the_last_one_knows_all(
+        self, tracking: TrackingSettings, tmp_path: Path
+    ) -> None:
+        workers = [Tracker(tracking), Tracker(tracking)]
+        run_ids = {worker.start_search(facts(tracking)) for worker in workers}
+        assert len(run_ids) == 1
+        for trial, worker in enumerate(workers):
+            name = job(trial).name
+            worker.start_job(job(trial), trial)
+            worker.handle(JobAdmitted(job(trial), 0, STEPS, "g0"))
+            for step in range(1, STEPS + 1):
+                worker.handle(progress(name, step))
+            worker.handle(ended(name, "finished", None))
+            worker.judge(name, "finished", 2.0 - trial)
+        for worker in workers:
+            worker.end_search()
+            worker.close()
+        parent, children = runs_of(tracking)
+        assert set(children) == {"trial-0000", "trial-0001"}
+        for child in children.values():
+            losses = curve(tracking, child, "train/loss")
+            assert losses == [(step, 3.0 / step) for step in range(1, STEPS + 1)]
+        board = json.loads(artifact(tracking, parent, "leaderboard.json", tmp_path))
+        assert [row[:3] for row in board["data"]] == [[1, "finished", 1.0], [0, "finished", 2.0]]
+        assert parent.data.metrics["train/tokens"] == 2 * 100 * STEPS
+
     def test_a_fresh_search_of_the_same_name_starts_anew(self, tracking: TrackingSettings) -> None:
         self.interrupt(tracking)
         with Tracker(tracking) as tracker:

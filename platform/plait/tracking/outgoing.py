@@ -9,7 +9,7 @@ from plait.engine.messages import JobProgress
 from plait.paths import search_folder
 from plait.tracking import names
 from plait.tracking.operations import EndRun, LogPoints, Operation, SetTags
-from plait.tracking.spool import Spool, free_spools
+from plait.tracking.spool import Spool, free_spools, spool_files
 from plait.tracking.thinning import Curve, grown_stride, is_kept
 from plait.tracking.values import finite, not_finite, progress_values
 from plait.tracking.writer import Sender, Writer
@@ -34,6 +34,7 @@ class Outgoing:
         self._most = points
         self._now = now
         self._curves: dict[str, Curve] = {}
+        self.shared = False  # other processes worked on this search, too
         self.writer = Writer(sender, spool, flush_seconds)
 
     def put(self, operation: Operation) -> None:
@@ -42,9 +43,10 @@ class Outgoing:
 
     def adopt(self) -> None:
         """Take over what other workers of the search that have ended left unsent."""
-        head = self._spool.head
+        head, mine = self._spool.head, self._spool.path
         if head is not None:
-            for left in free_spools(self._spool.path.parent, head.parent_id):
+            self.shared |= any(path != mine for path in spool_files(mine.parent, head.parent_id))
+            for left in free_spools(mine.parent, head.parent_id):
                 self._spool.take_over(left)
 
     def knows(self, run: str) -> bool:

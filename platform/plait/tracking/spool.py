@@ -266,7 +266,7 @@ def open_spool(folder: Path, head: Head) -> Spool:
 
 def free_spools(folder: Path, parent_id: str | None = None) -> Iterator[Spool]:
     """Spools that no process has open; of one search's run, if given."""
-    for path in sorted(folder.glob(f"{parent_id or '*'}-*{SUFFIX}")):
+    for path in spool_files(folder, parent_id):
         descriptor = _lock(path)
         if descriptor is None:
             continue
@@ -275,6 +275,11 @@ def free_spools(folder: Path, parent_id: str | None = None) -> Iterator[Spool]:
             spool.remove()
         else:
             yield spool
+
+
+def spool_files(folder: Path, parent_id: str | None = None) -> list[Path]:
+    """Where spools lie, whoever has them open; of one search's run, if given."""
+    return sorted(folder.glob(f"{parent_id or '*'}-*{SUFFIX}"))
 
 
 def _lock(path: Path, flags: int = 0) -> int | None:

@@ -123,6 +123,8 @@ class Tracker:
         self._tables = [names.LEADERBOARD_FILE]
         self._next_refresh = 0.0
         self._state = ""  # in which the search ended
+        self._own: set[str] = set()  # jobs that this process trains or has trained
+        self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
         self.board = Board("minimize", 0)
         self.notices: list[str] = []
 
@@ -226,17 +228,32 @@ class Tracker:
 
     def end_search(self, state: str = names.FINISHED, reason: str = "") -> None:
         """End the search's run: "finished", "interrupted" or "failed". Jobs that still train are marked
-        interrupted; a later process takes them up."""
+        interrupted; a later process takes them up. While other processes train jobs of this search, their
+        jobs' runs and the search's are theirs to end."""
         if self._state or self._out is None:
             return
         self._state = state
+        shared = self.others()
         for record in list(self.board.jobs.values()):
-            if record.live or record.state == PARKED:
+            mine = record.name in self._own or not shared
+            if mine and (record.live or record.state == PARKED):
                 self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
+        if self._out.shared:
+            self._learn_of_others()
         self._refresh(now=True)
         self._log_totals({})
-        self._out.end_run(self._parent, state, reason)
+        if not shared:
+            self._out.end_run(self._parent, state, reason)
         self._out.commit()
+
+    def _learn_of_others(self) -> None:
+        """Have the jobs on the board that other workers of this search trained, as far as the store knows."""
+        with suppress(StorageError), storage_errors(self.location):
+            for child in self._store.children(self._parent_id).values():
+                record = record_of(child)
+                if record.name not in self._own:
+                    self.board.add(record)
+                    self._ids[record.name] = record.run_id
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
@@ -251,6 +268,7 @@ class Tracker:
         shown = dict(job.parameters() if parameters is None else parameters)
         self.board.add(self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown))
         self.board.jobs[job.name].parameters = shown
+        self._own.add(job.name)
         out = self._started
         out.adopt()
         tags = {
