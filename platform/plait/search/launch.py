@@ -16,7 +16,7 @@ from rich.console import Console
 
 from plait.addresses import redact
 from plait.engine.coordinator import Coordinator
-from plait.errors import EXIT_DONE, ConfigError
+from plait.errors import EXIT_DONE, ConfigError, StorageError
 from plait.jobs import JobSpec
 from plait.paths import search_folder
 from plait.search.checks import check_jobs, check_memory, check_model
@@ -93,7 +93,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     check_engine(settings)
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
-    source.check_material(material_of(data, command.probes))
+    source.check_material({"model": shape.digest} | material_of(data, command.probes))
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))
     budget = shortest_budget(command.probes, data.catalogue)
     stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
@@ -188,6 +188,7 @@ class _Launch:
         coordinator = build_coordinator(self._settings, data.catalogue, folder, self._source.states_folder)
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
+            tracker.others = self._others
             with self._source.exclusive():  # one run for all processes
                 run_id = tracker.start_search(self._facts())
                 self._source.link(run_id)
@@ -201,7 +202,8 @@ class _Launch:
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
-        if not result.interrupted:  # who interrupts wants to go; the command that goes on makes them
+        # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
+        if not result.interrupted and not tracker.notices:
             figures.publish(final=True)
         write_result(result, self._settings.search.direction, self._command.directory)
         self._report(result, tracker, figures.trouble)
@@ -260,6 +262,13 @@ class _Launch:
             save,
             lambda mode: describe_status(tracker.board, mode),
         )
+
+    def _others(self) -> bool:
+        """Whether other processes train trials of this search, as far as one can see."""
+        try:
+            return self._source.others > 0
+        except StorageError:
+            return False
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

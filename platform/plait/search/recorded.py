@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
 from plait.errors import SearchError, StorageError
 from plait.paths import search_folder
 
@@ -47,8 +49,7 @@ def key_of(override: str) -> str:
 
 def quoted(text: str) -> str:
     """Text as the value of a Hydra override, whatever is in it."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def write_command(folder: Path, command: RecordedCommand) -> None:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
-from uuid import uuid4
 
 import optuna
 from optuna.storages import BaseStorage
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.engine.saved import remove_states, states
 from plait.errors import SearchError
 from plait.search.feasibility import check_sampler, grid_size
-from plait.search.identity import Identity, difference
+from plait.search.identity import Identity
 from plait.search.patience import Patience
 from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
+from plait.search.signature import TOKEN, check_material, check_problem, create
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
 from plait.search.trials import Finished, Outcome, Trial
 from plait.search.workers import Owner, Workers, owner_of
 from plait.settings import SearchSettings
 
-PROBLEM = "plait.problem"  # study: what is searched, as JSON
-MATERIAL = "plait.material"  # study: digests of data and model, as JSON
-TOKEN = "plait.study"  # study: tells it from an earlier one of its name
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
 CHECKPOINT = "plait.checkpoint"  # trial: where its states are
@@ -97,10 +92,10 @@ class StudyTrials:
             if name in optuna.get_all_study_names(self._storage):
                 study = optuna.load_study(study_name=name, storage=self._storage)
                 if not self._settings.fresh:
-                    _check_problem(study, identity)
+                    check_problem(study, identity)
                     return study
                 self._delete(study)
-            return _create(name, self._settings, identity, self._storage)
+            return create(name, self._settings.direction, identity, self._storage)
 
     def _delete(self, study: optuna.Study) -> None:
         """Delete a study that is begun anew, with the states of its trials.
@@ -161,25 +156,9 @@ class StudyTrials:
         self.patience(lambda: self._study.set_user_attr(RUN_ID, run_id))
 
     def check_material(self, material: Mapping[str, str]) -> None:
-        """Data and model are those that the search began with.
-
-        Args:
-            material: what it is to its digest.
-
-        Raises:
-            SearchError: something has another digest than before.
-        """
+        """Data and model are those that the search began with; errors as ``signature.check_material``."""
         with self.exclusive():
-            stored = json.loads(self._study.user_attrs.get(MATERIAL, "{}"))
-            both = stored.keys() & material.keys()
-            if lines := difference({key: stored[key] for key in both}, {key: material[key] for key in both}):
-                raise SearchError(
-                    f"search.name={self.name}: it began with other data or another model",
-                    "\n".join(lines),
-                    "Put back what it began with, choose another search.name, or start it anew with "
-                    "search.fresh=true.",
-                )
-            self._study.set_user_attr(MATERIAL, json.dumps(stored | dict(material), sort_keys=True))
+            check_material(self._study, material)
 
     # ---- drawing and taking up -----------------------------------------------------------------------------
 
@@ -412,36 +391,6 @@ class StudyTrials:
         for item in trials:
             if item.state == TrialState.FAIL and item.number not in tried and item.params:
                 self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number})
-
-
-def _create(name: str, settings: SearchSettings, identity: Identity, storage: BaseStorage) -> optuna.Study:
-    direction = StudyDirection[settings.direction.upper()]
-    study = optuna.create_study(study_name=name, storage=storage, direction=direction)
-    _sign(study, identity)
-    return study
-
-
-def _sign(study: optuna.Study, identity: Identity) -> None:
-    if TOKEN not in study.user_attrs:
-        study.set_user_attr(TOKEN, uuid4().hex[:12])
-    if PROBLEM not in study.user_attrs:
-        study.set_user_attr(PROBLEM, identity.problem_json)
-
-
-def _check_problem(study: optuna.Study, identity: Identity) -> None:
-    stored = study.user_attrs.get(PROBLEM)
-    remedy = "Choose another search.name, or start it anew with search.fresh=true."
-    if stored is None and study.get_trials(deepcopy=False):
-        raise SearchError(f"search.name={study.study_name}", "Plait did not make this study.", remedy)
-    if stored is None:  # its maker was killed before it had signed it
-        _sign(study, identity)
-        return
-    lines = difference(json.loads(stored), json.loads(identity.problem_json))
-    if lines:
-        raise SearchError(
-            f"search.name={study.study_name}: the study belongs to another search", "\n".join(lines), remedy
-        )
-    _sign(study, identity)
 
 
 _STATES = {

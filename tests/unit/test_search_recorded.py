@@ -1,0 +1,131 @@
+"""The command that a search keeps, and `plait resume` by name."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.cli.main import main
+from plait.cli.resume import main as resume
+from plait.errors import ConfigError, SearchError
+from plait.paths import search_folder
+from plait.search.recorded import (
+    FILE,
+    RecordedCommand,
+    known_command,
+    quoted,
+    recorded_command,
+    recorded_commands,
+    write_command,
+)
+
+ARGUMENTS = ("adapter.rank=1,2", "search.fresh=true", "search.trials=4", "+train.seed=3")
+
+
+def kept(root: Path, name: str, **more: object) -> RecordedCommand:
+    command = RecordedCommand(name, "sweep", ARGUMENTS, str(root), **more)  # type: ignore[arg-type]
+    write_command(search_folder(root, name), command)
+    return command
+
+
+def test_what_is_kept_is_found_again_and_private(tmp_path: Path) -> None:
+    command = kept(tmp_path, "a/b")
+    assert recorded_command(tmp_path, "a/b") == command
+    assert recorded_commands(tmp_path) == [command]
+    mode = (search_folder(tmp_path, "a/b") / FILE).stat().st_mode
+    assert stat.S_IMODE(mode) == 0o600
+
+
+def test_going_on_is_under_the_same_name_and_not_anew(tmp_path: Path) -> None:
+    command = kept(tmp_path, "it's")
+    assert command.words() == [
+        "sweep", "adapter.rank=1,2", "search.trials=4", "+train.seed=3", "search.name='it\\'s'",
+    ]  # fmt: skip
+    assert command.words(["search.trials=9", "engine.threads=1"])[1:5] == [
+        "adapter.rank=1,2", "+train.seed=3", "search.trials=9", "engine.threads=1",
+    ]  # fmt: skip
+
+
+@given(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1))
+def test_any_text_is_a_value_that_hydra_reads_back(text: str) -> None:
+    override = OverridesParser.create().parse_override(f"search.name={quoted(text)}")
+    value = override.value()
+    assert getattr(value, "text", value) == text
+
+
+@given(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1))
+def test_every_name_has_a_folder_of_its_own_below_the_root(name: str) -> None:
+    folder = search_folder(Path("/root-of-all"), name)
+    assert folder.parent == Path("/root-of-all/searches")
+    assert folder.name not in ("", ".", "..")
+    assert (folder == search_folder(Path("/root-of-all"), "mine")) == (name == "mine")
+
+
+def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
+    kept(tmp_path, "one")
+    kept(tmp_path, "two", finished=True)
+    with pytest.raises(SearchError) as caught:
+        known_command(tmp_path, "three")
+    assert caught.value.rule == "Unfinished: one.\nFinished: two."
+    with pytest.raises(SearchError, match="No search has been trained there"):
+        known_command(tmp_path / "empty", "three")
+
+
+def test_a_file_that_was_damaged_is_as_if_it_were_not_there(tmp_path: Path) -> None:
+    kept(tmp_path, "one")
+    (search_folder(tmp_path, "one") / FILE).write_text('{"name": "one"')
+    assert recorded_commands(tmp_path) == []
+
+
+def test_resume_without_a_name_lists_the_unfinished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume([f"tracking.root={tmp_path}"]) == 0
+    assert "is unfinished" in capsys.readouterr().out
+    kept(tmp_path, "one")
+    kept(tmp_path, "two", finished=True)
+    assert resume([f"tracking.root={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("one\tplait sweep adapter.rank=1,2")
+    assert "two" not in out
+    assert resume(["--help"]) == 0
+    with pytest.raises(ConfigError, match="name of one search"):
+        resume(["one", "two"])
+
+
+def test_resume_runs_the_kept_command_where_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[list[str], Path]] = []
+
+    def record(words: list[str]) -> int:
+        seen.append((words, Path.cwd()))
+        return 130
+
+    (tmp_path / "there").mkdir()
+    root = tmp_path / "there" / "runs"
+    write_command(search_folder(root, "one"), RecordedCommand("one", "train", (), str(tmp_path / "there")))
+    write_command(search_folder(root, "two"), RecordedCommand("two", "sweep", (), str(tmp_path / "gone")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("plait.cli.main.main", record)
+    assert resume(["one", "tracking.root=there/runs", "engine.threads=1"]) == 130
+    assert resume(["two", "tracking.root=there/runs"]) == 130
+    assert seen == [
+        (["train", f"tracking.root='{root}'", "engine.threads=1", "search.name='one'"], tmp_path / "there"),
+        (["sweep", f"tracking.root='{root}'", "search.name='two'"], tmp_path),
+    ]
+    assert "is gone" in capsys.readouterr().out
+
+
+def test_the_command_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kept(tmp_path / "plait-runs", "mine")
+    assert main(["resume", "yours"]) == 2
+    assert "Unfinished: mine." in capsys.readouterr().err
