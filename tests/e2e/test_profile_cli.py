@@ -77,16 +77,3 @@ def test_no_capacity_fits(cache: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["profile", *TINY, "planner.memory_share=1e-9"]) == 2
     assert "weights of" in capsys.readouterr().err
     assert not (cache / "profiles").exists()
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_stored_file_that_was_altered_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = _profile(capsys, "--without-weights")
-    path = Path(shown["path"])
-    raw = json.loads(path.read_text())
-    raw["memory"]["phases"]["loss"]["labelled"] = -4.0
-    path.write_text(json.dumps(raw))
-    assert main(["profile", *TINY, "--without-weights"]) == 2
-    said = capsys.readouterr().err
-    assert "memory.labelled=-4.0" in said
-    assert "plait profile" in said

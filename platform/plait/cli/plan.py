@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
 
 from rich.console import Console
 from rich.table import Table
 
 from plait.cli.app import command_words, run, show_space, shows_only
 from plait.cost.profiles import ClusterProfile, cluster_profile
-from plait.errors import EXIT_DONE, ConfigError
+from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.planning.described import plan_described
 from plait.planning.here import plan_here
 from plait.planning.outlook import Outlook
@@ -22,11 +24,16 @@ from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
 from plait.search.engine import check_engine, free_memory, open_data
 from plait.settings import ModelSettings, RunSettings
+from plait.simulate.forecast import Forecast
+from plait.simulate.timeline import chrome_trace
+from plait.simulate.timeline_figure import timeline_figure
 
 if TYPE_CHECKING:
     from plait.models import ModelShape
 
 JSON = "--json"
+TIMELINE = "--timeline"
+KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 LOG_WIDTH = 140  # columns where output is not a terminal
 UNKNOWN = "unknown"
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
@@ -34,12 +41,38 @@ STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a describe
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a search: groups, replicas, seconds and bytes, without training."""
-    given = [argument for argument in arguments if argument != JSON]
-    # The words come back as command_words(): Hydra would not know the flag.
-    words = f"plait plan {JSON}" if JSON in arguments else "plait plan"
+    given, flags = split_flags(arguments)
+    # The words come back as command_words(): Hydra would not know the flags.
+    words = " ".join(["plait plan", *flags])
     if shows_only(given):
         return run(words, show_space(given))
     return run(words, ["--multirun", *given, "mode=plan"])
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra's arguments, and Plait's own flags as words without blanks.
+
+    Raises:
+        ConfigError: --timeline without a file, or one of a kind that is not written.
+    """
+    given: list[str] = []
+    flags: list[str] = []
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if word == JSON:
+            flags.append(word)
+        elif name == TIMELINE:
+            value = value if equals else (left.pop(0) if left else "")
+            if Path(value).suffix not in KINDS:
+                raise ConfigError(
+                    f"{TIMELINE} {value}", f"It needs a file that ends in one of {choices(KINDS)}."
+                )
+            flags.append(f"{TIMELINE}={quote(value)}")
+        else:
+            given.append(word)
+    return given, flags
 
 
 def run_plan(command: SearchCommand) -> int:
@@ -48,7 +81,11 @@ def run_plan(command: SearchCommand) -> int:
     Raises:
         InputError: anything that is wrong with it, as `plait sweep` would say.
     """
-    outlook = plan_search(command)
+    waves: list[Forecast] = []
+    outlook = plan_search(command, on_wave=waves.append)
+    wanted = [word for word in command_words() if word.startswith(f"{TIMELINE}=")]
+    if wanted:
+        write_timeline(Path(unquote(wanted[-1].partition("=")[2])), outlook.cluster, waves)
     if JSON in command_words():
         print(json.dumps(outlook.mapping(), indent=2))
         return EXIT_DONE
@@ -57,8 +94,36 @@ def run_plan(command: SearchCommand) -> int:
     return EXIT_DONE
 
 
-def plan_search(command: SearchCommand) -> Outlook:
+def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
+    """Write the first wave's simulated run as a trace (.json) or a figure (.html).
+
+    Raises:
+        ConfigError: nothing was simulated.
+        StorageError: the file cannot be written.
+    """
+    if not waves:
+        raise ConfigError(
+            f"{TIMELINE} {path}",
+            "Only plans of described clusters are simulated.",
+            "Choose one with cluster=NAME.",
+        )
+    run, pipelines = waves[0].run, waves[0].pipelines
+    if path.suffix == ".json":
+        text = chrome_trace(run, pipelines)
+    else:
+        figure = timeline_figure(run, pipelines, title=f"{cluster}, wave 1 of {len(waves)}")
+        text = figure.to_html(include_plotlyjs=True)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}", "The timeline is written there.") from error
+
+
+def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] | None = None) -> Outlook:
     """Draw the search's trials and plan them, on this machine or on the cluster that is described.
+
+    Args:
+        on_wave: is given the forecast of each wave that is simulated.
 
     Raises:
         InputError: as :func:`run_plan`.
@@ -69,7 +134,9 @@ def plan_search(command: SearchCommand) -> Outlook:
         shape = check_model(settings.model, command.probes)
         check_cluster(profile, settings.model, shape)
         workload = draw_workload(command, settings, shape)
-        return plan_described(workload, settings, profile, tokeniser=model_name(settings.model))
+        return plan_described(
+            workload, settings, profile, tokeniser=model_name(settings.model), on_wave=on_wave
+        )
     from plait.engine.admission import Admission
     from plait.engine.devices import choose_device
 

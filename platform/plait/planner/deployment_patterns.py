@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import linprog
 
 from plait.cost.replica import ReplicaCost
 from plait.planner.dispatch_search import Float64, Int64
+
+Int16 = npt.NDArray[np.int16]
 
 GRID, FINE_GRID = 8192, 16384  # units of time that pricing tells apart: for patterns, and for bounds
 WHOLE = 64  # most sequences of a bucket whose numbers are tried one by one
@@ -61,13 +64,13 @@ class Patterns:
         counts: B_j.
     """
 
-    def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int]) -> None:
+    def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int] | Int64) -> None:
         self._costs = tuple(costs)
         self._counts = np.asarray(counts, dtype=np.int64)
         self._sizes = np.array([cost.configuration.devices for cost in costs], dtype=np.float64)
         self.found: dict[tuple[int, tuple[int, ...]], Pattern] = {}
 
-    def add(self, cost: int, counts: Sequence[int]) -> Pattern:
+    def add(self, cost: int, counts: Sequence[int] | Int64) -> Pattern:
         """Keep a pattern."""
         key = (cost, tuple(int(value) for value in counts))
         if key not in self.found:
@@ -305,7 +308,7 @@ class _Pricing:
             return 0.0, none
         grid = GRID if up else FINE_GRID
         best = np.zeros(grid + 1)
-        steps: list[tuple[int, Int64, Int64, Int64]] = []
+        steps: list[tuple[int, Int64, Int64, Int16]] = []
         for j in np.flatnonzero((prices > 0) & (self._counts > 0) & (cost.batch > 0)):
             for counts, weights in self._groups(int(j), longest, grid / room, up=up):
                 choice = np.zeros(grid + 1 if up else 0, dtype=np.int16)
@@ -321,7 +324,7 @@ class _Pricing:
                 steps.append((int(j), counts, weights, choice))
         return float(best[-1]), self._trace(steps) if up else none
 
-    def _trace(self, steps: Sequence[tuple[int, Int64, Int64, Int64]]) -> Int64:
+    def _trace(self, steps: Sequence[tuple[int, Int64, Int64, Int16]]) -> Int64:
         taken = np.zeros(len(self._counts), dtype=np.int64)
         left = GRID
         for j, counts, weights, choice in reversed(steps):
@@ -358,4 +361,5 @@ class _Pricing:
         """Stages differ in cost: the slowest counts for patterns, the mean of all for bounds."""
         scaled = scale * (seconds.max(axis=0) if up else seconds.mean(axis=0))
         whole = np.ceil(scaled - 1e-9) if up else np.floor(scaled + 1e-9)
-        return whole.astype(np.int64)
+        units: Int64 = whole.astype(np.int64)
+        return units

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.cost.profiles import ClusterProfile
@@ -26,7 +27,12 @@ class _Wave:
 
 
 def plan_described(
-    workload: Workload, settings: RunSettings, profile: ClusterProfile, *, tokeniser: str
+    workload: Workload,
+    settings: RunSettings,
+    profile: ClusterProfile,
+    *,
+    tokeniser: str,
+    on_wave: Callable[[Forecast], None] | None = None,
 ) -> Outlook:
     """Deploy for the mean step of the first wave; plan and simulate every wave on that deployment.
 
@@ -35,6 +41,7 @@ def plan_described(
         settings: how many jobs train at once.
         profile: of the cluster.
         tokeniser: whose lengths the samples have.
+        on_wave: is given each wave's forecast, for a timeline.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster allows.
@@ -50,6 +57,9 @@ def plan_described(
         _Wave(names, workload.scale(names), _forecast(workload, names, deployment, profile))
         for names in waves
     ]
+    if on_wave is not None:
+        for wave in planned:
+            on_wave(wave.forecast)
     return _outlook(workload, profile, deployment, planned, tokeniser)
 
 

@@ -1,0 +1,73 @@
+"""`plait plan --timeline`: the simulated run as figure and trace; and bad clusters, refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+
+Short = tuple[str, ...]
+SEARCH = ("adapter.rank=1,2", "search.sampler=grid", "search.trials=2")
+CLUSTER = "cluster=h100_llama31_70b"
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
+    assert main(["plan", *short, *SEARCH, CLUSTER, "--timeline", "a run.html"]) == 0
+    assert main(["plan", *short, *SEARCH, CLUSTER, "--timeline=run.json", "--json"]) == 0
+    page = (empty / "a run.html").read_text(encoding="utf-8")
+    assert "trial-0000, forward" in page
+    assert "replica 0, stage 3" in page
+    assert "simulated" in page
+    events = json.loads((empty / "run.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((CLUSTER, "--timeline"), "--timeline"),
+        ((CLUSTER, "--timeline", "run.txt"), ".html"),
+        (("--timeline", "run.html"), "described"),
+        ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: -1.0, token: 1e-6}]"), "fixed=-1"),
+        ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: 1.0}]"), "token is missing"),
+        (
+            (CLUSTER, "cluster.options.max_tokens=xsum", "cluster.options.device.count=1"),
+            "80 GiB takes at most 0",
+        ),
+        ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, 8]]}"), "8 tokens"),
+        ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, -8]]}"), "max_tokens=-8"),
+    ],
+)
+def test_bad_input_is_refused(
+    arguments: tuple[str, ...], message: str, short: Short, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *short, *SEARCH, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("verb", ["plan", "profile"])
+def test_a_profile_of_another_model_is_refused(
+    verb: str, empty: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from plait.models.load import load_tokeniser, model_config
+    from plait.settings import ModelSettings
+
+    tiny = ModelSettings(kind="tiny")
+    model_config(tiny, cache=empty).save_pretrained(empty / "other")
+    load_tokeniser(tiny, cache=empty).save_pretrained(empty / "other")
+    assert main([verb, CLUSTER, "model=hf", "model.id=other", "search.trials=2"]) == 2
+    said = capsys.readouterr().err
+    assert "is of Llama-3.1-70B" in said
+    assert "plait profile" in said
