@@ -44,3 +44,10 @@ def test_wrong_numbers() -> None:
         head_tail(loads(1, 2), 3)
     with pytest.raises(ConfigError, match="no jobs"):
         group_jobs([], stages=2, capacity=8)
+
+
+def test_jobs_smaller_than_a_microbatch_still_make_a_group_for_each_stage() -> None:
+    loads = [JobLoad(f"job {number}", 10.0 + number, 4) for number in range(8)]
+    grouping = group_jobs(loads, stages=4, capacity=2048)
+    assert sorted(map(len, grouping)) == [2, 2, 2, 2]
+    assert expected_noops(grouping, loads, stages=4, capacity=2048) == 0

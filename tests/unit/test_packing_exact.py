@@ -9,7 +9,7 @@ import pytest
 from plait.errors import CapacityError
 from plait.planner.packing import first_fit_decreasing, padded
 from plait.planner.packing_bounds import bins_bound, combine, fill_bound, most_tokens, reachable_sums
-from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, pack_exactly, solve_packing
+from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, packed_batches, solve_packing
 from plait.planner.packing_fill import least_fill
 from plait.plans import GlobalBatch
 
@@ -183,13 +183,13 @@ def test_microbatches_and_a_process_pool_give_the_same() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         there = pack_all(turns, capacity=512, tile=16, pool=pool)
     assert here == there
-    packed = pack_exactly(turns[0], capacity=512, tile=16, replica=1, first_index=5)
-    assert packed == here[0].microbatches(replica=1, first_index=5)
+    packed = here[0].microbatches(replica=1, first_index=5)
+    assert [(item.replica, item.index) for item in packed] == [(1, 5 + place) for place in range(len(packed))]
     assert all(item.padded(16) <= 512 for item in packed)
 
 
 def test_empty_and_oversized_batches() -> None:
-    assert pack_exactly([], capacity=8) == ()
+    assert packed_batches([], capacity=8).bins == ()
     with pytest.raises(CapacityError, match="sample 1 of job long"):
-        pack_exactly([global_batch("long", [3, 9])], capacity=8)
+        packed_batches([global_batch("long", [3, 9])], capacity=8)
     assert padded(9, 8) == 16

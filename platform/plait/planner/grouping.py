@@ -48,9 +48,12 @@ def head_tail(loads: Sequence[JobLoad], groups: int) -> tuple[tuple[str, ...], .
 def expected_noops(
     grouping: Sequence[Sequence[str]], loads: Sequence[JobLoad], *, stages: int, capacity: int
 ) -> float:
-    """No-ops that one round of all groups is expected to need, from mean tokens."""
+    """No-ops that one round of all groups is expected to need, from mean tokens.
+
+    However few its tokens, a group's global batches take a microbatch, which keeps the others' distance.
+    """
     tokens = {load.job: load.tokens for load in loads}
-    length = [sum(tokens[job] for job in group) / capacity for group in grouping]
+    length = [max(1.0, sum(tokens[job] for job in group) / capacity) for group in grouping]
     return sum(max(0.0, stages - 1 - (sum(length) - own)) for own in length)
 
 

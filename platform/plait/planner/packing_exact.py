@@ -20,7 +20,7 @@ from plait.planner.packing_bounds import MOST_UNITS, bins_bound, fill_bound
 from plait.planner.packing_fill import bin_fill, fill_bins, least_fill
 from plait.planner.packing_milp import emptiest, fits
 from plait.planner.solver import Limit, Limits
-from plait.plans import GlobalBatch, Microbatch
+from plait.plans import GlobalBatch
 
 MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
 Method = Literal["greedy", "subset sums", "milp"]
@@ -220,24 +220,6 @@ def packed_batches(
     packing = solve_packing([batch.lengths for batch in batches], capacity=capacity, tile=tile, limits=limits)
     gap = packing.fill - packing.fill_bound if len(packing.bins) == packing.bins_bound else capacity
     return PackedBatches(tuple(batches), packing.bins, gap, packing.limit_hit)
-
-
-def pack_exactly(
-    batches: Sequence[GlobalBatch],
-    *,
-    capacity: int,
-    tile: int = 1,
-    replica: int = 0,
-    first_index: int = 0,
-    limits: PackingLimits | None = None,
-) -> tuple[Microbatch, ...]:
-    """As :func:`plait.planner.packing.pack`, by the two-stage packer; the least full microbatch is last.
-
-    Raises:
-        CapacityError: a sample alone is longer than the capacity.
-    """
-    packed = packed_batches(batches, capacity=capacity, tile=tile, limits=limits)
-    return packed.microbatches(replica=replica, first_index=first_index)
 
 
 def pack_all(
