@@ -42,6 +42,7 @@ from plait.engine.order import DataOrder
 from plait.engine.packer import pack_step
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.roster import Roster
+from plait.engine.saved import state_folder
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.plans import Choices, GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
@@ -255,7 +256,7 @@ class Coordinator:
             job.cursor = replace(attached.cursor, device_ns=spent)
             self._ledger.charge(job, attached.seconds)
             job.reach()
-            self.checkpointing.admitted(job)
+            self.checkpointing.admitted(job, attached.state)
             events += [Notice(f"{job.name}: {text}") for text in attached.notices]
             if job.name not in self._joined:
                 self._joined.append(job.name)
@@ -268,9 +269,10 @@ class Coordinator:
             move(job)
             return [JobParked(job.name, job.step, reason)]
         found, events = self.checkpointing.save([job])
-        if job.step > 0 and job.name not in found:
-            return events
-        job.resume_from = self.checkpointing.folder_of(job.name) if job.name in found else None
+        state = found.get(job.name)
+        if job.step > 0 and (state is None or state.name != state_folder(state, job.step).name):
+            return events  # an older state would lose steps
+        job.resume_from = state
         self._send(Detach(job.name))
         move(job)
         return [*events, JobParked(job.name, job.step, reason)]

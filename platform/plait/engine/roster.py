@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 
 from plait.engine.admission import Admission, Demand
@@ -96,10 +97,9 @@ class Roster:
         """
         taken = [job.demand for job in self.all() if job.keeps_place]
         largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
-        number = 0 if taken else 1
-        while number < most and self._fits([*taken, *[largest] * (number + 1)]):
-            number += 1
-        return number
+        # Memory only grows with the number of jobs, so the first number that does not fit is found by halving.
+        beyond = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits([*taken, *[largest] * n]))
+        return max(beyond, 0 if taken else 1)
 
     def shrink(self, group: Iterable[LiveJob]) -> None:
         """This group ran out of memory: no group that is predicted to need as much is formed again."""

@@ -1,0 +1,153 @@
+"""A worker without tensors: a job's losses are a function of the job and of the step, its states small files.
+
+What a job has learned is its count of steps, so a step that is lost, doubled or taken from a wrong state
+shows as a loss that does not belong to the step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from plait.engine.admission import WorkerFacts
+from plait.engine.memory_estimate import ActivationShape
+from plait.engine.messages import (
+    Attach,
+    Attached,
+    Command,
+    Cursor,
+    Detach,
+    Evaluate,
+    Export,
+    Generate,
+    JobFailed,
+    JobLoss,
+    MicrobatchDone,
+    OutOfMemory,
+    RunMicrobatches,
+    Saved,
+    SaveState,
+    StepDone,
+    StepJobs,
+    WorkerEvent,
+)
+from plait.engine.saved import HEADER, states
+from plait.jobs import AdapterSpec, DataSpec, JobSpec
+from plait.models.targets import LinearInfo
+from plait.plans import Microbatch
+from plait.samples import Sample, Split, TokenisedData
+
+LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 64, 64) for i in range(2) for name in ("q_proj", "v_proj"))
+SHAPE = ActivationShape(
+    layers=2,
+    hidden=64,
+    heads=2,
+    vocabulary=16,
+    linear_features=64,
+    weight_bytes=10_000,
+    element_bytes=4,
+    logit_rows=1024,
+    keep_up_to=128,
+)
+ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj", "v_proj"))
+
+Curve = Callable[[JobSpec, int], float]
+
+
+def lengths_data(train: Sequence[int], validation: Sequence[int] = (4,)) -> DataSpec:
+    """Data that are nothing but lengths."""
+    return DataSpec.of("lengths", train=list(train), validation=list(validation))
+
+
+def load_lengths(spec: DataSpec) -> TokenisedData:
+    """All tokens 1, all labelled."""
+
+    def split(lengths: Sequence[int]) -> Split:
+        return Split.of([Sample(np.ones(n, np.int32), np.ones(n, np.bool_)) for n in lengths])
+
+    options = spec.mapping()
+    return TokenisedData(spec.options, split(options["train"]), split(options["validation"]))
+
+
+@dataclass
+class CurveWorker:
+    """Answers commands as a worker does.
+
+    Attributes:
+        curve: validation loss of a job after so many steps; a step's own loss is that before it.
+        fails: whether a step of a job goes wrong.
+        room: most jobs in one RunMicrobatches before memory runs out.
+    """
+
+    curve: Curve
+    fails: Callable[[str, int], bool] = lambda _job, _step: False
+    room: int | None = None
+    memory_bytes: int = 2**30
+    jobs: dict[str, JobSpec] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(SHAPE, LINEARS, max_length=64, memory_bytes=self.memory_bytes)
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        self.commands.append(command)
+        match command:
+            case Attach():
+                return [self._attach(command)]
+            case Detach():
+                del self.jobs[command.job], self.steps[command.job]
+                return []
+            case RunMicrobatches():
+                return self._run(command.microbatches, evaluation=False)
+            case Evaluate():
+                return self._run(command.microbatches, evaluation=True)
+            case StepJobs():
+                return [self._step(step.job, step.step) for step in command.steps]
+            case SaveState():
+                command.directory.mkdir(parents=True, exist_ok=True)
+                state = {"steps": self.steps[command.job], "tokens": command.cursor.tokens}
+                (command.directory / HEADER).write_text(json.dumps(state))
+                assert command.cursor.step == self.steps[command.job]
+                return [Saved(command.job, command.directory, command.cursor.step, exported=False)]
+            case Export():
+                return [Saved(command.job, command.directory, 0, exported=True)]
+            case Generate():
+                raise AssertionError("nothing is to be generated")
+
+    def _attach(self, command: Attach) -> WorkerEvent:
+        name = command.job.name
+        assert name not in self.jobs
+        cursor, found = Cursor(), None
+        if command.resume_from is not None:
+            found = states(command.resume_from)[0]
+            state = json.loads((found / HEADER).read_text())
+            cursor = Cursor(state["steps"], state["tokens"])
+        self.jobs[name], self.steps[name] = command.job, cursor.step
+        return Attached(name, cursor, found)
+
+    def _run(self, microbatches: Sequence[Microbatch], *, evaluation: bool) -> list[WorkerEvent]:
+        names = {segment.job for each in microbatches for segment in each.segments}
+        if not evaluation and self.room is not None and len(names) > self.room:
+            return [OutOfMemory("no room")]
+        events: list[WorkerEvent] = []
+        for each in microbatches:
+            losses = []
+            for segment in each.segments:
+                assert segment.step == self.steps[segment.job] + (0 if evaluation else 1)
+                labelled = segment.tokens - len(segment.samples)
+                loss = self.curve(self.jobs[segment.job], self.steps[segment.job])
+                losses.append(JobLoss(segment.job, segment.step, loss * labelled, labelled, segment.tokens))
+            events.append(MicrobatchDone(each.index, tuple(losses), 0.01, None, evaluation))
+        return events
+
+    def _step(self, job: str, step: int) -> WorkerEvent:
+        assert step == self.steps[job] + 1
+        if self.fails(job, step):
+            return JobFailed(job, step, "its gradient is nan")
+        self.steps[job] = step
+        return StepDone(job, step, 1.0, 0.001)

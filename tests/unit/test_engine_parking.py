@@ -1,0 +1,244 @@
+"""Jobs that leave their places and come back: at rungs, paused, displaced, or when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
+from plait.engine.messages import (
+    Evaluate,
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobParked,
+    JobProgress,
+    RunMicrobatches,
+)
+from plait.errors import ConfigError
+from plait.jobs import JobSpec, TrainSpec
+from plait.settings import EngineSettings, PlannerSettings, RunSettings
+
+
+def falling(job: JobSpec, step: int) -> float:
+    return 10.0 / (step + 1) + job.train.lr
+
+
+def job(name: str, **train: Any) -> JobSpec:
+    spec = TrainSpec(**{"steps": 6, "batch_size": 2, "lr": 1e-3} | train)
+    return JobSpec(name, ADAPTER, spec, lengths_data((3, 5, 8)))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., tuple[Coordinator, CurveWorker]]:
+    def build(max_jobs: int | None = None, **worker: Any) -> tuple[Coordinator, CurveWorker]:
+        made = CurveWorker(falling, **worker)
+        run = RunSettings(engine=EngineSettings(capacity=16), planner=PlannerSettings(max_jobs=max_jobs))
+        return Coordinator(made, DataCatalogue(load_lengths), run, folder=tmp_path), made
+
+    return build
+
+
+def drain(made: Coordinator, between: Callable[[int], None] = lambda _: None) -> list[Event]:
+    events: list[Event] = []
+    for turn in range(300):
+        between(turn)
+        if made.idle:
+            return events
+        events += made.advance()
+    raise AssertionError("the coordinator never came to an end")
+
+
+def groups(events: Sequence[Event]) -> list[tuple[str, ...]]:
+    return [event.jobs for event in events if isinstance(event, GroupStep)]
+
+
+def steps(events: Sequence[Event], name: str) -> list[int]:
+    return [event.step for event in events if isinstance(event, JobProgress) and event.job == name]
+
+
+def parked(events: Sequence[Event]) -> list[tuple[str, int, str]]:
+    return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobParked)]
+
+
+def test_a_job_at_a_rung_gives_its_place_to_the_next_and_comes_back(make: Any) -> None:
+    made, worker = make(max_jobs=1)
+    made.submit(job("a"), rungs=(2, 4), measured=True)
+    made.submit(job("b", steps=3))
+    events = drain(made, lambda turn: made.unpark("a", AT_RUNG) if turn in (5, 9) else None)
+    assert parked(events) == [("a", 2, AT_RUNG), ("a", 4, AT_RUNG)]
+    assert groups(events) == [("a",)] * 2 + [("b",)] * 3 + [("a",)] * 4
+    assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
+    assert [e.step for e in events if isinstance(e, JobAdmitted) and e.job.name == "a"] == [0, 2, 4]
+    evaluated = {e.step: e.loss for e in events if isinstance(e, JobEvaluated) and e.job == "a"}
+    assert evaluated == pytest.approx({step: falling(job("a"), step) for step in (2, 4, 6)})
+    assert worker.jobs == {}
+
+
+def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -> None:
+    made, _ = make()
+    made.submit(job("a"), rungs=(2,))
+    events = [*made.advance(), *made.advance()]
+    assert made.places() > 0
+    made.unpark("a", AT_RUNG)
+    events += drain(made)
+    assert parked(events) == []
+    assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_rung_that_is_not_measured_costs_no_evaluation(make: Any) -> None:
+    made, worker = make()
+    made.submit(job("a"), rungs=(2,))
+    drain(made, lambda turn: made.unpark("a", AT_RUNG) if turn == 2 else None)
+    assert sum(isinstance(command, Evaluate) for command in worker.commands) == 1
+
+
+def test_all_jobs_at_a_rung_are_evaluated_together(make: Any) -> None:
+    made, worker = make()
+    for name in "abc":
+        made.submit(job(name), rungs=(2,), measured=True)
+    made.advance()
+    made.advance()
+    (command,) = [command for command in worker.commands if isinstance(command, Evaluate)]
+    assert {s.job for each in command.microbatches for s in each.segments} == {"a", "b", "c"}
+    assert made.places() > 0
+
+
+def test_parking_and_unparking_by_hand_wherever_the_job_stands(make: Any) -> None:
+    made, _ = make(max_jobs=1)
+    made.submit(job("a"))
+    made.submit(job("b", steps=2))
+
+    def between(turn: int) -> None:
+        if turn == 1:
+            made.park("a")
+        if turn == 2:
+            made.park("b")
+        if turn == 4:
+            made.unpark("a")
+            made.unpark("b")
+
+    events = drain(made, between)
+    assert parked(events) == [("a", 1, PAUSED), ("b", 1, PAUSED)]
+    assert groups(events) == [("a",), ("b",)] + [("a",)] * 5 + [("b",)]
+    with pytest.raises(ConfigError, match="waits or trains"):
+        made.park("c")
+
+
+def test_a_pause_at_a_rung_lasts_until_both_are_over(make: Any) -> None:
+    made, _ = make()
+    made.submit(job("a", steps=3), rungs=(1,))
+    made.advance()
+    made.park("a")
+    assert parked(made.advance()) == [("a", 1, f"{PAUSED}, {AT_RUNG}")]
+    made.unpark("a", AT_RUNG)
+    assert made.advance() == []
+    made.unpark("a")
+    assert steps(drain(made), "a") == [2, 3]
+
+
+def test_a_parked_job_can_be_cancelled(make: Any) -> None:
+    made, _ = make()
+    made.submit(job("a"), rungs=(2,))
+    for _ in range(3):
+        made.advance()
+    made.cancel("a", "not among the best")
+    (end,) = made.settle()
+    assert isinstance(end, JobEnded)
+    assert (end.state, end.reason, end.step) == ("stopped", "not among the best", 2)
+    assert made.idle
+
+
+def test_stopping_saves_parked_jobs_too(make: Any) -> None:
+    made, _ = make(max_jobs=1)
+    made.submit(job("a"), rungs=(2,))
+    made.submit(job("b"))
+    for _ in range(3):
+        made.advance()
+    made.stop()
+    ends = {e.job: e for e in made.advance() if isinstance(e, JobEnded)}
+    assert {name: end.step for name, end in ends.items()} == {"a": 2, "b": 1}
+    for end in ends.values():
+        assert end.checkpoint is not None
+        assert end.checkpoint.is_dir()
+
+
+def test_a_job_that_goes_on_from_a_state_at_a_rung_waits_there(make: Any, tmp_path: Path) -> None:
+    made, _ = make()
+    made.submit(job("a"), rungs=(2, 4))
+    for _ in range(3):
+        made.advance()
+    made.stop()
+    made.advance()
+    again, _ = make()
+    again.submit(job("a"), resume_from=tmp_path / "checkpoints" / "a", rungs=(2, 4), measured=True)
+    events = again.advance()
+    assert [(type(e), e.step) for e in events if isinstance(e, JobAdmitted | JobProgress | JobEvaluated)] == [
+        (JobAdmitted, 2),
+        (JobEvaluated, 2),
+    ]
+    again.unpark("a", AT_RUNG)
+    assert steps([*again.advance(), *again.advance()], "a") == [3, 4]
+
+
+def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(make: Any) -> None:
+    made, _ = make(max_jobs=3)
+    made.submit(job("a", priority=1))
+    made.submit(job("b"))
+    made.submit(job("c"))
+
+    def between(turn: int) -> None:
+        if turn == 2:
+            made.submit(job("urgent", priority=2, steps=2))
+        if turn == 3:
+            made.submit(job("later", steps=1))
+
+    events = drain(made, between)
+    assert parked(events) == [("c", 2, DISPLACED)]
+    assert groups(events)[2:5] == [("a", "b", "urgent")] * 2 + [("a", "b", "c")]
+    for name in "abc":
+        assert steps(events, name) == [1, 2, 3, 4, 5, 6]
+    admitted = [e.job.name for e in events if isinstance(e, JobAdmitted)]
+    assert admitted == ["a", "b", "c", "urgent", "c", "later"]
+
+
+def test_out_of_memory_makes_the_group_smaller_and_no_step_is_lost(make: Any) -> None:
+    made, worker = make(room=2)
+    for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 0)):
+        made.submit(job(name, priority=priority, steps=3))
+    events = drain(made)
+    assert parked(events) == [("d", 0, DISPLACED), ("c", 0, DISPLACED)]
+    assert groups(events) == [("b", "a")] * 3 + [("c", "d")] * 3
+    for name in "abcd":
+        assert steps(events, name) == [1, 2, 3]
+    assert {e.job: e.state for e in events if isinstance(e, JobEnded)} == dict.fromkeys("abcd", "finished")
+    runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
+    assert runs == 3 + 3 + 2  # the two that ran out of memory were taken again
+
+
+def test_a_group_that_ran_out_of_memory_is_not_formed_again(make: Any) -> None:
+    made, _ = make(room=2)
+    for name in "abc":
+        made.submit(job(name))
+    made.advance()
+    assert made.places() == 0
+    made.submit(job("d", steps=1))
+    events = drain(made)
+    assert {len(group) for group in groups(events)} <= {1, 2}
+    assert parked(events) == []
+
+
+def test_a_job_that_runs_out_of_memory_alone_fails(make: Any) -> None:
+    made, _ = make(room=0)
+    made.submit(job("a"))
+    made.submit(job("b"))
+    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobEnded)}
+    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it trained alone: no room"))

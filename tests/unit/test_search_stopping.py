@@ -1,0 +1,417 @@
+"""The search loop with rules that end trials: the real loop, study and coordinator on a worker of curves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.config_overrides import read_request
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.messages import Event, GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.errors import ConfigError, SearchError
+from plait.jobs import JobSpec, TrainSpec
+from plait.search.identity import identify
+from plait.search.run import SearchResult, SearchRun
+from plait.search.stopper import make_stopper
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
+from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
+
+SPACE = read_request(["train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
+KINDS = ("successive_halving", "hyperband", "asha", "median", "patience", "threshold", "divergence", "optuna")
+
+
+def curve(job: JobSpec, step: int) -> float:
+    """Falls to a floor of its own; curves cross."""
+    far = abs(math.log10(job.train.lr) + 3)
+    return far + 2.0 * (1 + far) ** -2 / (step + 1)
+
+
+def make_job(trial: Trial, steps: int = 8) -> JobSpec:
+    lr = trial.values["train.lr"]
+    assert isinstance(lr, float)
+    return JobSpec(
+        trial.name, ADAPTER, TrainSpec(steps=steps, batch_size=2, lr=lr), lengths_data((3, 5, 8, 4))
+    )
+
+
+@dataclass
+class Notes:
+    """Keeps what it is told."""
+
+    events: list[Event] = field(default_factory=list)
+    judged: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        assert job.name == f"trial-{trial:04d}"
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
+        assert job not in self.judged
+        assert state != "failed" or objective is None
+        self.judged[job] = (state, reason)
+
+    def run_id(self, job: str) -> str:
+        return f"run of {job}"
+
+    def commit(self) -> None:
+        """What is kept here is as durable as it gets."""
+
+
+class KilledError(Exception):
+    """Stands for SIGKILL."""
+
+
+@dataclass
+class Bench:
+    """One search; :meth:`run` is one process of it."""
+
+    folder: Path
+    search: SearchSettings
+    storage: optuna.storages.BaseStorage = field(default_factory=optuna.storages.InMemoryStorage)
+    worker: dict[str, Any] = field(default_factory=dict)
+    max_jobs: int | None = None
+    steps: Callable[[Trial], int] = lambda _: 8
+    notes: Notes = field(default_factory=Notes)
+    checkpoint_steps: int | None = None
+    alive: int = 100_000  # iterations until the process is killed
+
+    def run(self) -> SearchResult:
+        run = RunSettings(
+            engine=EngineSettings(capacity=16, checkpoint_steps=self.checkpoint_steps),
+            planner=PlannerSettings(max_jobs=self.max_jobs),
+            search=self.search,
+        )
+        identity = identify(SPACE, JobSpec("base"), run)
+        source = StudyTrials(self.search, SPACE, identity, self.storage, folder=lambda _: self.folder)
+        try:
+            engine = Coordinator(
+                CurveWorker(**{"curve": curve} | self.worker),
+                DataCatalogue(load_lengths),
+                run,
+                folder=self.folder,
+                states=source.states_folder,
+            )
+            polls = itertools.count()
+
+            def stop() -> bool:
+                if next(polls) >= self.alive:
+                    raise KilledError
+                return False
+
+            stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
+            return SearchRun(
+                source,
+                lambda trial: make_job(trial, self.steps(trial)),
+                engine,
+                self.notes,
+                self.search,
+                stop,
+                stopper,
+            ).run()
+        finally:
+            source.close()
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return optuna.load_study(study_name=None, storage=self.storage).get_trials()
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.notes.events if isinstance(event, kind)]
+
+
+def halving(trials: int = 8, parallel: int = 4, **stopping: Any) -> SearchSettings:
+    rule = StoppingSettings(**{"kind": "successive_halving", "rungs": (2, 4)} | stopping)
+    return SearchSettings(trials=trials, parallel=parallel, sampler="random", stopping=rule)
+
+
+def states(bench: Bench) -> list[tuple[TrialState, dict[int, float]]]:
+    return [(trial.state, trial.intermediate_values) for trial in bench.trials]
+
+
+def test_a_search_with_rungs_from_its_first_trial_to_its_last(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(cohort=8))
+    result = bench.run()
+    assert result.exit_status == 0
+    trials = bench.trials
+    last = [len(trial.intermediate_values) for trial in trials]
+    assert Counter(last) == {1: 4, 2: 2, 3: 2}
+    ranked = sorted(trials, key=lambda trial: trial.intermediate_values[2])
+    assert {t.number for t in ranked[:4]} == {t.number for t in trials if 4 in t.intermediate_values}
+    for trial in trials:
+        name = f"trial-{trial.number:04d}"
+        if trial.state == TrialState.PRUNED:
+            assert trial.value == trial.intermediate_values[max(trial.intermediate_values)]
+            assert "at rung" in trial.user_attrs["plait.reason"]
+            assert bench.notes.judged[name] == ("pruned", trial.user_attrs["plait.reason"])
+        else:
+            assert trial.state == TrialState.COMPLETE
+            assert bench.notes.judged[name][0] == "finished"
+    assert not list(tmp_path.glob("checkpoints/*/*"))
+
+
+def test_every_step_is_trained_once_and_in_order(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=20, cohort=4))
+    bench.run()
+    assert len(bench.of(JobParked)) > 0
+    for trial in bench.trials:
+        steps = [e.step for e in bench.of(JobProgress) if e.job == f"trial-{trial.number:04d}"]
+        assert steps == list(range(1, len(steps) + 1))
+        assert len(steps) == (8 if trial.state == TrialState.COMPLETE else max(trial.intermediate_values))
+
+
+@pytest.mark.parametrize("kind", ["successive_halving", "hyperband", "median"])
+def test_what_becomes_of_trials_depends_neither_on_places_nor_on_failures_elsewhere(
+    tmp_path: Path, kind: str
+) -> None:
+    benches = [
+        Bench(tmp_path / str(parallel), halving(trials=14, parallel=parallel, kind=kind, rungs=(1, 3, 5)))
+        for parallel in (1, 3, 14)
+    ]
+    if kind == "median":
+        benches = [
+            replace(each, search=replace(each.search, stopping=replace(each.search.stopping, cohort=7)))
+            for each in benches
+        ]
+    for bench in benches:
+        bench.run()
+    first, *others = [states(bench) for bench in benches]
+    assert {state for state, _ in first} == {TrialState.COMPLETE, TrialState.PRUNED}
+    for other in others:
+        assert other == first
+
+
+def test_places_are_never_left_empty_while_trials_are_left(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=30, parallel=4, cohort=6), max_jobs=4)
+    bench.run()
+    groups = [event.jobs for event in bench.of(GroupStep)]
+    last_drawn = next(index for index, jobs in enumerate(groups) if "trial-0029" in jobs)
+    assert last_drawn > 20
+    assert {len(jobs) for jobs in groups[:last_drawn]} == {4}
+
+
+def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Path, monkeypatch: Any) -> None:
+    known: list[Counter[TrialState]] = []
+    ask = StudyTrials.ask
+
+    def noted(self: StudyTrials, *, new: bool = True) -> Trial | None:
+        known.append(Counter(trial.state for trial in self._study.get_trials(deepcopy=False)))
+        return ask(self, new=new)
+
+    monkeypatch.setattr(StudyTrials, "ask", noted)
+    bench = Bench(tmp_path, halving(trials=12, parallel=4, cohort=4))
+    bench.run()
+    # Four reach the first rung together: two are over before the fifth is drawn.
+    assert known[4] == {TrialState.RUNNING: 2, TrialState.PRUNED: 2}
+    assert len(bench.trials) == 12
+
+
+# ---- a cohort that can never fill -----------------------------------------------------------------------
+
+
+def test_a_last_cohort_that_is_short_decides(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=6, parallel=2, cohort=4))
+    bench.run()
+    assert Counter(state for state, _ in states(bench)[4:]) == {TrialState.COMPLETE: 1, TrialState.PRUNED: 1}
+
+
+def test_a_cohort_larger_than_the_search_decides(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(trials=3, parallel=1, cohort=100))
+    bench.run()
+    assert sorted(state.name for state, _ in states(bench)) == ["COMPLETE", "PRUNED", "PRUNED"]
+
+
+def test_a_cohort_of_which_most_fail_decides(tmp_path: Path) -> None:
+    fails = {"fails": lambda job, _: job in ("trial-0000", "trial-0001", "trial-0002")}
+    bench = Bench(tmp_path, halving(trials=4, cohort=4), worker=fails)
+    bench.run()
+    assert [state.name for state, _ in states(bench)] == ["FAIL", "FAIL", "FAIL", "COMPLETE"]
+
+
+def test_a_search_that_gives_up_decides_with_the_trials_it_has(tmp_path: Path) -> None:
+    fails = {"fails": lambda job, _: job == "trial-0001"}
+    search = replace(halving(trials=12, parallel=2, cohort=6), max_failure_rate=0.0)
+    bench = Bench(tmp_path, search, worker=fails)
+    bench.run()
+    assert [state.name for state, _ in states(bench)] == ["COMPLETE", "FAIL"]
+
+
+def test_a_member_that_cannot_be_composed_does_not_hold_up_its_cohort(tmp_path: Path) -> None:
+    def steps(trial: Trial) -> int:
+        if trial.number == 1:
+            raise ConfigError("train.steps", "not for this one")
+        return 8
+
+    bench = Bench(tmp_path, halving(trials=4, parallel=1, cohort=4), steps=steps)
+    bench.run()
+    assert Counter(state.name for state, _ in states(bench)) == {"COMPLETE": 1, "FAIL": 1, "PRUNED": 2}
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(KINDS),
+    trials=st.integers(1, 14),
+    parallel=st.integers(1, 6),
+    cohort=st.integers(2, 9),
+    max_jobs=st.one_of(st.none(), st.integers(1, 4)),
+    room=st.one_of(st.none(), st.integers(1, 3)),
+    failing=st.sets(st.tuples(st.integers(0, 13), st.integers(1, 8)), max_size=8),
+    rate=st.sampled_from([1.0, 0.1]),
+    divergence=st.sampled_from([None, 1.01]),
+)
+def test_a_search_always_ends(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    trials: int,
+    parallel: int,
+    cohort: int,
+    max_jobs: int | None,
+    room: int | None,
+    failing: set[tuple[int, int]],
+    rate: float,
+    divergence: float | None,
+) -> None:
+    rule: dict[str, Any] = {"kind": kind, "rungs": (1, 3, 6), "cohort": cohort, "divergence": divergence}
+    rule |= {"upper": 2.0} if kind == "threshold" else {}
+    rule |= {"divergence": 1.01} if kind == "divergence" else {}
+    search = replace(halving(trials, parallel, **rule), max_failure_rate=rate)
+    bench = Bench(
+        tmp_path_factory.mktemp("search"),
+        search,
+        worker={"fails": lambda job, step: (int(job[6:]), step) in failing, "room": room},
+        max_jobs=max_jobs,
+        alive=400,
+    )
+    result = bench.run()
+    assert not result.interrupted
+    assert all(state.is_finished() for state, _ in states(bench))
+    if rate == 1.0:
+        assert len(bench.trials) == trials
+        if not failing and divergence is None and kind not in ("threshold", "divergence"):
+            assert any(state == TrialState.COMPLETE for state, _ in states(bench))
+    assert len(bench.of(JobEnded)) == len(bench.notes.judged)
+
+
+# ---- killed ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(["successive_halving", "hyperband", "median", "patience"]),
+    lives=st.lists(st.integers(1, 7), min_size=1, max_size=12),
+    checkpoint_steps=st.sampled_from([None, 1, 3]),
+    other_metric=st.booleans(),
+)
+def test_a_killed_search_decides_as_an_undisturbed_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    kind: str,
+    lives: list[int],
+    checkpoint_steps: int | None,
+    other_metric: bool,
+) -> None:
+    rule = {"kind": kind, "cohort": 4, "metric": "train/loss" if other_metric else None, "rungs": (2, 3, 5)}
+    search = replace(halving(trials=10, parallel=3, **rule), name="one")
+    undisturbed = Bench(tmp_path_factory.mktemp("undisturbed"), search)
+    undisturbed.run()
+    bench = Bench(tmp_path_factory.mktemp("killed"), search, checkpoint_steps=checkpoint_steps)
+    for life in lives:
+        try:
+            replace(bench, alive=life, notes=Notes()).run()
+        except KilledError:
+            continue
+    bench.run()
+    assert states(bench) == states(undisturbed)
+    rungs = [trial.user_attrs.get("plait.rungs") for trial in undisturbed.trials]
+    assert [trial.user_attrs.get("plait.rungs") for trial in bench.trials] == rungs
+    assert any(rungs) == other_metric
+
+
+@pytest.mark.parametrize("kind", ["asha", "optuna"])
+def test_who_was_let_past_in_the_order_of_arrival_stays_past(tmp_path: Path, kind: str) -> None:
+    bench = Bench(tmp_path, halving(trials=8, parallel=2, kind=kind), checkpoint_steps=1)
+    with pytest.raises(KilledError):
+        replace(bench, alive=7).run()
+    past = {trial.number for trial in bench.trials if "plait.passed" in trial.user_attrs}
+    assert past
+    bench.run()
+    for trial in bench.trials:
+        assert trial.state.is_finished()
+        if trial.number in past:
+            assert max(trial.intermediate_values) >= 4
+
+
+# ---- what is judged ---------------------------------------------------------------------------------------
+
+
+def test_another_metric_is_kept_apart_from_the_intermediate_values(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, halving(metric="train/loss"))
+    bench.run()
+    measured = [trial.user_attrs["plait.rungs"] for trial in bench.trials]
+    assert all(set(values) <= {"2", "4"} for values in measured)
+    assert all(set(trial.intermediate_values) <= {8} for trial in bench.trials)
+    assert {event.step for event in bench.of(JobEvaluated)} == {8}
+
+
+def test_a_diverged_trial_is_told_fail_and_has_no_value(tmp_path: Path) -> None:
+    def rising(job: JobSpec, step: int) -> float:
+        return 1.0 + step if job.name == "trial-0002" else 3.0 / (step + 1)
+
+    bench = Bench(tmp_path, halving(kind="divergence", divergence=1.5), worker={"curve": rising})
+    assert bench.run().exit_status == 3
+    diverged = bench.trials[2]
+    assert diverged.state == TrialState.FAIL
+    assert diverged.value is None
+    assert diverged.user_attrs["plait.reason"].startswith("diverged: eval/loss 5 at rung 4")
+    assert bench.notes.judged["trial-0002"][0] == "failed"
+    assert Counter(trial.state.name for trial in bench.trials) == {"COMPLETE": 7, "FAIL": 1}
+
+
+@pytest.mark.parametrize(
+    ("pruner", "options"),
+    [
+        ("MedianPruner", {"n_startup_trials": 1}),
+        ("SuccessiveHalvingPruner", {"min_resource": 2, "reduction_factor": 2}),
+        ("HyperbandPruner", {"min_resource": 2, "max_resource": 8}),
+        ("PatientPruner", {"patience": 1}),
+        ("ThresholdPruner", {"upper": 1.0}),
+        ("PercentilePruner", {"percentile": 25.0, "n_startup_trials": 1}),
+        ("NopPruner", {}),
+    ],
+)
+def test_each_of_optunas_pruners_runs(tmp_path: Path, pruner: str, options: dict[str, Any]) -> None:
+    search = halving(trials=12, kind="optuna", pruner=pruner, options=options, rungs=(2, 4, 6))
+    bench = Bench(tmp_path, search)
+    bench.run()
+    pruned = [trial for trial in bench.trials if trial.state == TrialState.PRUNED]
+    assert bool(pruned) == (pruner not in ("NopPruner", "PatientPruner"))
+    for trial in pruned:
+        assert trial.user_attrs["plait.reason"].startswith(f"{pruner} at rung")
+
+
+@pytest.mark.parametrize(
+    ("stopping", "said"),
+    [
+        ({"pruner": "Hyperband"}, "HyperbandPruner, MedianPruner"),
+        ({"options": {"startup": 3}}, "n_startup_trials"),
+        ({"metric": "train/loss"}, "Leave search.stopping.metric out"),
+    ],
+)
+def test_a_pruner_that_cannot_be_made_is_refused(tmp_path: Path, stopping: dict[str, Any], said: str) -> None:
+    with pytest.raises(SearchError) as caught:
+        Bench(tmp_path, halving(kind="optuna", **stopping)).run()
+    assert said in str(caught.value)

@@ -1,0 +1,279 @@
+"""Which trials end early: the rules alone, on tables of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.errors import ConfigError
+from plait.search.rungs import Brackets, Judged, judged, rung_steps
+from plait.search.stopping import Record, Rule, Table, Verdict, make_rule
+from plait.settings import SearchSettings, StoppingSettings
+
+
+def rule(budget: int = 16, *, metric: str = "eval/loss", trials: int = 8, **stopping: Any) -> Rule:
+    search = SearchSettings(trials=trials, metric=metric, stopping=StoppingSettings(**stopping))
+    made = make_rule(search, budget, lambda _: False)
+    assert made is not None
+    return made
+
+
+def table(values: Mapping[int, Mapping[int, float]], expected: int, ended: Sequence[int] = ()) -> Table:
+    return Table({n: Record(v, n in ended) for n, v in values.items()}, expected)
+
+
+def actions(made: Rule, numbers: Sequence[int], step: int, values: Table) -> dict[int, str]:
+    return {number: made.verdict(number, step, values).action for number in numbers}
+
+
+# ---- where the rungs are -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stopping", "budget", "expected"),
+    [
+        ({}, 40, (5, 10, 20)),
+        ({}, 100, (13, 26, 52)),
+        ({"eta": 4}, 40, (5, 20)),
+        ({"eta": 3, "min_steps": 2}, 40, (2, 6, 18)),
+        ({"min_steps": 4, "max_steps": 16}, 40, (4, 8, 16)),
+        ({"rungs": (20, 5, 5)}, 40, (5, 20)),
+        ({"every": 15}, 40, (15, 30)),
+        ({"kind": "patience"}, 40, (5, 10, 15, 20, 25, 30, 35)),
+        ({"kind": "none"}, 1, ()),
+    ],
+)
+def test_rungs_lie_within_the_budget(stopping: dict[str, Any], budget: int, expected: Any) -> None:
+    assert rung_steps(StoppingSettings(**{"kind": "successive_halving"} | stopping), budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("stopping", "budget", "said"),
+    [
+        ({"rungs": (5, 40)}, 40, r"search\.stopping\.rungs=40 with a budget of 40"),
+        ({"rungs": ()}, 40, "rungs"),
+        ({"every": 40}, 40, "every=40"),
+        ({"min_steps": 50}, 40, "min_steps=50"),
+        ({"max_steps": 50}, 40, "max_steps=50"),
+        ({}, 1, "budget of 1"),
+    ],
+)
+def test_a_rung_beyond_the_budget_is_refused(stopping: dict[str, Any], budget: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rung_steps(StoppingSettings(**{"kind": "successive_halving"} | stopping), budget)
+
+
+@pytest.mark.parametrize(
+    ("stopping", "said"),
+    [
+        ({"kind": "halving"}, "successive_halving"),
+        ({"eta": 1}, "eta must be at least 2"),
+        ({"rungs": (1,), "every": 2}, "Give one of them"),
+        ({"kind": "threshold"}, "lower or upper"),
+        ({"kind": "divergence"}, "divergence"),
+        ({"divergence": 0.5}, "above 1"),
+        ({"divergence_from": "end"}, "best, start"),
+        ({"direction": "down"}, "maximize, minimize"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(stopping: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        StoppingSettings(**stopping)
+
+
+@pytest.mark.parametrize(
+    ("search", "said"),
+    [
+        ({"metric": "eval/accuracy"}, "not measured at rungs"),
+        ({"stopping": StoppingSettings("asha", metric="loss")}, "train/loss"),
+        ({"stopping": StoppingSettings("asha", metric="train/tokens", divergence=2.0)}, "can diverge"),
+    ],
+)
+def test_a_metric_that_is_not_measured_at_rungs_is_refused(search: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        judged(SearchSettings(**search))
+
+
+def test_the_direction_follows_the_metric() -> None:
+    other = StoppingSettings("asha", metric="throughput/tokens_per_s")
+    assert judged(SearchSettings(stopping=other)) == Judged("throughput/tokens_per_s", minimise=False)
+    assert judged(SearchSettings(direction="maximize")) == Judged("eval/loss", minimise=False)
+
+
+@given(st.integers(0, 4), st.integers(2, 4), st.integers(0, 3000))
+def test_brackets_put_every_trial_into_one_cohort(rungs: int, eta: int, number: int) -> None:
+    made = Brackets([eta**i for i in range(rungs)], eta)
+    cohort = made.cohort(number)
+    assert cohort.first <= number < cohort.first + cohort.size
+    assert all(made.cohort(n) == cohort for n in range(cohort.first, cohort.first + cohort.size))
+    assert cohort.size >= eta ** len(cohort.rungs)
+
+
+def test_brackets_are_those_of_hyperband() -> None:
+    made = Brackets((1, 2, 4), 2)
+    found = [made.cohort(first) for first in (0, 8, 14, 18, 22)]
+    assert [(c.first, c.size, c.rungs) for c in found] == [
+        (0, 8, (1, 2, 4)),
+        (8, 6, (2, 4)),
+        (14, 4, (4,)),
+        (18, 4, ()),
+        (22, 8, (1, 2, 4)),
+    ]
+
+
+# ---- cohorts -------------------------------------------------------------------------------------------
+
+
+def test_the_best_half_of_a_cohort_goes_on_ties_by_number() -> None:
+    made = rule(kind="successive_halving", rungs=(4, 8), cohort=4)
+    first = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 2.0}, 3: {4: 3.0}}
+    assert actions(made, range(4), 4, table(first, 8)) == {0: "go", 1: "go", 2: "stop", 3: "stop"}
+    second = {0: {4: 2.0, 8: 0.5}, 1: {4: 1.0, 8: 0.7}, 2: {4: 2.0}, 3: {4: 3.0}}
+    assert actions(made, (0, 1), 8, table(second, 8)) == {0: "go", 1: "stop"}
+    reason = made.verdict(3, 4, table(first, 8)).reason
+    assert reason == "eval/loss 3 at rung 4: place 4 of 4, 2 go on (trials 0 to 3)"
+
+
+def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:
+    made = rule(kind="successive_halving", rungs=(4,), cohort=4)
+    some = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 3.0}}
+    assert set(actions(made, range(3), 4, table(some, 8)).values()) == {"wait"}
+    assert set(actions(made, range(3), 4, table(some | {3: {}}, 8)).values()) == {"wait"}
+    assert actions(made, range(3), 4, table(some | {3: {}}, 8, ended=[3])) == {0: "go", 1: "go", 2: "stop"}
+    assert actions(made, range(3), 4, table(some, 3)) == {0: "stop", 1: "go", 2: "stop"}
+
+
+def test_one_member_is_always_left() -> None:
+    made = rule(kind="successive_halving", rungs=(4,), cohort=4, eta=4)
+    alone = table({4: {4: 2.0}}, 5)
+    assert made.verdict(4, 4, alone).action == "go"
+    failed = table({0: {}, 1: {}, 2: {}, 3: {4: 9.0}}, 4, ended=[0, 1, 2])
+    assert made.verdict(3, 4, failed).action == "go"
+
+
+def test_who_was_beyond_a_rung_before_there_were_rungs_is_let_be() -> None:
+    made = rule(kind="successive_halving", rungs=(4, 8), cohort=2)
+    values = table({0: {6: 1.0, 8: 1.0}, 1: {4: 2.0, 8: 2.0}}, 2)
+    assert actions(made, (0, 1), 8, values) == {0: "go", 1: "stop"}
+
+
+def test_maximising_keeps_the_highest() -> None:
+    made = rule(kind="successive_halving", rungs=(4,), cohort=2, direction="maximize")
+    assert actions(made, (0, 1), 4, table({0: {4: 1.0}, 1: {4: 2.0}}, 2)) == {0: "stop", 1: "go"}
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_decisions_of_cohorts_do_not_depend_on_the_order_of_arrival(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(["successive_halving", "hyperband", "median"]))
+    trials = data.draw(st.integers(1, 20))
+    made = rule(kind=kind, rungs=(2, 4, 8), trials=trials)
+    losses = data.draw(
+        st.lists(st.tuples(*[st.sampled_from([1.0, 2.0, 3.0, 4.0])] * 3), min_size=trials, max_size=trials)
+    )
+    failing = data.draw(st.sets(st.integers(0, trials - 1)))
+    curves = [dict(zip((2, 4, 8), values, strict=True)) for values in losses]
+    results = [_play(made, curves, failing, data.draw(st.permutations(range(trials)))) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+def _play(
+    made: Rule, curves: Sequence[Mapping[int, float]], failing: set[int], order: Sequence[int]
+) -> dict[int, int]:
+    """Lets trials come to their rungs in this order of preference; how many rungs each was let past."""
+    trials = len(curves)
+    values: dict[int, dict[int, float]] = {n: {} for n in range(trials)}
+    ended: set[int] = set()
+    past = dict.fromkeys(range(trials), 0)
+    while True:
+        moved = False
+        for number in order:
+            rungs = made.rungs(number)
+            if number in ended or past[number] == len(rungs):
+                continue
+            step = rungs[past[number]]
+            if number in failing and past[number] == 1:
+                ended.add(number)
+                moved = True
+            elif step not in values[number]:
+                values[number][step] = curves[number][step]
+                moved = True
+                break
+            else:
+                verdict = made.verdict(number, step, table(values, trials, sorted(ended)))
+                if verdict.action == "wait":
+                    continue
+                moved = True
+                if verdict.action == "go":
+                    past[number] += 1
+                else:
+                    ended.add(number)
+                break
+        if not moved:
+            stuck = [n for n in range(trials) if n not in ended and past[n] < len(made.rungs(n))]
+            assert stuck == []
+            return past
+
+
+def test_the_median_rule_takes_the_best_so_far_against_averages_so_far() -> None:
+    made = rule(kind="median", rungs=(2, 4), cohort=3)
+    values = {0: {2: 1.0, 4: 9.0}, 1: {2: 4.0, 4: 4.0}, 2: {2: 5.0, 4: 3.0}}
+    # Averages 5, 4, 4: their median is 4. Best so far 1, 4, 3: nobody is worse at rung 4, but 5 > 4 was at 2.
+    assert actions(made, range(3), 2, table(values, 3)) == {0: "go", 1: "go", 2: "stop"}
+    assert actions(made, (0, 1), 4, table(values, 3)) == {0: "go", 1: "go"}
+
+
+# ---- asynchronous --------------------------------------------------------------------------------------
+
+
+def test_asha_promotes_at_once_and_depends_on_the_order() -> None:
+    made = rule(kind="asha", rungs=(4,), eta=2)
+    assert made.verdict(0, 4, table({0: {4: 2.0}}, 4)).action == "wait"
+    two = table({0: {4: 2.0}, 1: {4: 3.0}}, 4)
+    assert actions(made, (0, 1), 4, two) == {0: "go", 1: "wait"}
+    four = table({0: {4: 2.0}, 1: {4: 3.0}, 2: {4: 1.0}, 3: {4: 1.5}}, 4)
+    assert actions(made, (1, 2, 3), 4, four) == {1: "stop", 2: "go", 3: "go"}
+    assert made.verdict(0, 4, four).action == "stop"  # let past in time, and only then
+    assert made.verdict(0, 4, Table(dict(four.records) | {0: Record({4: 2.0}, passed=4)}, 4)).action == "go"
+
+
+def test_asha_ends_who_cannot_come_among_the_best_any_more_and_leaves_one() -> None:
+    made = rule(kind="asha", rungs=(4,), eta=4)
+    three = table({0: {4: 1.0}, 1: {4: 2.0}, 2: {4: 3.0}}, 6)
+    assert actions(made, range(3), 4, three) == {0: "wait", 1: "stop", 2: "stop"}
+    assert made.verdict(0, 4, table({0: {4: 1.0}, 1: {}}, 2, ended=[1])).action == "go"
+
+
+# ---- each trial by itself ------------------------------------------------------------------------------
+
+
+def test_patience_counts_rungs_without_improvement() -> None:
+    made = rule(kind="patience", rungs=(1, 2, 3, 4, 5), patience=2, min_delta=0.1)
+    values = table({0: {1: 3.0, 2: 2.0, 3: 1.95, 4: 1.0, 5: 1.0}, 1: {1: 1.0, 2: 1.0, 3: 0.95}}, 2)
+    assert [made.verdict(0, step, values).action for step in range(1, 6)] == ["go"] * 5
+    assert [made.verdict(1, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
+
+
+def test_a_threshold_ends_what_leaves_it() -> None:
+    made = rule(kind="threshold", rungs=(1,), lower=1.0, upper=2.0)
+    values = table({0: {1: 1.5}, 1: {1: 0.5}, 2: {1: 2.5}}, 3)
+    assert actions(made, range(3), 1, values) == {0: "go", 1: "stop", 2: "stop"}
+    assert made.verdict(2, 1, values).reason == "eval/loss 2.5 is above 2 at rung 1"
+
+
+def test_divergence_fails_beside_any_rule() -> None:
+    best = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0)
+    values = table({0: {1: 3.0, 2: 1.0, 3: 2.5}, 1: {1: 1.0, 2: 2.0, 3: 1.9}}, 2)
+    assert best.verdict(0, 3, values) == Verdict(
+        "fail", "diverged: eval/loss 2.5 at rung 3 is more than 2 times its best, 1"
+    )
+    assert [best.verdict(1, step, values).action for step in (1, 2, 3)] == ["go"] * 3
+    start = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0, divergence_from="start")
+    assert start.verdict(0, 3, values).action == "go"
+    halving = rule(kind="successive_halving", rungs=(1, 2), cohort=2, divergence=2.0)
+    both = table({0: {1: 1.0, 2: 2.5}, 1: {1: 9.0}}, 2, ended=[1])
+    assert halving.verdict(0, 2, both).action == "fail"
