@@ -96,3 +96,33 @@ def test_a_study_of_another_space_is_refused(
     monkeypatch.chdir(folder)
     assert main([*command, "adapter.dropout=0.5"]) == 2
     assert "adapter.dropout: was 0.0, now 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_file_that_changed_under_a_search_is_refused_with_both_digests(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = '{"prompt": "1+1=", "completion": "2"}\n{"prompt": "2+2=", "completion": "4"}\n'
+    (folder / "train.jsonl").write_text(rows)
+    command = [
+        "sweep", "model=tiny", "data=jsonl", "data.path=train.jsonl", "data.validation=0", "adapter.rank=1,2",
+        "search.metric=train/loss", "search.name=mine", "engine.threads=1",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        main(command)
+    (folder / "train.jsonl").write_text(rows.replace("4", "5"))
+    capsys.readouterr()
+    assert main(command) == 2
+    err = capsys.readouterr().err
+    assert "search.name=mine: it began with other data" in err
+    assert "train.jsonl" in err
+    assert ": was " in err
+    assert ", now " in err
+    assert main(["resume", "mine"]) == 2
+    assert "it began with other data" in capsys.readouterr().err
+    (folder / "train.jsonl").write_text(rows)
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(AssertionError, match="the model was loaded"):
+        main(["resume", "mine", f"tracking.root={folder / 'plait-runs'}", "engine.threads=2"])
+    assert main(["resume", "mine", f"tracking.root={folder / 'plait-runs'}", "train.lr=1e-5"]) == 2
+    assert "train.lr: was 0.0002, now 1e-05" in capsys.readouterr().err
