@@ -101,7 +101,8 @@ class ScriptedWorker:
         match command:
             case Attach():
                 self.attached.add(command.job.name)
-                return [Attached(command.job.name, self.resumed if command.resume_from else Cursor())]
+                cursor = self.resumed if command.resume_from else Cursor()
+                return [Attached(command.job.name, cursor, seconds=self._spend())]
             case Detach():
                 self.attached.remove(command.job)
                 return []
@@ -117,7 +118,7 @@ class ScriptedWorker:
                     for each in command.jobs
                 ]
             case SaveState() | Export():
-                return [Saved(command.job, command.directory, 0, isinstance(command, Export))]
+                return [Saved(command.job, command.directory, 0, isinstance(command, Export), self._spend())]
 
     def _spend(self) -> float:
         self.seconds.append(0.1 + 0.0137 * len(self.seconds))
@@ -125,7 +126,7 @@ class ScriptedWorker:
 
     def _step(self, job: str, step: int) -> WorkerEvent:
         if reason := self.faults.get(("step", job, step)):
-            return JobFailed(job, step, reason)
+            return JobFailed(job, step, reason, self._spend())
         return StepDone(job, step, 1.0, self._spend())
 
     def _run(self, batches: Sequence[Microbatch], kind: str, *, evaluation: bool) -> list[WorkerEvent]:
@@ -343,7 +344,8 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     assert ends["b"].checkpoint is None
     saved = next(c for c in worker.commands if isinstance(c, SaveState))
     assert saved.cursor.step == 1
-    assert saved.cursor.device_ns == made.device_ns
+    assert saved.cursor.device_ns == made.device_ns - nanoseconds(worker.seconds[-1])  # all but the saving
+    assert nanoseconds(ends["a"].device_seconds) == made.device_ns
 
 
 def test_a_resumed_job_goes_on_from_its_cursor() -> None:
