@@ -141,7 +141,7 @@ class PeftBaseline:
     def _turn(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> float:
         """Forward and backward of one turn; its share of the global batch's loss."""
         loss = self._loss(model, batch, labelled)
-        loss.backward()
+        torch.autograd.backward(loss)
         return float(loss.detach())
 
     def _loss(self, model: PeftModel, batch: PaddedBatch, labelled: int) -> Tensor:

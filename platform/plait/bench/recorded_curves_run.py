@@ -1,0 +1,226 @@
+"""``plait bench record_curves``: every trial of a grid to its end, with evaluations; then a pruned search."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.bench.figures import Figure, Report
+from plait.bench.joint_side import JointSide, load_joint_side
+from plait.bench.progress import part
+from plait.bench.recorded_curves import Curve, Point, RecordedCurves, write_curves
+from plait.bench.replay_study import parameters_apart
+from plait.bench.search_vs_sequential_joint import JointSearch, search_together
+from plait.config_fields import build
+from plait.engine.admission import WorkerFacts
+from plait.engine.coordinator import Coordinator
+from plait.engine.ledger import Worker
+from plait.engine.live import AT_RUNG
+from plait.engine.messages import (
+    Command,
+    JobEnded,
+    JobEvaluated,
+    JobProgress,
+    MicrobatchDone,
+    StepDone,
+    WorkerEvent,
+)
+from plait.errors import ConfigError, PlaitError
+from plait.jobs import JobSpec
+from plait.settings import RunSettings
+from plait.tracking.facts import git_state, hardware
+
+PACKAGES = ("torch", "transformers", "optuna", "numpy", "reasoning-gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the recording.
+
+    Attributes:
+        path: of the record; None: ``curves.json`` below ``tracking.root``.
+        steps: after which each trial is evaluated; its end is added.
+        search: whether the search that ``search.stopping`` asks for is run as well, on the same jobs.
+    """
+
+    path: Path | None = None
+    steps: tuple[int, ...] = ()
+    search: bool = True
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
+
+    Raises:
+        ConfigError: no jobs, jobs of different budgets, steps outside of them, or an unknown option.
+        PlaitError: a job failed.
+    """
+    asked = build(Options, options, "bench.options")
+    side = load_joint_side(settings, jobs)
+    steps = _steps(asked.steps, {side.steps(job) for job in jobs})
+    side.warm_up(jobs[0])
+    with tempfile.TemporaryDirectory() as folder:
+        curves = record(side, jobs, steps, Path(folder))
+    recorded = RecordedCurves(tuple(curves), facts(settings, jobs))
+    path = asked.path or settings.tracking.root / "curves.json"
+    write_curves(recorded, path)
+    figures = _figures(recorded)
+    if asked.search and settings.search.stopping.kind != "none":
+        part(f"the same jobs searched with {settings.search.stopping.kind}")
+        with tempfile.TemporaryDirectory() as folder:
+            found = search_together(side, jobs, settings.search, Path(folder))
+        figures += _search_figures(recorded, found)
+    return Report("record_curves", tuple(figures), (f"The curves are in {path}.",))
+
+
+def _steps(asked: Sequence[int], budgets: set[int]) -> tuple[int, ...]:
+    if len(budgets) > 1:
+        raise ConfigError(f"budgets of {sorted(budgets)} steps", "All jobs of a record have the same.")
+    (budget,) = budgets
+    steps = tuple(sorted({*asked, budget}))
+    if steps[0] < 1 or steps[-1] > budget:
+        raise ConfigError(
+            f"bench.options.steps={list(asked)}", f"They must lie between 1 and {budget}, the budget."
+        )
+    return steps
+
+
+@dataclass(slots=True)
+class Meter:
+    """A worker whose seconds are counted by job, training and evaluations apart.
+
+    A microbatch's seconds are shared out by tokens, as the engine does.
+    """
+
+    worker: Worker
+    training: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Of the worker."""
+        return self.worker.facts
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        """Hand a command on, and count."""
+        events = self.worker.handle(command)
+        for event in events:
+            if isinstance(event, StepDone):
+                self._add(self.training, event.job, event.seconds)
+            elif isinstance(event, MicrobatchDone):
+                kind = self.evaluation if event.evaluation else self.training
+                tokens = sum(loss.tokens for loss in event.losses)
+                for loss in event.losses:
+                    self._add(kind, loss.job, event.seconds * loss.tokens / tokens)
+        return events
+
+    @staticmethod
+    def _add(seconds: dict[str, float], job: str, more: float) -> None:
+        seconds[job] = seconds.get(job, 0.0) + more
+
+
+def record(side: JointSide, jobs: Sequence[JobSpec], steps: Sequence[int], folder: Path) -> list[Curve]:
+    """Train ``jobs`` together to their ends; the curve of each, in their order.
+
+    Args:
+        side: model and data.
+        jobs: of one budget.
+        steps: after which each is evaluated; the last is the budget.
+        folder: for adapters.
+
+    Raises:
+        PlaitError: a job failed.
+    """
+    meter = Meter(side.worker)
+    coordinator = Coordinator(meter, side.data, side.settings, folder=folder)
+    points: dict[str, list[Point]] = {job.name: [] for job in jobs}
+    losses: dict[str, float] = {}
+    for job in jobs:
+        coordinator.submit(job, rungs=steps[:-1], measured=True)
+    piece = part(f"{len(jobs)} jobs together", len(steps))
+    piece(f"to step {steps[0]}")
+    while not coordinator.idle:
+        for event in coordinator.advance():
+            match event:
+                case JobProgress():
+                    losses[event.job] = event.loss
+                case JobEvaluated():
+                    taken = points[event.job]
+                    before = sum(point.evaluation_seconds for point in taken)
+                    taken.append(
+                        Point(
+                            event.step,
+                            event.loss,
+                            meter.training[event.job],
+                            meter.evaluation[event.job] - before,
+                            losses[event.job],
+                        )
+                    )
+                    if event.step < steps[-1]:
+                        coordinator.unpark(event.job, AT_RUNG)
+                    if event.job == jobs[-1].name and event.step < steps[-1]:
+                        piece(f"to step {steps[len(taken)]}")
+                case JobEnded(state="failed" | "stopped"):
+                    raise PlaitError(
+                        f"{event.job} {event.state}: {event.reason}", "Every job of a record finishes."
+                    )
+    return [
+        Curve(point, tuple(points[job.name])) for job, point in zip(jobs, parameters_apart(jobs), strict=True)
+    ]
+
+
+def facts(settings: RunSettings, jobs: Sequence[JobSpec]) -> dict[str, Any]:
+    """What curves of these jobs depend on."""
+    apart = parameters_apart(jobs)[0].keys()
+    git = git_state(Path(__file__).parent)
+    machine = hardware()
+    return {
+        "date": date.today().isoformat(),
+        "commit": git.commit,
+        "changed since": git.dirty,
+        "machine": {name: machine[name] for name in ("processor", "cpus", "memory_bytes", "python")},
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "model": {"kind": settings.model.kind, "dtype": settings.model.dtype},
+        "capacity": settings.engine.capacity,
+        "together": len(jobs),
+        "job": {key: value for key, value in jobs[0].parameters().items() if key not in apart},
+    }
+
+
+def _figures(recorded: RecordedCurves) -> list[Figure]:
+    count = len(recorded.curves)
+    evaluations = sum(point.evaluation_seconds for curve in recorded.curves for point in curve.points[:-1])
+    best = min(recorded.curves, key=lambda curve: curve.last.loss)
+    return [
+        Figure("trials of the full grid", count, "", "measured", note=f"evaluated at {list(recorded.steps)}"),
+        Figure("full grid: best loss", recorded.best, "nats", "measured", note=str(dict(best.parameters))),
+        Figure("full grid: device time", recorded.seconds, "s", "measured", note="each evaluated at its end"),
+        Figure("its earlier evaluations", evaluations, "s", "measured"),
+    ]
+
+
+def _search_figures(recorded: RecordedCurves, found: JointSearch) -> list[Figure]:
+    name = min(found.finished, key=lambda job: found.finished[job])
+    chosen = recorded.curves[found.names.index(name)]
+    share = 100 * found.device_seconds / recorded.seconds
+    gap = 100 * (chosen.last.loss / recorded.best - 1)
+    return [
+        Figure(
+            "real pruned search: best loss",
+            found.finished[name],
+            "nats",
+            "measured",
+            note=f"{dict(chosen.parameters)}; {len(found.finished)} trials to their ends",
+        ),
+        Figure("what it chose, in the full grid: above the best", gap, "%", "measured"),
+        Figure("its device time", found.device_seconds, "s", "measured"),
+        Figure("its device time, of the full grid's", share, "%", "measured"),
+    ]
