@@ -21,8 +21,10 @@ from plait.config_overrides import read_request
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.messages import Event, GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.engine.order import DataOrder, training_batch
 from plait.errors import ConfigError, SearchError
 from plait.jobs import JobSpec, TrainSpec
+from plait.planner.packing import pack
 from plait.search.identity import identify
 from plait.search.run import SearchResult, SearchRun
 from plait.search.stopper import make_stopper
@@ -35,9 +37,9 @@ KINDS = ("successive_halving", "hyperband", "asha", "median", "patience", "thres
 
 
 def curve(job: JobSpec, step: int) -> float:
-    """Falls to a floor of its own; curves cross."""
+    """Falls to a floor of its own; curves cross. Multiples of 1/1024, so that sums over samples are exact."""
     far = abs(math.log10(job.train.lr) + 3)
-    return far + 2.0 * (1 + far) ** -2 / (step + 1)
+    return round(1024 * (far + 2.0 * (1 + far) ** -2 / (step + 1))) / 1024
 
 
 def make_job(trial: Trial, steps: int = 8) -> JobSpec:
@@ -61,7 +63,7 @@ class Notes:
     def handle(self, event: Event) -> None:
         self.events.append(event)
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
+    def judge(self, job: str, state: str, objective: float | None, reason: str, **_more: Any) -> None:
         assert job not in self.judged
         assert state != "failed" or objective is None
         self.judged[job] = (state, reason)
@@ -89,11 +91,12 @@ class Bench:
     steps: Callable[[Trial], int] = lambda _: 8
     notes: Notes = field(default_factory=Notes)
     checkpoint_steps: int | None = None
+    capacity: int = 16
     alive: int = 100_000  # iterations until the process is killed
 
     def run(self) -> SearchResult:
         run = RunSettings(
-            engine=EngineSettings(capacity=16, checkpoint_steps=self.checkpoint_steps),
+            engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),
             planner=PlannerSettings(max_jobs=self.max_jobs),
             search=self.search,
         )
@@ -203,6 +206,37 @@ def test_places_are_never_left_empty_while_trials_are_left(tmp_path: Path) -> No
     last_drawn = next(index for index, jobs in enumerate(groups) if "trial-0029" in jobs)
     assert last_drawn > 20
     assert {len(jobs) for jobs in groups[:last_drawn]} == {4}
+
+
+def test_freed_capacity_is_used_at_once_until_the_queue_is_empty(tmp_path: Path) -> None:
+    """Tokens in use, against what first-fit-decreasing could use of the samples of live and queued trials."""
+    capacity, parallel, trials = 16, 16, 60
+    bench = Bench(tmp_path, halving(trials, parallel, cohort=8), capacity=capacity)
+    bench.run()
+    steps = bench.of(GroupStep)
+    last_drawn = next(index for index, event in enumerate(steps) if f"trial-{trials - 1:04d}" in event.jobs)
+    data = load_lengths(make_job(Trial(0, {"train.lr": 1e-3})).data)
+    done: Counter[str] = Counter()
+    shares = []
+    for event in steps[: last_drawn + 1]:
+        queued = [f"queued-{place}" for place in range(parallel)]  # as many again as there are places
+        batches = [
+            training_batch(
+                make_job(Trial(0, {"train.lr": 1e-3})),
+                DataOrder.of(TrainSpec(steps=8, batch_size=2), len(data.train)),
+                data.train,
+                done[name] + 1,
+            )
+            for name in (*event.jobs, *queued)
+        ]
+        bins = pack(
+            [replace(each, job=str(place)) for place, each in enumerate(batches)], capacity=capacity, tile=1
+        )
+        could = sum(each.tokens for each in bins) / (len(bins) * capacity)
+        shares.append(event.tokens / (event.microbatches * capacity) / could)
+        done.update(event.jobs)
+    assert len(shares) > 10
+    assert sum(shares) / len(shares) >= 0.95
 
 
 def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Path, monkeypatch: Any) -> None:

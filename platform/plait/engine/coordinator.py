@@ -328,7 +328,7 @@ class Coordinator:
         """A step ran out of memory: the last in standing goes, and the others take the step again."""
         last = max(self._live.values(), key=lambda job: job.standing)
         if len(self._live) > 1:
-            self._roster.shrink(self._live.values())
+            self._roster.shrink()
             events = self._park(last, DISPLACED, self._roster.queue)
             if last.name not in self._live:
                 return events

@@ -87,7 +87,10 @@ class Roster:
         ]
         alone = max((predict([each]) for each in applicants), default=0.0)
         return admit(
-            applicants, available=max(self._available, alone), predict=predict, max_jobs=self._max_jobs
+            applicants,
+            available=max(self._admission.budget, alone),
+            predict=predict,
+            max_jobs=self._max_jobs,
         )
 
     def room(self, most: int) -> int:
@@ -97,19 +100,14 @@ class Roster:
         """
         taken = [job.demand for job in self.all() if job.keeps_place]
         largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
-        # Memory only grows with the number of jobs, so the first number that does not fit is found by halving.
+        # Memory only grows with the jobs, so the first number that does not fit is found by halving.
         beyond = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits([*taken, *[largest] * n]))
         return max(beyond, 0 if taken else 1)
 
-    def shrink(self, group: Iterable[LiveJob]) -> None:
-        """This group ran out of memory: no group that is predicted to need as much is formed again."""
-        needed = self._admission.predicted([job.demand for job in group]) - 1
-        self._ceiling = needed if self._ceiling is None else min(self._ceiling, needed)
-
-    @property
-    def _available(self) -> int:
-        budget = self._admission.budget
-        return budget if self._ceiling is None else min(budget, self._ceiling)
+    def shrink(self) -> None:
+        """The live group ran out of memory, whatever was predicted: none as large is formed again."""
+        self._max_jobs = len(self.live) - 1
 
     def _fits(self, demands: list[Demand]) -> bool:
-        return self._admission.fits(demands) and self._admission.predicted(demands) <= self._available
+        few = self._max_jobs is None or len(demands) <= self._max_jobs
+        return few and self._admission.fits(demands)
