@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,10 +36,10 @@ PATHS = [str(ROOT / name) for name in ("platform", "kernels")]
 SPACE = read_request(["adapter.rank=1,2,3,4"], {}, {}).space
 
 
-def opened(root: Path, **settings: object) -> StudyTrials:
+def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:
     search = SearchSettings(name="s", trials=4, sampler="grid", **settings)  # type: ignore[arg-type]
     identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
-    storage = open_storage(None, root)
+    storage = open_storage(address, root)
     return StudyTrials(search, SPACE, identity, storage, folder=lambda name: root / name)
 
 
@@ -51,14 +52,15 @@ class Other:
         sys.path.insert(0, {here!r})
         from pathlib import Path
         from test_search_workers import opened
-        trials = opened(Path({root!r}))
+        trials = opened(Path({root!r}), {address!r})
         print(*(trials.ask().number for _ in range(2)), flush=True)
         sys.stdin.read()
         trials.close()
     """)
 
-    def __init__(self, root: Path) -> None:
-        program = self.PROGRAM.format(paths=PATHS, here=str(Path(__file__).parent), root=str(root))
+    def __init__(self, root: Path, address: str | None) -> None:
+        here = str(Path(__file__).parent)
+        program = self.PROGRAM.format(paths=PATHS, here=here, root=str(root), address=address)
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -70,23 +72,36 @@ class Other:
         self.process.wait()
 
 
+@pytest.fixture(params=["journal", "SQLite", pytest.param("PostgreSQL", marks=pytest.mark.postgres)])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    """Where the study is kept."""
+    match request.param:
+        case "journal":
+            return None
+        case "SQLite":
+            return str(tmp_path / "study.db")
+        case _:
+            new_database: Callable[[], str] = request.getfixturevalue("new_database")
+            return new_database()
+
+
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Other]:
-    made = Other(tmp_path)
+def other(tmp_path: Path, address: str | None) -> Iterator[Other]:
+    made = Other(tmp_path, address)
     yield made
     made.kill()
 
 
 def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
-    tmp_path: Path, other: Other
+    tmp_path: Path, address: str | None, other: Other
 ) -> None:
     assert other.took == [0, 1]
-    trials = opened(tmp_path)
+    trials = opened(tmp_path, address)
     assert (trials.left_over, trials.others) == (0, 2)
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [2, 3]
     assert trials.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
-        opened(tmp_path, fresh=True)
+        opened(tmp_path, address, fresh=True)
     other.kill()
     assert (trials.left_over, trials.others) == (2, 0)
     assert not trials.wait()
@@ -109,6 +124,22 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     second.tell(taken, Outcome("complete", 2.0, ""))
     assert [item.outcome.value for item in second.finished()] == [2.0]
     second.close()
+
+
+def test_nobody_takes_a_trial_while_another_holds_the_study(tmp_path: Path, address: str | None) -> None:
+    """Drawing waits for the lock, in another process."""
+    trials = opened(tmp_path, address)
+    with ThreadPoolExecutor(1) as pool:
+        with trials.exclusive():
+            waiting = pool.submit(Other, tmp_path, address)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=4)
+            first = trials._ask(new=True)
+        other = waiting.result()
+    assert first is not None
+    other.kill()
+    assert [first.number, *other.took] == [0, 1, 2]
+    trials.close()
 
 
 # ---- who is gone ------------------------------------------------------------------------------------------
