@@ -1,0 +1,121 @@
+"""Samplers on published losses: the tables as they are read, and how trials to a good one are counted."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from plait.bench.sampler_quality import expected_draws, run, trials_to_good
+from plait.bench.sampler_quality_tables import read_tables
+from plait.errors import ConfigError, DataError
+from plait.settings import RunSettings, SearchSettings
+
+PUBLISHED = Path(__file__).resolve().parents[3] / "shared/data/published/tinker_sft_sweep.md"
+needs_published = pytest.mark.skipif(
+    not PUBLISHED.is_file(), reason="the published sweep does not lie beside the repository"
+)
+
+TEXT = """# Sweep
+
+## maker/small
+
+- Learning rates: [1e-04, 1e-03, 1e-02]
+- LoRA ranks: [4, 64]
+
+| LR | LoRA Rank | Test NLL | Train NLL | Wall Time (min) |
+|---:|----------:|---------:|----------:|----------------:|
+| 1e-04 | 4 | 0.9000 | 0.9285 | 42 |
+| 1e-04 | 4 | 0.9200 | 0.9285 | 42 |
+| 1e-03 | 4 | 0.8010 | 0.9102 | 42 |
+| 1e-04 | 64 | 0.8500 | 0.9102 | 42 |
+| 1e-03 | 64 | 0.8000 | 0.9102 | 42 |
+
+## maker/large
+
+- Learning rates: [1e-04]
+- LoRA ranks: [1]
+
+| LR | LoRA Rank | Test NLL | Train NLL | Wall Time (min) |
+|---:|----------:|---------:|----------:|----------------:|
+| 1e-04 | 1 | 0.5 | 0.6 | 7 |
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "sweep.md"
+    path.write_text(TEXT)
+    return path
+
+
+def test_tables_have_means_of_repeats_and_gaps_where_nothing_was_published(path):
+    small, large = read_tables(path)
+    assert (small.model, large.model) == ("maker/small", "maker/large")
+    assert small.losses[1e-4, 4] == pytest.approx(0.91)
+    assert (1e-2, 4) not in small.losses
+    assert small.best == 0.8
+    assert small.good(0.005) == {(1e-3, 4), (1e-3, 64)}
+    assert small.good(0.0) == {(1e-3, 64)}
+    assert small.nearest(2.9e-4, 15) == (1e-4, 4)
+    assert small.nearest(3.3e-4, 17) == (1e-3, 64)
+    assert small.nearest(9e-3, 64) == (1e-2, 64)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "## maker/x\n", TEXT.replace("[4, 64]", "[4]"), TEXT.replace("Test", "")]
+)
+def test_a_file_without_such_tables_is_refused(path, wrong):
+    path.write_text(wrong)
+    with pytest.raises(DataError):
+        read_tables(path)
+    with pytest.raises(DataError, match="Give its path"):
+        read_tables(path.with_name("none.md"))
+
+
+@needs_published
+def test_the_published_tables_agree_with_what_is_said_of_them():
+    """Each section names its best run; all 35 models are there."""
+    sections = re.split(r"^## ", PUBLISHED.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    said = {
+        section.split("\n", 1)[0].strip(): float(best[1])
+        for section in sections
+        if (best := re.search(r"^\*\*Best config:\*\*.*test_nll=([\d.]+)", section, re.MULTILINE))
+    }
+    tables = {table.model: table for table in read_tables(PUBLISHED)}
+    assert tables.keys() == said.keys()
+    assert len(tables) == 35
+    for model, best in said.items():
+        assert tables[model].best == pytest.approx(best, abs=5e-4)  # a repeated run counts with its mean
+
+
+def test_the_grid_never_repeats_a_point_and_random_may(path):
+    small, _ = read_tables(path)
+    counts = [trials_to_good(small, SearchSettings(sampler="grid", seed=s, trials=6), 0.0) for s in range(24)]
+    assert set(counts) == {1, 2, 3, 4, 5, 6}  # six points, one of them good
+    counts = [
+        trials_to_good(small, SearchSettings(sampler="random", seed=s, trials=3), 0.0) for s in range(12)
+    ]
+    assert set(counts) <= {1, 2, 3, 4}
+    assert 4 in counts  # not found
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes", "nsgaii"])
+def test_every_sampler_comes_to_a_good_point(path, sampler):
+    small, _ = read_tables(path)
+    assert trials_to_good(small, SearchSettings(sampler=sampler, trials=200), 0.005) <= 200
+
+
+def test_expected_draws_without_replacement():
+    assert expected_draws(5, 5) == 1
+    assert expected_draws(6, 1) == 3.5  # (1 + 2 + ... + 6) / 6
+
+
+def test_the_report_has_samplers_and_models(path):
+    options = {"path": str(path), "samplers": {"chance": {"sampler": "random"}}, "seeds": 3, "trials": 50}
+    figures = {figure.name: figure for figure in run(RunSettings(), [], options).figures}
+    assert figures["maker/large"].ours == 1
+    assert figures["maker/small"].ours == pytest.approx(7 / 3)
+    assert figures["chance: median"].ours >= 1
+    assert "2 of 6 are good; medians: chance" in figures["maker/small"].note
+    with pytest.raises(ConfigError, match="seeds=0"):
+        run(RunSettings(), [], options | {"seeds": 0})
