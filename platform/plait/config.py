@@ -76,9 +76,7 @@ def settings_of(config: Config) -> RunSettings:
             groups[name] = _cluster(section)
             continue
         if name == "search":
-            section = section | {
-                key: flat_params(section.get(key) or {}) for key in ("params", "default_params")
-            }
+            section = _search(section)
         groups[name] = build(hints[name], section, name)
     return RunSettings(**groups)
 
@@ -133,6 +131,15 @@ def _section(config: Config, name: str) -> dict[str, Any]:
             f"{name}={section!r}", f"{name} is a group of keys.", f"Change one: {name}.KEY=VALUE."
         )
     return {str(key): value for key, value in section.items()}
+
+
+def _search(section: dict[str, Any]) -> dict[str, Any]:
+    """What is given by dotted key, flat."""
+    flat = {key: flat_params(section.get(key) or {}) for key in ("params", "default_params", "constraints")}
+    points = section.get("enqueue") or []
+    if isinstance(points, (list, tuple)):
+        points = [flat_params(point) if isinstance(point, Mapping) else point for point in points]
+    return section | flat | {"enqueue": points}
 
 
 def _data(section: dict[str, Any]) -> DataSpec:

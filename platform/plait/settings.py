@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import ConfigError, choices
+from plait.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -243,8 +244,15 @@ class SearchSettings:
         sampler: tpe, random, grid, cmaes, qmc, gp or nsgaii.
         sampler_options: keyword arguments of the Optuna sampler.
         seed: of the sampler.
-        direction: "minimize" or "maximize".
-        metric: the objective: a metric name of DESIGN §5.11, "eval/loss" by default.
+        direction: "minimize" or "maximize": for every objective, or a list with one for each.
+        metric: the objective: a metric name of DESIGN §5.11, "eval/loss" by default, or a numeric config key
+            of the job; a list for several.
+        constraints: "<= 32" or ">= 4", by metric or numeric config key: a trial that breaks one is never
+            called best.
+        enqueue: points that come first, by config key, as override text; the sampler draws what they leave
+            out.
+        prior: an earlier study whose finished trials the sampler knows of.
+        prior_storage: of that study; None: the same as this one's.
         storage: None (a journal file under ``tracking.root``), a path or a database URL.
         params: search space in override syntax, by config key.
         default_params: the space used where neither the command line nor ``params`` gives one.
@@ -261,8 +269,12 @@ class SearchSettings:
     sampler: str = "tpe"
     sampler_options: dict[str, Any] = field(default_factory=dict, hash=False)
     seed: int = 0
-    direction: str = "minimize"
-    metric: str = "eval/loss"
+    direction: str | tuple[str, ...] = "minimize"
+    metric: str | tuple[str, ...] = "eval/loss"
+    constraints: dict[str, str] = field(default_factory=dict, hash=False)
+    enqueue: tuple[dict[str, str], ...] = field(default=(), hash=False)
+    prior: str | None = None
+    prior_storage: str | None = None
     storage: str | None = None
     params: dict[str, str] = field(default_factory=dict, hash=False)
     default_params: dict[str, str] = field(default_factory=dict, hash=False)
@@ -273,12 +285,56 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         _one_of("search.sampler", self.sampler, SAMPLERS)
-        _one_of("search.direction", self.direction, DIRECTIONS)
+        self._check_objectives()
         _one_of("search.failed", self.failed, ("keep", "retry", "drop"))
         _at_least("search.trials", self.trials, 1)
         _at_least("search.parallel", self.parallel, 1)
         if not 0 <= self.max_failure_rate <= 1:
             raise ConfigError(f"search.max_failure_rate={self.max_failure_rate}", "It must lie in [0, 1].")
+        if len(self.enqueue) > self.trials:
+            raise ConfigError(
+                f"search.enqueue has {len(self.enqueue)} points, search.trials={self.trials}",
+                "Points that come first are trials of the search.",
+                f"Give search.trials={len(self.enqueue)} or more, or fewer points.",
+            )
+
+    def _check_objectives(self) -> None:
+        for key in ("metric", "direction"):  # a list of one is that one
+            value = getattr(self, key)
+            if isinstance(value, tuple) and len(value) == 1:
+                object.__setattr__(self, key, value[0])
+        metrics, directions = self._metrics, self._directions
+        for direction in directions:
+            _one_of("search.direction", direction, DIRECTIONS)
+        if not metrics or len(set(metrics)) < len(metrics):
+            raise ConfigError(f"search.metric={list(metrics)}", "Each objective is named once.")
+        if len(directions) != len(metrics):
+            raise ConfigError(
+                f"search.direction={list(directions)} with search.metric={list(metrics)}",
+                "There is one direction for each objective, or one for all.",
+                f"Give search.direction=[{','.join(['minimize'] * len(metrics))}], for example.",
+            )
+        for metric, text in self.constraints.items():
+            Constraint.read(metric, text)
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        return (self.metric,) if isinstance(self.metric, str) else self.metric
+
+    @property
+    def _directions(self) -> tuple[str, ...]:
+        given = self.direction
+        return (given,) * len(self._metrics) if isinstance(given, str) else given
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What is optimised; the first one is what rungs judge by default."""
+        return tuple(map(Objective, self._metrics, self._directions))
+
+    @property
+    def limits(self) -> tuple[Constraint, ...]:
+        """The constraints."""
+        return tuple(Constraint.read(metric, text) for metric, text in self.constraints.items())
 
 
 @dataclass(frozen=True, slots=True)

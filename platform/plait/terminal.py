@@ -23,6 +23,7 @@ from plait.engine.messages import (
 )
 from plait.terminal_rows import (
     best_line,
+    front_text,
     jobs_table,
     number,
     settings_line,
@@ -89,9 +90,11 @@ class Terminal:
             self._draw()
 
     def judged(self, job: str) -> None:
-        """The search has judged a job: shows it where it is the best so far."""
+        """The search has judged a job: shows it where it is the best so far, or on the Pareto front."""
         best = self._board.best()
-        if best is not None and best is not self._best and best.name == job and self._live is None:
+        found = best is not None and best is not self._best and best.name == job
+        found = found or any(record.name == job for record in self._board.front())
+        if found and self._live is None:
             self._print(best_line(self._board))
         self._best = best
         if self._live is not None:
@@ -157,7 +160,7 @@ def _ended_line(event: JobEnded) -> str:
 
 
 def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
-    """What a search came to: best trial, its parameters, where its adapter is, what failed.
+    """What a search came to: best trial, its parameters and its adapter, or the Pareto front; what failed.
 
     Args:
         console: where to write.
@@ -172,6 +175,8 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:
             lines += [("adapter", best.adapter)]
+    elif front := board.front():
+        lines += [("Pareto front", front_text(front))]
     else:
         lines += [("best", "none: no job finished with an objective")]
     failed = [job for job in board.ordered() if job.state == FAILED]

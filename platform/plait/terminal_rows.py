@@ -15,6 +15,7 @@ from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
 
 STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
+MOST_ON_FRONT = 8
 ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}  # what has ended stands between
 
 
@@ -65,7 +66,10 @@ def status_line(board: Board, left: float | None) -> str:
 
 
 def best_line(board: Board) -> str:
-    """The best so far, with what it is made of; empty before there is one."""
+    """The best so far, with what it is made of, or the front of several objectives; empty before there is
+    one."""
+    if front := board.front():
+        return f"Pareto front so far: {front_text(front)}"
     best = board.best()
     if best is None:
         return ""
@@ -75,6 +79,16 @@ def best_line(board: Board) -> str:
             ", "
         )
     )
+
+
+def front_text(front: Sequence[JobRecord]) -> str:
+    """Jobs with their objectives, at most ``MOST_ON_FRONT`` of them: ``trial-0003 (0.61, 8)``."""
+    shown = []
+    for job in front[:MOST_ON_FRONT]:
+        values = [value for value in (job.objective, *job.others) if value is not None]
+        shown.append(f"{job.name} ({', '.join(f'{value:.4g}' for value in values)})")
+    more = len(front) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def shown_first(records: Sequence[JobRecord]) -> list[JobRecord]:

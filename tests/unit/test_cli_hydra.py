@@ -197,6 +197,7 @@ LINKS |= {"sampler": {"name": "${search.sampler}", "seed": "${search.seed}"}}
         ({"n_jobs": 2}, {"parallel": 2}),
         ({"direction": "maximize"}, {"direction": "maximize"}),
         ({"direction": ["maximize"]}, {"direction": "maximize"}),
+        ({"direction": ["minimize", "maximize"]}, {"direction": ["minimize", "maximize"]}),
         ({"storage": "sqlite:///s.db", "study_name": "s"}, {"storage": "sqlite:///s.db", "name": "s"}),
         ({"params": {"adapter.rank": "1,2"}}, {"params": {"adapter.rank": "1,2"}}),
         ({"max_failure_rate": 0.0}, {"max_failure_rate": 0.0}),
@@ -219,7 +220,6 @@ def test_what_is_set_there_counts_here(sweeper: dict[str, Any], changed: dict[st
         ({"sampler": {"name": "random"}}, {"sampler": "grid"}, ()),
         ({"params": {"adapter.rank": "1,2"}}, {"params": {"train.lr": "1,2"}}, ()),
         ({"sampler": {"n_startup_trials": 4}}, {"sampler_options": {"n_startup_trials": 5}}, ()),
-        ({"direction": ["minimize", "maximize"]}, {}, ()),
         ({"n_trails": 3}, {}, ()),
     ],
 )

@@ -25,6 +25,7 @@ LEVELS = (
         "durations",
         "errors",
         "jobs",
+        "objectives",
         "padding",
         "paths",
         "plans",

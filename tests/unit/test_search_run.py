@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from plait.errors import CapacityError, ConfigError, StorageError
 from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
-from plait.search.objective import METRICS, Observed, check_measured, check_metric
+from plait.search.objective import METRICS, Observed, check_measured, check_objectives
 from plait.search.run import SearchResult, SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
@@ -116,6 +116,7 @@ class Notes:
     started: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     judged: list[tuple[str, str, float | None, str]] = field(default_factory=list)
+    scores: dict[str, tuple[tuple[float, ...], bool]] = field(default_factory=dict)
 
     def start_job(self, job: JobSpec, trial: int) -> None:
         assert job.name == f"trial-{trial:04d}"
@@ -124,8 +125,18 @@ class Notes:
     def handle(self, event: Event) -> None:
         self.events.append(event)
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None,
+        reason: str,
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> None:
         self.judged.append((job, state, objective, reason))
+        self.scores[job] = (tuple(others), feasible)
 
     def commit(self) -> None:
         pass
@@ -356,8 +367,9 @@ def test_a_metric_that_was_not_measured_is_a_failure() -> None:
 
 def test_a_metric_that_does_not_exist() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_metric("loss")
+        check_objectives(SearchSettings(metric="loss"), [JobSpec("a")])
     assert "eval/loss" in caught.value.rule
+    assert "adapter.rank" in caught.value.remedy
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------

@@ -78,8 +78,6 @@ def _merge_one(
     current = search.get(ours)
     if isinstance(value, list) and len(value) == 1:  # direction may be a list there
         value = value[0]
-    if ours == "direction" and isinstance(value, list):
-        raise ConfigError(f"{theirs}={value}", "One objective is optimised.", "Give one direction.")
     if value == current:
         return
     if ours in given or current != _defaults()[ours]:

@@ -21,7 +21,8 @@ from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.feasibility import check_sampler
-from plait.search.objective import check_metric
+from plait.search.objective import check_objectives
+from plait.search.points import read_enqueued
 from plait.search.trials import Trial
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -42,9 +43,11 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     composed = search_config(config, arguments)
     settings = settings_of(composed)
     request = read_request(arguments, settings.search.params, settings.search.default_params, loader)
-    check_metric(settings.search.metric)
     check_sampler(settings.search, request.space)
+    read_enqueued(settings.search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
+    probes = tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes())
+    check_objectives(settings.search, probes)
 
     def make_job(trial: Trial) -> JobSpec:
         keep()  # something is trained from here on
@@ -57,7 +60,7 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         space=request.space,
         base=composer.probe(),
         make_job=composer.unwritten if planning else make_job,
-        probes=tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes()),
+        probes=probes,
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=command_words(),
         overrides=tuple(arguments),

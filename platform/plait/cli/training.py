@@ -14,7 +14,7 @@ from plait.config import job_of, plain, settings_of
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.search.command import SearchCommand
-from plait.search.objective import check_metric
+from plait.search.objective import check_objectives
 from plait.search.space import Space
 from plait.search.trials import Trial
 
@@ -40,8 +40,8 @@ def train(config: DictConfig) -> int:
             "`plait train` trains one adapter.",
             "Use `plait bench NAME` for a benchmark.",
         )
-    check_metric(settings.search.metric)
     base = job_of("base", composed)
+    check_objectives(settings.search, (base,))
 
     def make_job(trial: Trial) -> JobSpec:
         keep()  # it is trained from here on

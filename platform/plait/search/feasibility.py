@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import math
 
-from plait.errors import SearchError
+from plait.errors import SearchError, choices
 from plait.search.space import Choice, Domain, Space, Value, Whole
 from plait.settings import SearchSettings
+
+LEARNING = ("tpe", "gp", "cmaes")  # samplers that can be given trials of another study
 
 
 def check_sampler(settings: SearchSettings, space: Space) -> None:
@@ -18,6 +20,12 @@ def check_sampler(settings: SearchSettings, space: Space) -> None:
     """
     name = settings.sampler
     chosen = [item.name for item in space.dimensions if isinstance(item.domain, Choice)]
+    if settings.prior is not None and name not in LEARNING:
+        raise SearchError(
+            f"search.prior={settings.prior} with search.sampler={name}",
+            "It takes no knowledge from an earlier study.",
+            f"Take one of {choices(LEARNING)}, or leave out search.prior.",
+        )
     if name == "grid":
         grid(space)
     if name in ("cmaes", "qmc") and chosen:

@@ -2,7 +2,7 @@
 
 Left out, since they change where and how fast a search runs but not what it looks for: ``tracking``,
 ``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many at once (more
-trials go on with the same search), storage, ``fresh`` and ``max_failure_rate``.
+trials go on with the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.jobs import JobSpec
 from plait.search.space import Space
-from plait.settings import RunSettings
+from plait.settings import RunSettings, SearchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,32 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
         {f"space.{key}": text for key, text in swept.items()}
         | {key: _plain(value) for key, value in fixed.items()}
         | {f"model.{key}": value for key, value in asdict(settings.model).items()}
-        | {"search.metric": search.metric, "search.direction": search.direction}
+        | judgement(search)
     )
     manner: dict[str, Any] = {
         "search.sampler": search.sampler,
         "search.sampler_options": dict(search.sampler_options),
         "search.seed": search.seed,
     }
+    if search.prior is not None:
+        manner["search.prior"] = search.prior
     if search.stopping.kind != "none":
         manner["search.stopping"] = asdict(search.stopping)
     return Identity(problem, manner)
+
+
+def judgement(search: SearchSettings) -> dict[str, Any]:
+    """What trials are judged by; two searches must share it for one to know what the other's trials mean."""
+    several = len(search.objectives) > 1
+    metrics = [each.metric for each in search.objectives]
+    directions = [each.direction for each in search.objectives]
+    found: dict[str, Any] = {
+        "search.metric": metrics if several else metrics[0],
+        "search.direction": directions if several else directions[0],
+    }
+    if search.limits:
+        found["search.constraints"] = sorted(map(str, search.limits))
+    return found
 
 
 def difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

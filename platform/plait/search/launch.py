@@ -87,7 +87,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     if len(done.finished) >= source.total:
         _remember(command, source.name, finished=True)
         _tell(console, send_left(settings.tracking, source.name))
-        write_result(done, settings.search.direction, command.directory)
+        write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
     check_engine(settings)
@@ -113,7 +113,16 @@ def run_training(command: SearchCommand, console: Console | None = None) -> int:
     settings = command.settings
     identity = identify(command.space, command.base, settings)
     name = settings.search.name or f"train-{hashlib.sha256(identity.problem_json.encode()).hexdigest()[:12]}"
-    one = replace(settings.search, name=name, trials=1, parallel=1, sampler="random", sampler_options={})
+    one = replace(
+        settings.search,
+        name=name,
+        trials=1,
+        parallel=1,
+        sampler="random",
+        sampler_options={},
+        enqueue=(),
+        prior=None,
+    )
     return run_search(replace(command, settings=replace(settings, search=one), verb="train"), console)
 
 
@@ -123,8 +132,14 @@ def _open_study(command: SearchCommand) -> StudyTrials:
     storage = open_storage(settings.search.storage, settings.tracking.root)
     identity = identify(command.space, command.base, settings)
     root = settings.tracking.root
+    earlier = settings.search.prior_storage
     return StudyTrials(
-        settings.search, command.space, identity, storage, folder=lambda name: search_folder(root, name)
+        settings.search,
+        command.space,
+        identity,
+        storage,
+        folder=lambda name: search_folder(root, name),
+        prior_storage=None if earlier is None else open_storage(earlier, root),
     )
 
 
@@ -205,7 +220,7 @@ class _Launch:
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
             figures.publish(final=True)
-        write_result(result, self._settings.search.direction, self._command.directory)
+        write_result(result, self._settings.search, self._command.directory)
         self._report(result, tracker, figures.trouble)
         _tell(self._console, tracker.notices)
         return result

@@ -1,15 +1,17 @@
-"""The objective of a trial, read off the engine's events."""
+"""The objectives of a trial, read off its job and the engine's events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from plait.data import generation_limit, parse_options
-from plait.engine.messages import Event, JobEnded, JobEvaluated, JobGenerated, JobProgress
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
 from plait.errors import ConfigError, choices
-from plait.jobs import DataSpec
+from plait.jobs import DataSpec, JobSpec
 from plait.search.rungs import judged
-from plait.settings import SearchSettings
+from plait.settings import SAMPLERS, SearchSettings
 
 # Metrics that can be an objective (names of DESIGN §5.11); each is judged by its last value.
 METRICS = (
@@ -22,29 +24,79 @@ METRICS = (
     "cost/device_seconds",
     "job/completion_seconds",
 )
+SEVERAL_OBJECTIVES = ("tpe", "random", "grid", "qmc", "gp", "nsgaii")  # samplers that can do several
+NO_CONSTRAINTS = ("cmaes",)  # samplers that learn from trials, and would from those outside of a constraint
 
 
-def check_metric(metric: str) -> None:
-    """The metric can be an objective.
+def numbers(job: JobSpec) -> dict[str, float]:
+    """The job's config keys that hold numbers."""
+    held = job.parameters()
+    return {
+        key: float(value)
+        for key, value in held.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
+    """Every objective and every constraint is a metric, or a number in every job; the samplers and rules
+    that were chosen can deal with several.
+
+    Args:
+        search: its settings.
+        probes: jobs that may be asked for.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: not.
     """
-    if metric not in METRICS:
-        raise ConfigError(f"search.metric={metric!r}", f"search.metric must be one of {choices(METRICS)}.")
+    keys = set.intersection(*(set(numbers(job)) for job in probes))
+    named = [("metric", each.metric) for each in search.objectives]
+    named += [("constraints", each.metric) for each in search.limits]
+    for setting, metric in named:
+        if metric not in METRICS and metric not in keys:
+            raise ConfigError(
+                f"search.{setting}={metric!r}",
+                f"It must be one of {choices(METRICS)}, or a key of the job that is a number in every trial.",
+                f"Such keys are: {choices(sorted(keys))}.",
+            )
+    if len(search.objectives) > 1 and search.sampler not in SEVERAL_OBJECTIVES:
+        raise ConfigError(
+            f"search.sampler={search.sampler} with {len(search.objectives)} objectives",
+            "It optimises one objective.",
+            f"Take one of {choices(SEVERAL_OBJECTIVES)}, or a single search.metric.",
+        )
+    if len(search.objectives) > 1 and search.stopping.kind == "optuna":
+        raise ConfigError(
+            f"search.stopping.kind=optuna with {len(search.objectives)} objectives",
+            "Optuna's pruners judge a single objective.",
+            "Take another kind: it judges search.stopping.metric, the first objective by default.",
+        )
+    if search.constraints and search.sampler in NO_CONSTRAINTS:
+        raise ConfigError(
+            f"search.sampler={search.sampler} with search.constraints",
+            "It learns from objectives and does not know constraints.",
+            f"Take one of {choices([name for name in SAMPLERS if name not in NO_CONSTRAINTS])}.",
+        )
 
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
-    """Every job's data gives the objective, or all jobs would fail at their ends; and what rungs judge.
+    """Every job's data gives the objectives, or all jobs would fail at their ends; and what constraints and
+    rungs judge.
 
     Raises:
         ConfigError: a loss over validation rows of which there are none, or the accuracy of answers that
             are not generated; a metric that is not measured at rungs.
     """
     for spec in data:
-        _check_measured(search.metric, spec)
+        for metric in _metrics(search):
+            _check_measured(metric, spec)
         if search.stopping.kind != "none":
             _check_measured(judged(search).metric, spec)
+
+
+def _metrics(search: SearchSettings) -> list[str]:
+    """What is optimised, then what is limited."""
+    return [*(each.metric for each in search.objectives), *(each.metric for each in search.limits)]
 
 
 def _check_measured(metric: str, spec: DataSpec) -> None:
@@ -62,8 +114,23 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a trial came to.
+
+    Attributes:
+        values: of the objectives, all finite; none where one is missing.
+        violations: how far each constraint is broken, by its text; 0 or less where it is kept.
+        missing: what was not measured, or is not finite; "" where nothing is missing.
+    """
+
+    values: tuple[float, ...] = ()
+    violations: Mapping[str, float] = field(default_factory=dict)
+    missing: str = ""
+
+
 class Observed:
-    """The last value of every metric of every job."""
+    """The last value of every metric of every job, and the numbers that define the job."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, str], float] = {}
@@ -71,11 +138,15 @@ class Observed:
     def handle(self, event: Event) -> None:
         """Learn from an event."""
         match event:
+            case JobAdmitted():
+                for key, number in numbers(event.job).items():
+                    self._set(event.job.name, key, number)
             case JobProgress():
                 self._set(event.job, "train/loss", event.loss)
                 self._set(event.job, "train/grad_norm", event.grad_norm)
                 self._set(event.job, "train/tokens", event.tokens)
                 self._set(event.job, "throughput/tokens_per_s", event.tokens_per_s)
+                self._set(event.job, "cost/device_seconds", event.device_seconds)
             case JobEvaluated():
                 self._set(event.job, "eval/loss", event.loss)
             case JobGenerated():
@@ -89,6 +160,19 @@ class Observed:
     def value(self, job: str, metric: str) -> float | None:
         """The last value, or None where there is none."""
         return self._values.get((job, metric))
+
+    def score(self, job: str, search: SearchSettings) -> Score:
+        """A finished job by the search's objectives and constraints."""
+        found = {metric: self.value(job, metric) for metric in _metrics(search)}
+        for metric, value in found.items():
+            if value is None or not math.isfinite(value):
+                missing = "was not measured" if value is None else f"is {value}"
+                return Score(missing=f"{metric} {missing}")
+        held = {metric: value for metric, value in found.items() if value is not None}
+        return Score(
+            tuple(held[each.metric] for each in search.objectives),
+            {str(each): each.violation(held[each.metric]) for each in search.limits},
+        )
 
     def _set(self, job: str, metric: str, value: float | None) -> None:
         if value is not None:

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from plait.errors import SearchError, choices
 from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
+from plait.settings import SearchSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EnqueuedPoint:
+    """A point of ``search.enqueue``; ``request`` tells it from the others, wherever it stands in the list."""
+
+    values: Mapping[str, Value]
+    request: str
+
+
+def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]:
+    """The points of ``search.enqueue``, in order. A point that is given twice is tried twice.
+
+    Raises:
+        SearchError: one is not in the space, or the sampler is a grid.
+    """
+    if settings.enqueue and settings.sampler == "grid":
+        raise SearchError(
+            "search.enqueue with search.sampler=grid",
+            "A grid tries each of its points once.",
+            "Leave out search.enqueue, or take search.sampler=random.",
+        )
+    found: list[EnqueuedPoint] = []
+    times: Counter[str] = Counter()
+    for at, written in enumerate(settings.enqueue):
+        try:
+            values = read_values(space, written)
+        except SearchError as error:
+            raise SearchError(f"search.enqueue[{at}]: {error.value}", error.rule, error.remedy) from error
+        text = json.dumps(dict(values), sort_keys=True)
+        found.append(EnqueuedPoint(values, f"enqueue {text} {times[text]}"))
+        times[text] += 1
+    return found
 
 
 def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from plait.engine.messages import Event, GroupStep, ModelFitted, Notice
 from plait.jobs import JobSpec
 from plait.terminal import Terminal
@@ -43,9 +45,18 @@ class SearchRecorder:
         """Keep the table of group steps with the search's run."""
         self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None,
+        reason: str,
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> None:
         """The search's last word on a job."""
-        self._tracker.judge(job, state, objective, reason)
+        self._tracker.judge(job, state, objective, reason, others=others, feasible=feasible)
         self._terminal.judged(job)
 
     def commit(self) -> None:

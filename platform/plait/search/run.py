@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,13 +18,15 @@ from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
 from plait.jobs import JobSpec
+from plait.objectives import Objective, pareto_front
 from plait.search.control.mailbox import Orders
 from plait.search.objective import Observed
 from plait.search.stopper import Stopper
-from plait.search.trials import Finished, Outcome, State, Trial, TrialSource
+from plait.search.trials import Finished, Outcome, Trial, TrialSource
 from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
+ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 
 
 class Coordinator(Protocol):
@@ -72,8 +74,18 @@ class Recorder(Protocol):
     def handle(self, event: Event) -> None:
         """Something happened in the engine."""
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str) -> None:
-        """The search's last word on a job."""
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None,
+        reason: str,
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> None:
+        """The search's last word on a job: ``others`` are its further objectives, and ``feasible`` is False
+        where it breaks a constraint."""
 
     def commit(self) -> None:
         """Return when all that was handed over survives a crash."""
@@ -104,14 +116,23 @@ class SearchResult:
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
 
     def best(self, direction: str) -> Finished | None:
-        """The complete trial with the best objective, ties by number; None where there is none."""
-        sign = 1.0 if direction == "minimize" else -1.0
-        scored = [
-            (sign * item.outcome.value, item.trial.number, item)
-            for item in self.finished
-            if item.outcome.state == "complete" and item.outcome.value is not None
-        ]
-        return min(scored, key=lambda entry: entry[:2])[2] if scored else None
+        """The complete trial with the best objective that keeps every constraint, ties by number; None where
+        there is none."""
+        front = self.front((Objective("objective", direction),))
+        return front[0] if front else None
+
+    def front(self, objectives: Sequence[Objective]) -> list[Finished]:
+        """Complete trials that keep every constraint and that no other such trial dominates, best in the
+        first objective first, ties by number."""
+        scored = sorted(
+            (
+                item
+                for item in self.finished
+                if item.outcome.state == "complete" and item.outcome.values and item.outcome.feasible
+            ),
+            key=lambda item: item.trial.number,
+        )
+        return [scored[at] for at in pareto_front([item.outcome.values for item in scored], objectives)]
 
 
 @dataclass(slots=True)
@@ -167,6 +188,9 @@ class SearchRun:
     def _obey(self) -> None:
         """Do what the owner ordered: end trials, park all, let them go on."""
         before, self._orders = self._orders, self.owner()
+        if before.mode in ENDING and self._orders.ended != before.ended:
+            # Another worker, the last one with a trial, withdrew the order as carried out: this one ends too.
+            self._orders = replace(self._orders, mode=before.mode, ended=before.ended)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
             self.recorder.handle(Notice(f"{mode}, as `plait control` asked for"))
@@ -194,7 +218,7 @@ class SearchRun:
         return "" if self._orders.mode == "running" else self._orders.mode
 
     def _fill(self) -> None:
-        self._drawn_out = self._orders.mode != "running"
+        self._drawn_out = False
         if self._orders.mode in ("paused", "cancelling"):
             return
         while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
@@ -205,7 +229,7 @@ class SearchRun:
                 self._at_rung.discard(trial.name)
                 self.coordinator.unpark(trial.name, AT_RUNG)
                 continue
-            new = None if self._hopeless else self.source.ask(new=self._orders.mode == "running")
+            new = self.source.ask(new=self._orders.mode == "running" and not self._hopeless)
             if new is None:
                 self._drawn_out = True
                 return
@@ -225,8 +249,7 @@ class SearchRun:
             return False
         decided = False
         while True:
-            expected = None if self._drawn_out or self._hopeless else self.source.total
-            verdicts = self.stopper.verdicts(expected, ask_again=ask_again)
+            verdicts = self.stopper.verdicts(self._expected, ask_again=ask_again)
             for trial, verdict in verdicts:
                 if verdict.action != "go":
                     self._diverged |= {trial.name} if verdict.action == "fail" else set()
@@ -241,8 +264,15 @@ class SearchRun:
                 return decided
 
     @property
+    def _expected(self) -> int | None:
+        """How many trials there will be; None: those that were drawn. A pause keeps cohorts waiting."""
+        if self._drawn_out or self._hopeless or self._orders.mode in ENDING:
+            return None
+        return self.source.total
+
+    @property
     def _hopeless(self) -> bool:
-        """More trials failed than the settings put up with: no new ones are started."""
+        """More trials failed than the settings put up with: those that were begun are ended, and no more."""
         return self._failed > self.settings.max_failure_rate * self.source.total
 
     def _start(self, trial: Trial) -> None:
@@ -267,15 +297,15 @@ class SearchRun:
         except StorageError:
             raise
         except InputError as error:
-            self._over(trial, "failed", None, str(error))
+            self._over(trial, Outcome("failed", None, str(error)))
         else:
             self._live[job.name] = trial
 
     def _advance(self) -> None:
         events = list(self.coordinator.advance())
         self._take(events)
-        if not events:  # all are held: by a pause, or since the disk has no room for their states
-            time.sleep(WAIT_SECONDS)
+        if all(isinstance(event, Notice) for event in events):
+            time.sleep(WAIT_SECONDS)  # all are held: by a pause, or since the disk has no room for states
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -296,34 +326,44 @@ class SearchRun:
     def _report(self, event: JobEvaluated) -> None:
         """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
         trial = self._live.get(event.job)
-        value = self._observed.value(event.job, self.settings.metric)
+        value = self._observed.value(event.job, self.settings.objectives[0].metric)
         if trial is not None and value is not None and math.isfinite(value):
             self.source.report(trial, event.step, value)
 
     def _ended(self, event: JobEnded) -> None:
         trial = self._live.pop(event.job, None) or self._parked.pop(event.job)
         self._returning = [each for each in self._returning if each is not trial]
-        value = self._observed.value(event.job, self.settings.metric)
+        value = self._observed.value(event.job, self.settings.objectives[0].metric)
         if event.state == "stopped" and self._stopping:
             self.source.put_back(trial, event.checkpoint)
         elif event.state == "stopped" and event.job in self._diverged:
-            self._over(trial, "failed", None, event.reason)
+            self._over(trial, Outcome("failed", None, event.reason))
         elif event.state == "stopped":
-            self._over(trial, "pruned", value, event.reason)
+            self._over(trial, Outcome("pruned", value, event.reason))
         elif event.state == "failed":
-            self._over(trial, "failed", None, event.reason or "failed")
-        elif value is None or not math.isfinite(value):
-            missing = "was not measured" if value is None else f"is {value}"
-            self._over(trial, "failed", None, f"{self.settings.metric} {missing}")
+            self._over(trial, Outcome("failed", None, event.reason or "failed"))
         else:
-            self._over(trial, "complete", value, event.reason)
+            self._over(trial, self._finished(event))
 
-    def _over(self, trial: Trial, state: State, value: float | None, reason: str) -> None:
+    def _finished(self, event: JobEnded) -> Outcome:
+        """A job that came to its end is complete where every objective and constraint was measured."""
+        score = self._observed.score(event.job, self.settings)
+        if score.missing:
+            return Outcome("failed", None, score.missing)
+        broken = [text for text, amount in score.violations.items() if amount > 0]
+        reason = f"does not keep {', '.join(broken)}" if broken else event.reason
+        first, *others = score.values
+        return Outcome("complete", first, reason, others=tuple(others), violations=score.violations)
+
+    def _over(self, trial: Trial, outcome: Outcome) -> None:
         """Tracking first, and on the disk, then the study: what the study knows to be over is not trained
         again, so nothing of it may be missing by then."""
-        self.recorder.judge(trial.name, "finished" if state == "complete" else state, value, reason)
+        state = "finished" if outcome.state == "complete" else outcome.state
+        self.recorder.judge(
+            trial.name, state, outcome.value, outcome.reason, others=outcome.others, feasible=outcome.feasible
+        )
         self.recorder.commit()
-        self._tell(trial, Outcome(state, value, reason, self.recorder.run_id(trial.name)))
+        self._tell(trial, replace(outcome, run_id=self.recorder.run_id(trial.name)))
 
     def _tell(self, trial: Trial, outcome: Outcome) -> None:
         self.source.tell(trial, outcome)

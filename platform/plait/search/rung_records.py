@@ -1,7 +1,8 @@
 """What a study holds of rungs: the values measured at them, and what was decided in the order of arrival.
 
 Values of the objective are the trial's intermediate values, as Optuna's pruners, its samplers and
-optuna-dashboard read them; those of another metric are a user attribute, so that the two are never mixed.
+optuna-dashboard read them; those of another metric are a user attribute, so that the two are never mixed, and
+so is whatever is judged where there are several objectives: of those Optuna takes no intermediate values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import optuna
 from optuna.pruners import BasePruner
 from optuna.study import Study
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from plait.errors import SearchError, choices
 from plait.search.patience import Patience
@@ -51,23 +52,26 @@ class StudyRungs:
         self._study = study
         self._patience = patience
         kind = settings.stopping.kind
-        self._objective = kind == "none" or judged(settings).metric == settings.metric
+        first, *further = (each.metric for each in settings.objectives)
+        # Optuna takes intermediate values of a single objective only.
+        self._objective = not further and (kind == "none" or judged(settings).metric == first)
         self._pruner = make_pruner(settings.stopping) if kind == "optuna" else None
         if self._pruner is not None and not self._objective:
             raise SearchError(
                 f"search.stopping.metric={settings.stopping.metric} with search.stopping.kind=optuna",
-                f"Optuna's pruners read the objective's intermediate values: {settings.metric}.",
+                f"Optuna's pruners read the intermediate values of a single objective: {first}.",
                 "Leave search.stopping.metric out, or take another kind.",
             )
 
     def records(self) -> dict[int, Record]:
-        """All trials, by number."""
+        """All trials that were drawn, by number: of those that wait for their turn, none may ever come."""
         trials = self._patience(lambda: self._study.get_trials(deepcopy=False))
         return {
             trial.number: Record(
                 self._values(trial), trial.state.is_finished(), int(trial.user_attrs.get(PASSED, 0))
             )
             for trial in trials
+            if trial.state != TrialState.WAITING
         }
 
     def _values(self, trial: FrozenTrial) -> dict[int, float]:

@@ -45,7 +45,8 @@ def judged(search: SearchSettings) -> Judged:
         ConfigError: it is not measured at rungs, or a factor of divergence is no sense for it.
     """
     stopping = search.stopping
-    metric = stopping.metric or search.metric
+    metric = stopping.metric or search.objectives[0].metric
+    objective = next((each for each in search.objectives if each.metric == metric), None)
     if metric not in RUNG_METRICS:
         raise ConfigError(
             f"search.stopping.metric={metric}",
@@ -54,8 +55,8 @@ def judged(search: SearchSettings) -> Judged:
         )
     if stopping.direction is not None:
         minimise = stopping.direction == "minimize"
-    elif metric == search.metric:
-        minimise = search.direction == "minimize"
+    elif objective is not None:
+        minimise = objective.direction == "minimize"
     else:
         minimise = RUNG_METRICS[metric]
     if stopping.divergence is not None and not (metric in LOSSES and minimise):

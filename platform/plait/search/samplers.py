@@ -53,8 +53,16 @@ def derived_seed(seed: int, existing: int) -> int:
     return int.from_bytes(digest[:4], "big")
 
 
-def make_sampler(settings: SearchSettings, space: Space, existing: int) -> BaseSampler:
+def make_sampler(
+    settings: SearchSettings, space: Space, existing: int, prior: Sequence[FrozenTrial] = ()
+) -> BaseSampler:
     """The sampler for the next draw.
+
+    Args:
+        settings: of the search.
+        space: what is searched.
+        existing: trials that the study has.
+        prior: trials of an earlier study, for a sampler that does not take them from the study it draws for.
 
     Raises:
         SearchError: the sampler cannot do the space, or does not know an option.
@@ -63,6 +71,8 @@ def make_sampler(settings: SearchSettings, space: Space, existing: int) -> BaseS
     seed = settings.seed if settings.sampler in ONE_SEQUENCE else derived_seed(settings.seed, existing)
     factory = _FACTORIES[settings.sampler]
     options = {"seed": seed} | dict(settings.sampler_options)
+    if prior and settings.sampler == "cmaes":
+        options["source_trials"] = list(prior)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from uuid import uuid4
 
 import optuna
@@ -11,6 +12,7 @@ from optuna.storages import BaseStorage
 from optuna.study import Study, StudyDirection
 
 from plait.errors import SearchError
+from plait.objectives import Objective
 from plait.search.identity import Identity, difference
 
 PROBLEM = "plait.problem"  # what is searched, as JSON
@@ -18,9 +20,13 @@ MATERIAL = "plait.material"  # digests of data and model, as JSON
 TOKEN = "plait.study"  # tells the study from an earlier one of its name
 
 
-def create(name: str, direction: str, identity: Identity, storage: BaseStorage) -> Study:
-    """A new study, signed."""
-    study = optuna.create_study(study_name=name, storage=storage, direction=StudyDirection[direction.upper()])
+def create(name: str, objectives: Sequence[Objective], identity: Identity, storage: BaseStorage) -> Study:
+    """A new study, signed, that names its objectives."""
+    directions = [StudyDirection[each.direction.upper()] for each in objectives]
+    study = optuna.create_study(study_name=name, storage=storage, directions=directions)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names([each.metric for each in objectives])
     sign(study, identity)
     return study
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,8 @@ from plait.errors import SearchError
 from plait.search.feasibility import check_sampler, grid_size
 from plait.search.identity import Identity
 from plait.search.patience import Patience
+from plait.search.points import EnqueuedPoint, read_enqueued
+from plait.search.prior import Known, take_over
 from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material, check_problem, create
@@ -53,9 +55,11 @@ class StudyTrials:
         storage: of the study.
         folder: of the search on disk; without one, this process is taken to be the only one.
         patience: for a storage that is away.
+        prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Raises:
-        SearchError: the sampler cannot do the space, or the study has another one.
+        SearchError: the sampler cannot do the space, the study has another one, a point of
+            ``search.enqueue`` lies outside, or ``search.prior`` has nothing to say.
     """
 
     def __init__(
@@ -67,8 +71,10 @@ class StudyTrials:
         *,
         folder: Callable[[str], Path] | None = None,
         patience: Patience | None = None,
+        prior_storage: BaseStorage | None = None,
     ) -> None:
         check_sampler(settings, space)
+        points = read_enqueued(settings, space)
         self.patience = patience or Patience()
         self._settings = settings
         self._space = space
@@ -80,7 +86,10 @@ class StudyTrials:
         self._own: set[int] = set()  # trials that this process trains
         self._study = self.patience(lambda: self._open(name, identity))
         self.rungs = StudyRungs(self._study, settings, self.patience)
+        self._prior = self.patience(lambda: self._take_over(prior_storage or storage))
         self.patience(self._tidy_up)
+        if points:
+            self._locked(lambda: self._enqueue_all(points))
         if self._workers is not None:
             self._workers.start()
 
@@ -95,7 +104,7 @@ class StudyTrials:
                     check_problem(study, identity)
                     return study
                 self._delete(study)
-            return create(name, self._settings.direction, identity, self._storage)
+            return create(name, self._settings.objectives, identity, self._storage)
 
     def _delete(self, study: optuna.Study) -> None:
         """Delete a study that is begun anew, with the states of its trials.
@@ -211,6 +220,9 @@ class StudyTrials:
         waiting = any(item.state == TrialState.WAITING for item in trials)
         if not waiting and len(trials) >= self._total(trials):
             return None
+        if self._prior:  # its values are drawn beside the study, which the prior is no part of
+            self._study.sampler = optuna.samplers.RandomSampler()
+            return self._take(self._trials()[self._study.ask().number])
         self._study.sampler = make_sampler(self._settings, self._space, len(trials))
         with one_torch_thread(self._settings.sampler):
             asked = self._study.ask(self._distributions)
@@ -228,13 +240,18 @@ class StudyTrials:
 
     def _complete(self, item: FrozenTrial) -> None:
         """Give a trial the values that were not written yet, as they would have been drawn: beside the study,
-        with what was there before the trial, since a sampler draws all values of a trial in one go."""
+        with the prior and what was there before the trial, since a sampler draws all values of a trial in one
+        go."""
         beside = optuna.create_study(directions=self._study.directions)
+        prior = [known.frozen(self._distributions) for known in self._prior]
+        if self._settings.sampler != "cmaes":  # which begins with those of its own accord
+            beside.add_trials(prior)
         beside.add_trials([other for other in self._trials() if other.number < item.number])
         if "fixed_params" in item.system_attrs:
             beside.enqueue_trial(item.system_attrs["fixed_params"])
-        beside.sampler = make_sampler(self._settings, self._space, item.number)
-        beside.ask(self._distributions)
+        beside.sampler = make_sampler(self._settings, self._space, item.number, prior)
+        with one_torch_thread(self._settings.sampler):
+            beside.ask(self._distributions)
         drawn = beside.get_trials(deepcopy=False)[-1]
         for key, value in drawn.system_attrs.items():
             if key not in item.system_attrs:
@@ -264,6 +281,21 @@ class StudyTrials:
         running = sum(item.state == TrialState.RUNNING and item.number not in self._own for item in trials)
         return running - len(self._orphans(trials))
 
+    def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
+        """Let the points of the settings come first. Those added to a search that has drawn all its trials
+        come on top of them."""
+        for point in points:
+            trials = self._trials()
+            own = sum(not item.user_attrs.get(BEYOND) for item in trials)
+            facts = {REQUEST: point.request, BEYOND: own >= self._settings.trials}
+            self._enqueue(point.values, facts)
+
+    def _take_over(self, storage: BaseStorage) -> tuple[Known, ...]:
+        if self._settings.prior is None:
+            return ()
+        with self.exclusive():
+            return take_over(self._study, self._settings.prior, self._settings, self._space, storage)
+
     def _enqueue(self, values: Mapping[str, Value], facts: Mapping[str, object]) -> int:
         if REQUEST in facts:
             for item in self._trials():
@@ -280,7 +312,8 @@ class StudyTrials:
 
     def _report(self, trial: Trial, step: int, value: float) -> None:
         frozen, live = self._live(trial)
-        if math.isfinite(value) and step not in frozen.intermediate_values:
+        several = len(self._settings.objectives) > 1  # Optuna takes intermediate values of one objective only
+        if not several and math.isfinite(value) and step not in frozen.intermediate_values:
             live.report(value, step)
 
     def tell(self, trial: Trial, outcome: Outcome) -> None:
@@ -302,9 +335,12 @@ class StudyTrials:
         for key, fact in ((REASON, outcome.reason), (RUN_ID, outcome.run_id)):
             if fact:
                 live.set_user_attr(key, fact)
-        value = outcome.value if outcome.value is not None and math.isfinite(outcome.value) else None
-        if outcome.state == "complete" and value is not None:
-            self._study.tell(trial.number, value)
+        for text, amount in outcome.violations.items():
+            if text not in frozen.constraints:
+                live.set_constraint(text, amount)
+        values = outcome.values
+        if outcome.state == "complete" and values and all(map(math.isfinite, values)):
+            self._study.tell(trial.number, values)
         elif outcome.state == "pruned":  # its value is the last one reported
             self._study.tell(trial.number, state=TrialState.PRUNED)
         else:
@@ -409,5 +445,6 @@ def _owner(item: FrozenTrial) -> Owner | None:
 def _outcome(item: FrozenTrial) -> Outcome:
     reason, run_id = str(item.user_attrs.get(REASON, "")), str(item.user_attrs.get(RUN_ID, ""))
     if item.state == TrialState.COMPLETE:
-        return Outcome("complete", item.value, reason, run_id)
+        first, *others = item.values
+        return Outcome("complete", first, reason, run_id, tuple(others), item.constraints)
     return Outcome("pruned" if item.state == TrialState.PRUNED else "failed", None, reason, run_id)

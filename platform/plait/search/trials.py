@@ -38,12 +38,31 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a trial ended: ``value`` is the objective, where there is one; ``run_id`` its MLflow run."""
+    """How a trial ended.
+
+    Attributes:
+        value: of the objective, or of the first of several; None where there is none.
+        run_id: its MLflow run.
+        others: values of the further objectives.
+        violations: how far each constraint is broken, by its text; 0 or less where it is kept.
+    """
 
     state: State
     value: float | None
     reason: str
     run_id: str = ""
+    others: tuple[float, ...] = ()
+    violations: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Of all objectives; none where the first is missing."""
+        return () if self.value is None else (self.value, *self.others)
+
+    @property
+    def feasible(self) -> bool:
+        """It keeps every constraint."""
+        return all(amount <= 0 for amount in self.violations.values())
 
 
 @dataclass(frozen=True, slots=True)

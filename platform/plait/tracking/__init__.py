@@ -15,7 +15,8 @@ from plait.tracking.check import check_folder, check_tracking
 from plait.tracking.left import send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
-from plait.tracking.tracker import SearchFacts, Tracker
+from plait.tracking.search_facts import SearchFacts
+from plait.tracking.tracker import Tracker
 from plait.tracking.ui import UiCommand, run_ui, ui_command
 
 __all__ = [

@@ -4,7 +4,7 @@ terminal's table. Plain Python, no clock and no store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,8 @@ from plait.engine.messages import (
     ModelFitted,
     Notice,
 )
-from plait.tracking.names import FINISHED, RUNNING
+from plait.objectives import Objective, pareto_front
+from plait.tracking.names import FINISHED, OBJECTIVE, RUNNING
 
 WAITING = "waiting"
 PARKED = "parked"  # saved, and without a place: at a rung, paused, or since it had to make room
@@ -37,6 +38,9 @@ class JobRecord:
         steps: optimiser steps in all; 0 until the job is admitted.
         tokens_per_s: of the newest step.
         adapter: folder of the finished adapter, or its place among the run's artifacts.
+        others: values of the further objectives, where there are several.
+        feasible: it breaks no constraint of the search.
+        on_front: no other job dominates it; told by ``Board.front``.
     """
 
     name: str
@@ -57,6 +61,9 @@ class JobRecord:
     adapter: str = ""
     reason: str = ""
     run_id: str = ""
+    others: tuple[float, ...] = ()
+    feasible: bool = True
+    on_front: bool = False
 
     @property
     def live(self) -> bool:
@@ -74,8 +81,9 @@ class Board:
     """All jobs of a search.
 
     Attributes:
-        direction: "minimize" or "maximize" the objective.
+        direction: "minimize" or "maximize" the objective, or the first of several.
         trials: trials that the search wants in all.
+        others: the further objectives.
     """
 
     direction: str
@@ -83,6 +91,7 @@ class Board:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     group: GroupStep | None = None
     iterations: int = 0
+    others: tuple[Objective, ...] = ()
 
     def add(self, record: JobRecord) -> None:
         """Take a job in, or take up one that was there."""
@@ -115,28 +124,63 @@ class Board:
             case JobEnded():
                 self._end(record, event)
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str) -> JobRecord:
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None,
+        reason: str,
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> JobRecord:
         """The search's last word on a job."""
         record = self._record(job)
         record.state = state
         record.objective = objective if objective is not None and math.isfinite(objective) else None
+        record.others, record.feasible = tuple(others), feasible
         record.reason = reason or record.reason
         return record
 
     def best(self) -> JobRecord | None:
-        """The finished job with the best objective, ties by trial number; None before there is one."""
-        done = [job for job in self.jobs.values() if job.state == FINISHED and job.objective is not None]
+        """The finished job with the best objective that breaks no constraint, ties by trial number; None
+        before there is one, and where several objectives are optimised: they have a front."""
+        done = [] if self.others else [job for job in self.jobs.values() if _counts(job)]
         return min(done, key=self.rank, default=None)
 
+    def front(self) -> list[JobRecord]:
+        """Of several objectives: the finished jobs that break no constraint and that no other dominates, best
+        in the first objective first. Of one: none."""
+        for record in self.jobs.values():
+            record.on_front = False
+        if not self.others:
+            return []
+        done = sorted(
+            (job for job in self.jobs.values() if _counts(job) and len(job.others) == len(self.others)),
+            key=lambda job: job.trial,
+        )
+        points = [(job.objective, *job.others) for job in done if job.objective is not None]
+        front = [done[at] for at in pareto_front(points, self.objectives)]
+        for record in front:
+            record.on_front = True
+        return front
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """All of them; the first one is called "objective"."""
+        return Objective(OBJECTIVE, self.direction), *self.others
+
     def rank(self, record: JobRecord) -> tuple[int, float, int]:
-        """Sorting key: finished by objective, others that have one, then the rest; ties by trial number."""
+        """Sorting key: finished by objective, with those on a front first and those that break a constraint
+        last; others that have an objective, then the rest; ties by trial number."""
         if record.objective is None:
-            return 2, 0.0, record.trial
-        value = record.objective if self.direction == "minimize" else -record.objective
-        return int(record.state != FINISHED), value, record.trial
+            return 4, 0.0, record.trial
+        place = 3 if record.state != FINISHED else 2 if not record.feasible else int(not record.on_front)
+        return place, self.objectives[0].badness(record.objective), record.trial
 
     def ordered(self) -> list[JobRecord]:
         """All jobs, best first."""
+        self.front()
         return sorted(self.jobs.values(), key=self.rank)
 
     def count(self, *states: str) -> int:
@@ -163,3 +207,8 @@ class Board:
         record.tokens, record.device_seconds = event.tokens, event.device_seconds
         record.completion_seconds = event.completion_seconds
         record.adapter = "" if event.adapter is None else str(event.adapter)
+
+
+def _counts(job: JobRecord) -> bool:
+    """It may be called best."""
+    return job.state == FINISHED and job.feasible and job.objective is not None

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from plait.tracking.board import JobRecord
-from plait.tracking.names import FINISHED
+from plait.tracking.names import FINISHED, objective_name
 
 Cell = str | int | float | None
 FORMATS = ("table", "csv", "json")
@@ -26,14 +26,21 @@ def varying(records: Sequence[JobRecord]) -> list[str]:
 
 
 def columns(records: Sequence[JobRecord]) -> tuple[list[str], list[list[Cell]]]:
-    """Names and rows; records in the order given. Parameters that vary stand in the middle."""
+    """Names and rows; records in the order given. Parameters that vary stand in the middle; who is on a front
+    and who breaks a constraint stands where there are such."""
     keys = varying(records)
-    names = ["trial", "state", "objective", *keys, "eval_loss", "train_loss", "steps", "tokens"]
+    several = max((len(record.others) for record in records), default=0)
+    more = [objective_name(at) for at in range(1, several + 1)] + (["pareto"] if several else [])
+    more += [] if all(record.feasible for record in records) else ["feasible"]
+    names = ["trial", "state", "objective", *more, *keys, "eval_loss", "train_loss", "steps", "tokens"]
     names += ["device_seconds", "run_id", "adapter", "reason"]
     rows: list[list[Cell]] = []
     for record in records:
         values = [_cell(record.parameters.get(key)) for key in keys]
         head: list[Cell] = [record.trial, record.state, record.objective]
+        head += [_cell(value) for value in (*record.others, *[None] * several)[:several]]
+        head += ["yes" if record.on_front else ""] if several else []
+        head += ["yes" if record.feasible else "no"] if "feasible" in more else []
         measured: list[Cell] = [_cell(record.eval_loss), _cell(record.loss), record.step, record.tokens]
         tail: list[Cell] = [round(record.device_seconds, 3), record.run_id, record.adapter, record.reason]
         rows.append([*head, *values, *measured, *tail])

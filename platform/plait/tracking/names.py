@@ -15,13 +15,14 @@ EVAL_ACCURACY: Final = "eval/accuracy"
 THROUGHPUT: Final = "throughput/tokens_per_s"
 DEVICE_SECONDS: Final = "cost/device_seconds"
 COMPLETION_SECONDS: Final = "job/completion_seconds"
-OBJECTIVE: Final = "objective"
+OBJECTIVE: Final = "objective"  # the first of several; the others are objective_2, objective_3, ...
 
 # ---- metrics of the search's run, with the number of group iterations; the shared names are totals ----
 SEARCH_SECONDS: Final = "search/seconds"
 SEARCH_THROUGHPUT: Final = "search/tokens_per_s"
 SEARCH_BEST: Final = "search/best"
 SEARCH_BEST_TRIAL: Final = "search/best_trial"
+SEARCH_FRONT: Final = "search/front"  # trials on the Pareto front of several objectives
 SEARCH_RUNNING: Final = "search/running"
 SEARCH_ENDED: Final = "search/ended"
 SEARCH_FAILED: Final = "search/failed"
@@ -43,6 +44,9 @@ TAG_STEP: Final = "plait.step"
 TAG_ADAPTER: Final = "plait.adapter"
 TAG_DIRECTION: Final = "plait.direction"
 TAG_METRIC: Final = "plait.metric"
+TAG_OBJECTIVES: Final = "plait.objectives"  # of a search with several: JSON, a metric and a direction each
+TAG_FEASIBLE: Final = "plait.feasible"  # of a job: "false" where it breaks a constraint
+TAG_PARETO: Final = "plait.pareto"  # of a job: "true" where it is on the front of several objectives
 TAG_PARENT: Final = "mlflow.parentRunId"
 TAG_NOTE: Final = "mlflow.note.content"
 TAG_TABLES: Final = "mlflow.loggedArtifacts"
@@ -50,6 +54,13 @@ TAG_TABLES: Final = "mlflow.loggedArtifacts"
 # ---- artifacts ----------------------------------------------------------------------------------------
 ADAPTER_FOLDER: Final = "adapter"
 LEADERBOARD_FILE: Final = "leaderboard.json"
+PARETO_FILE: Final = "pareto.json"
+
+
+def objective_name(at: int) -> str:
+    """The metric of a job's run that holds its objective at this place."""
+    return OBJECTIVE if at == 0 else f"{OBJECTIVE}_{at + 1}"
+
 
 # ---- states of a job, and what MLflow calls them ------------------------------------------------------
 RUNNING: Final = "running"

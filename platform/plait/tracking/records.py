@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
+
 from mlflow.entities import Run
 
 from plait.tracking import names
@@ -32,4 +35,12 @@ def record_of(run: Run) -> JobRecord:
         adapter=tags.get(names.TAG_ADAPTER, ""),
         reason=tags.get(names.TAG_REASON, ""),
         run_id=run.info.run_id,
+        others=_others(metrics),
+        feasible=tags.get(names.TAG_FEASIBLE) != "false",
     )
+
+
+def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:
+    """The objectives beyond the first."""
+    named = itertools.takewhile(metrics.__contains__, map(names.objective_name, itertools.count(1)))
+    return tuple(metrics[name] for name in named)

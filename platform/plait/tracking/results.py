@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from mlflow.entities import Run
 from rich.console import Console
 
 from plait.errors import ConfigError, SearchError, StorageError, choices
+from plait.objectives import Objective
 from plait.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
@@ -31,6 +33,8 @@ class SearchResult:
     Attributes:
         records: its jobs, best objective first.
         state: "running", "finished", "interrupted" or "failed".
+        direction, metric: of the objective, or of the first of several.
+        others: the further objectives.
     """
 
     name: str
@@ -41,11 +45,19 @@ class SearchResult:
     experiment_id: str
     location: Location
     records: tuple[JobRecord, ...]
+    others: tuple[Objective, ...] = ()
 
     @property
     def best(self) -> JobRecord | None:
-        """The finished job with the best objective."""
-        return next((item for item in self.records if item.state == names.FINISHED), None)
+        """The finished job with the best objective that breaks no constraint; None where there are several
+        objectives, of which no single job is best."""
+        finished = (item for item in self.records if item.state == names.FINISHED and item.feasible)
+        return None if self.others else next(finished, None)
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """What was optimised."""
+        return Objective(self.metric, self.direction), *self.others
 
 
 def search_names(settings: TrackingSettings) -> list[str]:
@@ -75,7 +87,9 @@ def _result(store: Store, run: Run) -> SearchResult:
     with storage_errors(store.location):
         children = store.children(run.info.run_id)
     tags = run.data.tags
-    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children))
+    _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
+    further = tuple(Objective(metric, direction) for metric, direction in others)
+    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
     for child in children.values():
         board.add(record_of(child))
     return SearchResult(
@@ -87,6 +101,7 @@ def _result(store: Store, run: Run) -> SearchResult:
         experiment_id=store.experiment_id,
         location=store.location,
         records=tuple(board.ordered()),
+        others=further,
     )
 
 
@@ -106,7 +121,8 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
         raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
     if form == "table":
         if order is None:
-            order = f"{'lowest' if result.direction == 'minimize' else 'highest'} {result.metric} first"
+            named = " and ".join(map(str, result.objectives))
+            order = f"Pareto front of {named} first" if result.others else f"{named} first"
         console.print(to_table(result.records, f"{result.name} ({result.state}), {order}"))
         return
     text = to_csv(result.records) if form == "csv" else to_json(result.records)
@@ -156,6 +172,13 @@ def export(
 def _chosen(result: SearchResult, trial: int | None) -> JobRecord:
     """The job of a trial, or the best one."""
     if trial is None:
+        if front := [item for item in result.records if item.on_front]:
+            rule = f"It optimises {' and '.join(map(str, result.objectives))}, so that none is best in all."
+            raise SearchError(
+                f"search {result.name!r}: no trial is named",
+                rule,
+                f"Name one of its front: {', '.join(str(item.trial) for item in front)}.",
+            )
         if result.best is None:
             rule = "Without a trial's number, the best finished one is exported."
             raise SearchError(f"search {result.name!r} has no finished job", rule, _trials(result.records))

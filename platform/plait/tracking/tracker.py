@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any, Self
 
 from mlflow.entities import Run
 
-from plait import __version__
 from plait.addresses import redact
 from plait.engine.messages import (
     Event,
@@ -27,7 +25,7 @@ from plait.engine.messages import (
 )
 from plait.errors import StorageError
 from plait.jobs import JobSpec
-from plait.settings import RunSettings, TrackingSettings
+from plait.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
@@ -38,6 +36,7 @@ from plait.tracking.location import locate
 from plait.tracking.operations import LogFolder, LogText, OpenRun, run_reference
 from plait.tracking.outgoing import Outgoing, spool_folder
 from plait.tracking.records import record_of
+from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
 from plait.tracking.spool import free_spools, open_spool
 from plait.tracking.store import table_tag
@@ -46,29 +45,6 @@ from plait.tracking.values import group_values, parameter_text, run_parameters, 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that goes on
 REFRESH_SHARE = 0.005  # of the time may go into making them
-
-
-@dataclass(frozen=True, slots=True)
-class SearchFacts:
-    """What is known of a search before its first job.
-
-    Attributes:
-        name: identity of the search (DESIGN §1).
-        settings: of the run.
-        config: resolved configuration, YAML.
-        command: the command line, program first.
-        overrides: as Hydra received them.
-        fresh: do not go on with an earlier search of this name.
-        study: what tells this search from an earlier one of its name; "" where nothing does.
-    """
-
-    name: str
-    settings: RunSettings
-    config: str = ""
-    command: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
-    fresh: bool = False
-    study: str = ""
 
 
 @dataclass(slots=True)
@@ -122,6 +98,7 @@ class Tracker:
         self._totals = _Totals()
         self._tables = [names.LEADERBOARD_FILE]
         self._next_refresh = 0.0
+        self._front: set[str] = set()  # jobs that are tagged as being on the Pareto front
         self._state = ""  # in which the search ended
         self._own: set[str] = set()  # jobs that this process trains or has trained
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
@@ -139,7 +116,10 @@ class Tracker:
         Raises:
             StorageError: the store does not answer or refuses.
         """
-        self.board = Board(search.settings.search.direction, search.settings.search.trials)
+        first, *others = search.settings.search.objectives
+        self.board = Board(first.direction, search.settings.search.trials, others=tuple(others))
+        if others:
+            self._tables = [names.PARETO_FILE, names.LEADERBOARD_FILE]
         self._search = search.name
         self._parent = f"search {search.name}"
         folder = spool_folder(self.location.root, search.name)
@@ -148,7 +128,8 @@ class Tracker:
             runs = [] if search.fresh else self._store.searches(search.name, search.study)
             if runs:
                 self._go_on(runs[0])
-            tags = self._search_tags(search)
+            git = facts.git_state(self._directory)
+            tags = search_tags(search, git)
             if not runs:
                 self._parent_id = self._store.create_run(search.name, tags, self._now())
                 self._store.log_parameters(self._parent_id, run_parameters(search.settings))
@@ -157,7 +138,7 @@ class Tracker:
         self._totals.started = self._clock()
         self._out = self._open_spool(folder)
         self._out.tags(self._parent, tags)
-        self._record_facts(search)
+        self._record_facts(search, git)
         return self._parent_id
 
     def _open_spool(self, folder: Path) -> Outgoing:
@@ -180,36 +161,17 @@ class Tracker:
         self._totals.step = max((point.step for point in last), default=0)
         self._totals.seconds_before = run.data.metrics.get(names.SEARCH_SECONDS, 0.0)
         for child in self._store.children(self._parent_id).values():
-            self.board.add(record_of(child))
+            self.board.add(record := record_of(child))
+            if child.data.tags.get(names.TAG_PARETO) == "true":
+                self._front.add(record.name)
 
-    def _search_tags(self, search: SearchFacts) -> dict[str, str]:
-        state = facts.git_state(self._directory)
-        self._record_later = {"git.diff": state.diff} if state.diff else {}
-        tags = {
-            names.TAG_SEARCH: search.name,
-            names.TAG_STATE: names.RUNNING,
-            names.TAG_DIRECTION: search.settings.search.direction,
-            names.TAG_METRIC: search.settings.search.metric,
-            "plait.version": __version__,
-            "plait.command": redact(shlex.join(search.command)),
-            "mlflow.user": user(),
-            "mlflow.source.type": "LOCAL",
-            "mlflow.source.name": Path(search.command[0]).name if search.command else "plait",
-        }
-        if search.study:
-            tags[names.TAG_STUDY] = search.study
-        if state.commit:
-            tags |= {"mlflow.source.git.commit": state.commit, "mlflow.source.git.branch": state.branch}
-            tags["plait.git.dirty"] = str(state.dirty).lower()
-        return tags
-
-    def _record_facts(self, search: SearchFacts) -> None:
+    def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
         self.record("config.yaml", search.config)
         self.record("overrides.txt", "".join(f"{item}\n" for item in search.overrides))
         self.record("packages.txt", facts.packages())
         self.record("hardware.json", facts.hardware())
-        for name, text in self._record_later.items():
-            self.record(name, text)
+        if git.diff:
+            self.record("git.diff", git.diff)
 
     def record(self, path: str, content: str | Mapping[str, Any]) -> None:
         """Keep a fact with the search's run as an artifact: text as it is, a mapping as JSON.
@@ -283,13 +245,26 @@ class Tracker:
         known = out.knows(job.name)
         out.put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now(), known))
 
-    def judge(self, job: str, state: str, objective: float | None = None, reason: str = "") -> None:
-        """The search's last word on a job: "finished", "pruned" or "failed", and its objective."""
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None = None,
+        reason: str = "",
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> None:
+        """The search's last word on a job: "finished", "pruned" or "failed", its objective and the further
+        ones, and whether it keeps every constraint."""
         out = self._started
-        record = self.board.judge(job, state, objective, reason)
+        record = self.board.judge(job, state, objective, reason, others=others, feasible=feasible)
         out.end_curve(job)
         if record.objective is not None:
-            out.points(job, record.step, {names.OBJECTIVE: record.objective})
+            values = (record.objective, *record.others)
+            out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
+        if not feasible:
+            out.tags(job, {names.TAG_FEASIBLE: "false"})
         out.end_run(job, state, record.reason)
         self._refresh()
 
@@ -367,9 +342,21 @@ class Tracker:
         best = self.board.best()
         if best is not None and best.objective is not None:
             tags[names.TAG_NOTE] = f"Best so far: {best.name}, objective {best.objective:.6g}"
+        if self.board.others:
+            tags[names.TAG_NOTE] = self._write_front(rows)
         out.tags(self._parent, tags)
         taken = time.monotonic() - started
         self._next_refresh = started + max(REFRESH_SECONDS, taken / REFRESH_SHARE)
+
+    def _write_front(self, rows: Sequence[JobRecord]) -> str:
+        """The Pareto front as a table, and as a tag of each job that is or was on it; a line about it."""
+        front = [row for row in rows if row.on_front]
+        self._started.put(LogText(self._parent, names.PARETO_FILE, to_split_json(front)))
+        now = {row.name for row in front}
+        for name in sorted(now ^ self._front):
+            self._started.tags(name, {names.TAG_PARETO: str(name in now).lower()})
+        self._front = now
+        return f"Pareto front so far: {', '.join(row.name for row in front) or 'empty'}"
 
     @property
     def _started(self) -> Outgoing:

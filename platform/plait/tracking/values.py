@@ -39,7 +39,7 @@ def run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:
         f"{group}.{key}": value
         for group, values in asdict(settings).items()
         for key, value in values.items()
-        if value is not None and value != {}
+        if value is not None and value != {} and value != ()
     }
     return tuple((key, redact(parameter_text(value))) for key, value in flat.items())
 
@@ -86,6 +86,8 @@ def search_values(board: Board, seconds: float) -> dict[str, float]:
     best = board.best()
     if best is not None and best.objective is not None:
         values |= {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: best.trial}
+    if board.others:
+        values[names.SEARCH_FRONT] = len(board.front())
     return values
 
 

@@ -1,0 +1,118 @@
+"""Finished trials of an earlier study, as knowledge for a sampler (search.prior)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.storages import BaseStorage
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from plait.errors import SearchError, choices
+from plait.search.identity import difference, judgement
+from plait.search.points import read_values
+from plait.search.signature import PROBLEM
+from plait.search.space import Space, Value
+from plait.settings import SearchSettings
+
+PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
+
+JUDGED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``judgement``
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A finished trial of another study: its point, objectives and constraints."""
+
+    point: Mapping[str, Value]
+    values: tuple[float, ...]
+    constraints: Mapping[str, float]
+
+    def frozen(self, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
+        """As a complete trial of a space."""
+        return create_trial(
+            params=dict(self.point),
+            distributions=distributions,
+            values=list(self.values),
+            constraints=dict(self.constraints),
+        )
+
+
+def take_over(
+    study: Study, prior: str, settings: SearchSettings, space: Space, storage: BaseStorage
+) -> tuple[Known, ...]:
+    """What the sampler is to know of the earlier study. It is kept with the study when it is first asked for,
+    so that all draws of a search know the same, whatever becomes of the earlier one.
+
+    Args:
+        study: of this search.
+        prior: name of the earlier study.
+        settings: of this search.
+        space: of this search.
+        storage: of the earlier study.
+
+    Raises:
+        SearchError: there is no such study, or it cannot say anything about this search.
+    """
+    kept = json.loads(study.user_attrs.get(PRIOR, "{}"))
+    if kept.get("name") != prior:
+        found = read_prior(study.study_name, settings, space, storage)
+        kept = {"name": prior, "trials": [asdict(known) for known in found]}
+        study.set_user_attr(PRIOR, json.dumps(kept))
+    return tuple(Known(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"])
+
+
+def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> list[Known]:
+    """The earlier study's complete trials that lie in the space; errors as :func:`take_over`."""
+    problem, study = _find(name, settings, storage)
+    was = {key: text for key, text in problem.items() if key.startswith("space.")}
+    keys = {f"space.{key}" for key in space.describe()}
+    lines = [f"{key}: searched {'there' if key in was else 'here'} only" for key in sorted(was.keys() ^ keys)]
+    judged = {key: value for key, value in problem.items() if key in JUDGED_BY}
+    lines += difference(judged, judgement(settings))
+    if lines:
+        raise SearchError(
+            f"search.prior={settings.prior}",
+            "An earlier study tells something where it searched the same keys and judged by the same:\n"
+            + "\n".join(lines),
+            "Search and judge as it did (other ranges may be searched), or leave out search.prior.",
+        )
+    complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    found = [known for item in complete if (known := _known(item, space)) is not None]
+    if not found:
+        raise SearchError(
+            f"search.prior={settings.prior}",
+            f"None of its {len(complete)} complete trials lies in the space that is searched here.",
+            "Search a space that holds some of them, or leave out search.prior.",
+        )
+    return found
+
+
+def _find(name: str, settings: SearchSettings, storage: BaseStorage) -> tuple[dict[str, object], Study]:
+    there = sorted(optuna.get_all_study_names(storage))
+    others = [each for each in there if each != name]
+    if settings.prior not in others:
+        raise SearchError(
+            f"search.prior={settings.prior}",
+            "It must be another study in the same storage, or in search.prior_storage.",
+            f"There are: {choices(others)}." if others else "There is no other study.",
+        )
+    study = optuna.load_study(study_name=settings.prior, storage=storage)
+    if (stored := study.user_attrs.get(PROBLEM)) is None:
+        raise SearchError(f"search.prior={settings.prior}", "Plait did not make this study.")
+    return json.loads(stored), study
+
+
+def _known(item: FrozenTrial, space: Space) -> Known | None:
+    """None where a value lies outside of what is searched here, or was not written."""
+    try:
+        point = read_values(space, item.params)
+    except SearchError:
+        return None
+    if point.keys() != space.describe().keys():
+        return None
+    return Known(point, tuple(item.values), item.constraints)
