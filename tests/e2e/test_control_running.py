@@ -1,0 +1,155 @@
+"""`plait control` and a real sweep that runs beside it, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.cli.main import main
+from plait.search.control import Mailbox, Orders
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 60.0
+SPACE = (
+    "adapter.rank=1,2,4",
+    "train.lr=tag(log,interval(1e-4,1e-2))",
+    "search.sampler=random",
+    "search.name=mine",
+)
+Trials = Callable[..., list[FrozenTrial]]
+Said = Callable[..., str]
+
+
+@contextmanager
+def running(arguments: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A sweep as a process of its own, killed at the end if it still runs."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("platform", "kernels")),
+        "PYTHONUNBUFFERED": "1",
+    }
+    with Path("sweep.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "plait", "-m", *arguments],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(process: subprocess.Popen[str], what: Callable[[], bool]) -> None:
+    """Wait for something that must come while the sweep runs."""
+    end = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < end, Path("sweep.log").read_text()
+        assert process.poll() is None, Path("sweep.log").read_text()
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What `plait control mine ...` prints; its exit status is checked."""
+
+    def say(*words: str, status: int = 0) -> str:
+        capsys.readouterr()
+        assert main(["control", "mine", *words]) == status
+        shown = capsys.readouterr()
+        return shown.out if status == 0 else shown.err
+
+    return say
+
+
+def steps(status: str) -> dict[str, int]:
+    """Step of every job that `status` shows."""
+    return {name: int(step) for name, step in re.findall(r"(trial-\d+).*?step (\d+)/", status)}
+
+
+@pytest.mark.slow
+def test_every_command_against_a_running_sweep(
+    folder: Path, short: tuple[str, ...], trials: Trials, said: Said
+) -> None:
+    arguments = [
+        *short, *SPACE, "search.trials=3", "search.parallel=5", "train.steps=100000",
+        "engine.checkpoint_steps=20",
+    ]  # fmt: skip
+    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+
+    def state(number: int) -> TrialState:
+        return trials(folder)[number].state
+
+    with running(arguments) as sweep:
+        until(sweep, lambda: mailbox.attended)
+        until(sweep, lambda: len(steps(said("status"))) == 3)
+
+        assert "goes on" in said("pause")
+        until(sweep, lambda: "3 parked" in said("status"))
+        held = steps(said("status"))
+        time.sleep(0.5)
+        assert steps(said("status")) == held
+        assert said("status").startswith("paused")
+
+        said("resume")
+        until(sweep, lambda: all(step > held[name] for name, step in steps(said("status")).items()))
+
+        assert "Trial 0 ends" in said("stop", "0")
+        until(sweep, lambda: state(0) == TrialState.PRUNED)
+        assert trials(folder)[0].user_attrs["plait.reason"] == "ended by its owner"
+        assert "is pruned" in said("stop", "0", status=2)
+
+        assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
+        until(sweep, lambda: state(3) == TrialState.RUNNING)
+        assert trials(folder)[3].params == {"adapter.rank": 4, "train.lr": 2e-3}
+        assert "choice(1,2,4)" in said("add", "adapter.rank=64", status=2)
+
+        assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "--warm")
+        until(sweep, lambda: state(4) == TrialState.RUNNING)
+        assert trials(folder)[4].params == {**trials(folder)[1].params, "train.lr": 1e-3}
+        assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "state.json").exists()
+        until(sweep, lambda: "trial-0004" in steps(said("status")))
+    # killed: what is asked for now is done when it goes on
+    assert "does not run now" in said("status")
+    assert "does not run now" in said("stop", "1")
+    with running(arguments) as sweep:
+        until(sweep, lambda: state(1) == TrialState.PRUNED)
+        until(sweep, lambda: len(re.findall(r"running +step", said("status"))) == 3)
+        assert "ends after this step" in said("cancel")
+        assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
+    assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
+    assert "plait sweep" in Path("sweep.log").read_text()  # the command that goes on
+    assert mailbox.orders == Orders()
+
+
+@pytest.mark.slow
+def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
+    folder: Path, short: tuple[str, ...], trials: Trials, said: Said
+) -> None:
+    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=150"]
+    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+    with running(arguments) as sweep:
+        until(sweep, lambda: mailbox.attended)
+        until(sweep, lambda: len(steps(said("status"))) == 2)
+        assert "No further trial starts" in said("stop")
+        assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
+    assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 2
+    assert main(["sweep", *arguments]) == 0
+    assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 4
+
+
+def test_a_search_that_is_not_there(folder: Path, said: Said) -> None:
+    (folder / "plait-runs" / "searches" / "other").mkdir(parents=True)
+    text = said("pause", status=2)
+    assert "There are: other." in text
