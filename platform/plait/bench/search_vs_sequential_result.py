@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from math import inf, isfinite, isnan
 from typing import Any
 
 from plait.bench.recorded_curves import Curve, Point
@@ -60,7 +60,10 @@ def largest_difference(result: SeedResult) -> tuple[float, str]:
         theirs = result.curves[result.joint.names.index(each.job)].at(each.step)
         if theirs is not None:
             difference = abs(each.loss - theirs.loss) / theirs.loss
-            found = max(found, (difference, f"{each.job}, step {each.step}"))
+            if not difference <= found[0]:  # what is no number counts as the largest
+                found = (difference, f"{each.job}, step {each.step}")
+            if isnan(difference):
+                break
     return found
 
 
@@ -128,7 +131,9 @@ def compare(result: SeedResult, search: SearchSettings) -> Comparison:
         "rungs": _replayed(result, alone),
         "pruner": _replayed(result, replace(alone, stopping=optunas_halving(search.stopping))),
     }
-    best = {"joint": min(result.joint.finished.values())} | {name: side.best for name, side in sides.items()}
+    best = {"joint": min(result.joint.finished.values(), default=inf)} | {
+        name: side.best for name, side in sides.items()
+    }
     target = max(best.values())
     if not isfinite(target):
         raise PlaitError(f"best losses {best}", "Each side must bring a trial to its end.")
@@ -138,7 +143,7 @@ def compare(result: SeedResult, search: SearchSettings) -> Comparison:
         name: Side(best[name], seconds, _reached(evaluations, target))
         for name, (evaluations, seconds) in timelines.items()
     }
-    return Comparison(target=target, any_order=_any_order(result.curves, target), **found)
+    return Comparison(target=target, any_order=any_order(result.curves, target), **found)
 
 
 def optunas_halving(stopping: StoppingSettings) -> StoppingSettings:
@@ -162,7 +167,7 @@ def _reached(evaluations: Sequence[Evaluation], target: float) -> float:
     return seconds
 
 
-def _any_order(curves: Sequence[Curve], target: float) -> float:
+def any_order(curves: Sequence[Curve], target: float) -> float:
     """Mean time until the first of the trials at ``target`` or below is over, over all orders.
 
     A trial that does not reach it is trained before the first of the k that do with probability 1 / (k + 1);

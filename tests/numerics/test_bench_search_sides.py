@@ -1,0 +1,109 @@
+"""Searches by Plait and by sequential PEFT, and a record of curves, on a tiny model: same losses, rungs."""
+
+from dataclasses import replace
+
+import pytest
+
+from plait.bench import recorded_curves_run, search_vs_sequential
+from plait.bench.recorded_curves import read_curves
+from plait.bench.replay import replay
+from plait.bench.search_vs_sequential import Kept, Options
+from plait.bench.search_vs_sequential_result import largest_difference
+from plait.bench.sequential_search import SequentialSearch
+from plait.errors import ConfigError, PlaitError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.settings import (
+    EngineSettings,
+    ModelSettings,
+    RunSettings,
+    SearchSettings,
+    StoppingSettings,
+    TrackingSettings,
+)
+
+DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=5)
+RULE = StoppingSettings(kind="successive_halving", rungs=(1, 2), cohort=4)
+JOBS = [
+    JobSpec(f"trial-{2 * i + j:04d}", AdapterSpec(rank=rank), TrainSpec(steps=4, lr=rate, batch_size=2), DATA)
+    for i, rank in enumerate((2, 5))
+    for j, rate in enumerate((1e-3, 4e-3))
+]
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    return RunSettings(
+        model=ModelSettings(kind="tiny", dtype="float32"),
+        engine=EngineSettings(capacity=256, device="cpu"),
+        search=SearchSettings(trials=4, parallel=4, stopping=RULE),
+        tracking=TrackingSettings(root=tmp_path / "runs"),
+    )
+
+
+def test_both_sides_search_the_same_trials_to_the_same_losses(settings, monkeypatch):
+    options = {"seeds": 2, "loss_tolerance": 1e-5, "evaluation_batch": 2}
+    report = search_vs_sequential.run(settings, JOBS, options)
+    figures = {figure.name: figure for figure in report.figures}
+    kept = Kept.open(Options(evaluation_batch=2), settings, JOBS)
+    for result in kept.results.values():
+        # Float32 and the same decisions: the rungs' cohorts went on as replayed PEFT would have let them.
+        assert largest_difference(result)[0] < 1e-5
+        assert len(result.joint.evaluations) == 4 + 2 + 1
+        rungs = replay(result.curves, replace(settings.search, parallel=1))
+        assert {(each.job, each.step) for each in rungs.evaluations} == {
+            (each.job, each.step) for each in result.joint.evaluations
+        }
+        assert result.joint.seconds >= result.joint.evaluations[-1].seconds > 0
+    assert kept.results[0].curves[0].points != kept.results[1].curves[0].points
+    assert figures["Plait: whole search"].ours > 0
+    assert all(figure.how == "measured" for figure in report.figures)
+
+    monkeypatch.delattr(SequentialSearch, "advance")  # a seed that is kept is not measured again
+    again = search_vs_sequential.run(settings, JOBS, options)
+    assert again.figures == report.figures
+
+
+def test_a_search_whose_sides_disagree_is_neither_kept_nor_reported(settings, monkeypatch):
+    advance = SequentialSearch.advance
+
+    def other_data(self):
+        self._jobs = [replace(job, train=replace(job.train, seed=99)) for job in self._jobs]
+        advance(self)
+
+    monkeypatch.setattr(SequentialSearch, "advance", other_data)
+    with pytest.raises(PlaitError, match="losses of Plait and PEFT differ"):
+        search_vs_sequential.run(settings, JOBS, {"seeds": 1, "loss_tolerance": 1e-5})
+    assert Kept.open(Options(), settings, JOBS).results == {}
+
+
+def test_what_cannot_be_compared_is_refused(settings):
+    with pytest.raises(ConfigError, match="rungs=None"):
+        search_vs_sequential.run(
+            replace(settings, search=replace(settings.search, stopping=StoppingSettings())), JOBS, {}
+        )
+    with pytest.raises(ConfigError, match="no jobs"):
+        search_vs_sequential.run(settings, [], {})
+    with pytest.raises(ConfigError, match=r"engine\.device=cuda"):
+        search_vs_sequential.run(replace(settings, engine=EngineSettings(device="cuda")), JOBS, {})
+
+
+def test_a_record_has_every_evaluation_and_a_search_over_it_is_the_real_one(settings, tmp_path):
+    path = tmp_path / "curves.json"
+    report = recorded_curves_run.run(settings, JOBS, {"path": str(path), "steps": [1, 2, 3]})
+    recorded = read_curves(path)
+    assert recorded.steps == (1, 2, 3, 4)
+    assert recorded.facts["job"]["train.batch_size"] == 2
+    for curve in recorded.curves:
+        assert curve.points[0].loss > curve.last.loss  # they learn
+        assert all(point.evaluation_seconds > 0 for point in curve.points)
+    figures = {figure.name: figure for figure in report.figures}
+    replayed = replay(recorded.curves, settings.search)
+    assert figures["real pruned search: best loss"].ours == pytest.approx(replayed.best, rel=1e-5)
+    gap = figures["what it chose, in the full grid: above the best"].ours
+    assert gap == pytest.approx(100 * (replayed.best / recorded.best - 1), abs=1e-3)
+    with pytest.raises(ConfigError, match=r"steps=\[0\]"):
+        recorded_curves_run.run(settings, JOBS, {"path": str(path), "steps": [0]})
+    longer = [*JOBS[1:], replace(JOBS[0], train=replace(JOBS[0].train, steps=5))]
+    with pytest.raises(ConfigError, match="budgets of"):
+        recorded_curves_run.run(settings, longer, {"path": str(path)})
