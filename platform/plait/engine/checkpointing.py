@@ -18,15 +18,19 @@ from plait.engine.saved import prune, state_folder
 from plait.errors import StorageError
 from plait.settings import EngineSettings
 
+RETRY_SECONDS = 10.0  # until a job that waits to be parked, and could not be saved, is tried again
+
 
 @dataclass(slots=True)
 class _Mark:
-    """Of one job: its last state and that state's step; step and time from which the schedule counts."""
+    """Of one job: its last state and that state's step; step and time from which the schedule counts; when a
+    state could not be written, since the last one that could."""
 
     when: float
     step: int = 0
     state: Path | None = None
     counted: int = 0
+    failed: float | None = None
 
 
 class Checkpointing:
@@ -77,18 +81,24 @@ class Checkpointing:
         self._wanted.clear()
         return list(self._save(due))
 
-    def save(self, jobs: Iterable[LiveJob]) -> tuple[dict[str, Path], list[Event]]:
+    def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
         """Save jobs now, those that have moved since their last state; by name, where each is found again.
 
-        A job without steps has no state: it starts afresh.
+        A job without steps has no state: it starts afresh. Unless it is ``urgent``, one whose state could not
+        be written a moment ago is left for later.
         """
         asked = list(jobs)
-        events = list(self._save([job for job in asked if job.step > self._mark(job).step]))
+        moved = [job for job in asked if job.step > self._mark(job).step]
+        events = list(self._save([job for job in moved if urgent or not self._just_failed(job)]))
         found = {job.name: self._mark(job).state for job in asked}
         return {name: state for name, state in found.items() if state is not None}, events
 
     def _mark(self, job: LiveJob) -> _Mark:
         return self._marks.setdefault(job.name, _Mark(self._clock()))
+
+    def _just_failed(self, job: LiveJob) -> bool:
+        failed = self._mark(job).failed
+        return failed is not None and self._clock() - failed < RETRY_SECONDS
 
     def _due(self, job: LiveJob) -> bool:
         mark = self._mark(job)
@@ -108,10 +118,11 @@ class Checkpointing:
             mark.counted, mark.when = job.step, self._clock()
             directory = state_folder(folder, job.step)
             if reason := trouble or self._written(SaveState(job.name, directory, job.cursor)):
+                mark.failed = self._clock()
                 before = f"the last state is that of step {mark.step}" if mark.step else "it has no state yet"
                 yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {before}")
                 continue
-            mark.step, mark.state = job.step, directory
+            mark.step, mark.state, mark.failed = job.step, directory, None
             prune(folder, self._settings.checkpoint_keep, newest=job.step)
             yield JobSaved(job.name, job.step, directory)
 

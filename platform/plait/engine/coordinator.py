@@ -263,12 +263,14 @@ class Coordinator:
             events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
         return [*events, *self._end_failed(outcome)]
 
-    def _park(self, job: LiveJob, reason: str, move: Callable[[LiveJob], None]) -> list[Event]:
+    def _park(
+        self, job: LiveJob, reason: str, move: Callable[[LiveJob], None], *, urgent: bool = False
+    ) -> list[Event]:
         """Save a live job, take it from the worker and ``move`` it; one that cannot be saved stays."""
         if job.name not in self._live:
             move(job)
             return [JobParked(job.name, job.step, reason)]
-        found, events = self.checkpointing.save([job])
+        found, events = self.checkpointing.save([job], urgent=urgent)
         state = found.get(job.name)
         if job.step > 0 and (state is None or state.name != state_folder(state, job.step).name):
             return events  # an older state would lose steps
@@ -297,7 +299,7 @@ class Coordinator:
     ) -> Event:
         if job.name in self._live:
             self._send(Detach(job.name))
-        self._roster.remove(job)
+        self._roster.end(job)
         self.checkpointing.left(job.name)
         return job.ended(state, reason, self._clock(), adapter=adapter, checkpoint=checkpoint)
 
@@ -321,15 +323,15 @@ class Coordinator:
             run = self._send(RunMicrobatches(microbatches))
             if run.out_of_memory is None:
                 return [*events, *self._step(jobs, run, started, expected)]
-            events += self._make_room(run.out_of_memory)
+            events += self._make_room(list(jobs.values()), run.out_of_memory)
         return events
 
-    def _make_room(self, detail: str) -> list[Event]:
-        """A step ran out of memory: the last in standing goes, and the others take the step again."""
-        last = max(self._live.values(), key=lambda job: job.standing)
-        if len(self._live) > 1:
+    def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
+        """A step of these jobs ran out of memory: the last in standing goes, the others take it again."""
+        last = max(jobs, key=lambda job: job.standing)
+        if len(jobs) > 1:
             self._roster.shrink()
-            events = self._park(last, DISPLACED, self._roster.queue)
+            events = self._park(last, DISPLACED, self._roster.queue, urgent=True)
             if last.name not in self._live:
                 return events
             return [*events, self._end(last, "failed", f"out of memory, and it could not be saved: {detail}")]

@@ -26,10 +26,9 @@ class Roster:
 
     def __init__(self, admission: Admission, max_jobs: int | None) -> None:
         self._admission = admission
-        self._max_jobs = max_jobs
-        self._ceiling: int | None = (
-            None  # predicted bytes of the smallest group that ran out of memory, less 1
-        )
+        self._asked_for = self._max_jobs = max_jobs
+        self._ends_left = 0  # until a group as large as one that ran out of memory may be formed again
+        self._times_out = 0  # of memory
         self.waiting: list[LiveJob] = []
         self.live: dict[str, LiveJob] = {}
         self.parked: dict[str, LiveJob] = {}
@@ -63,6 +62,13 @@ class Roster:
         self.live.pop(job.name, None)
         self.parked.pop(job.name, None)
         self.waiting = [each for each in self.waiting if each is not job]
+
+    def end(self, job: LiveJob) -> None:
+        """Take out a job that is over."""
+        self.remove(job)
+        self._ends_left -= 1
+        if self._ends_left == 0:
+            self._max_jobs = self._asked_for
 
     def choose(self) -> Chosen:
         """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
@@ -105,8 +111,14 @@ class Roster:
         return max(beyond, 0 if taken else 1)
 
     def shrink(self) -> None:
-        """The live group ran out of memory, whatever was predicted: none as large is formed again."""
+        """The live group ran out of memory, whatever was predicted: none as large is formed for a while.
+
+        Other jobs may fit where these did not, so it is tried again after some have ended: after one the
+        first time, then after 2, 4, 8. A search of n jobs so runs out of memory about log n times at most.
+        """
         self._max_jobs = len(self.live) - 1
+        self._ends_left = 2**self._times_out
+        self._times_out += 1
 
     def _fits(self, demands: list[Demand]) -> bool:
         few = self._max_jobs is None or len(demands) <= self._max_jobs

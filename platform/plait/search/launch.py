@@ -234,6 +234,8 @@ class _Launch:
             self._source.patience.stop = lambda: interrupts.requested
             recorder = SearchRecorder(tracker, terminal, steps)
             clerk = self._clerk(coordinator, tracker)
+            if self._settings.search.fresh:
+                clerk.withdraw()  # orders about the trials of an earlier search of this name
             result = SearchRun(
                 self._source,
                 self._command.make_job,

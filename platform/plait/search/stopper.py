@@ -20,7 +20,7 @@ class RungMemory(Protocol):
     """Keeps rungs where a killed search finds them again."""
 
     def records(self) -> Mapping[int, Record]:
-        """All trials, by number."""
+        """All trials that were drawn, by number."""
 
     def measure(self, number: int, step: int, value: float) -> None:
         """Keep what was measured at a rung; of a step that was measured before, the first stands."""
@@ -89,14 +89,14 @@ class Stopper:
         """What becomes of those that stand at a rung, by trial number; who must wait is left out.
 
         Args:
-            expected: how many trials there will be; None: no more than there are.
+            expected: how many trials there will be; None: no more than were drawn.
             ask_again: even where nothing happened here: another process may have gone on.
         """
         if not self._standing or not (self._changed or ask_again or expected != self._expected):
             return []
         self._changed, self._expected = False, expected
         records = self._memory.records()
-        table = Table(records, len(records) if expected is None else expected)
+        table = Table(records, max(records, default=-1) + 1 if expected is None else expected)
         found = []
         for job, step in sorted(self._standing.items(), key=lambda item: self._trials[item[0]].number):
             trial = self._trials[job]

@@ -57,10 +57,9 @@ class Clerk:
         return self.mailbox.orders
 
     def withdraw(self) -> None:
-        """What was ordered for the end of the search has been done."""
+        """What was ordered has been done, or was about an earlier search of this name."""
         if self.desk.take():
-            self.mailbox.set_mode("running")
-            self.mailbox.set_stops(())
+            self.mailbox.withdraw()
 
     def close(self) -> None:
         """Leave the desk to others."""

@@ -64,10 +64,12 @@ class Orders:
     Attributes:
         mode: of the whole search.
         stops: numbers of the trials that are to end, as long as they are live.
+        ended: how often orders were withdrawn because they had been carried out, and not by their owner.
     """
 
     mode: Mode = "running"
     stops: tuple[int, ...] = ()
+    ended: int = field(default=0, compare=False)
 
 
 class Desk:
@@ -171,7 +173,7 @@ class Mailbox:
             return Orders()
         if stamp != self._seen[0]:
             content = _read(self._orders) or asdict(Orders())
-            self._seen = (stamp, Orders(content["mode"], tuple(content["stops"])))
+            self._seen = (stamp, Orders(content["mode"], tuple(content["stops"]), content.get("ended", 0)))
         return self._seen[1]
 
     def set_mode(self, mode: Mode) -> None:
@@ -181,6 +183,10 @@ class Mailbox:
     def set_stops(self, stops: tuple[int, ...]) -> None:
         """Change which trials are to end."""
         self._set(replace(self.orders, stops=stops))
+
+    def withdraw(self) -> None:
+        """Take back all orders, in one go: they have been carried out."""
+        self._set(Orders(ended=self.orders.ended + 1))
 
     def _set(self, orders: Orders) -> None:
         if orders != self.orders:
