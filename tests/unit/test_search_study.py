@@ -75,6 +75,17 @@ def test_every_sampler_draws_in_batches_inside_the_space(sampler: str) -> None:
     assert len({tuple(trial.values.items()) for trial in seen}) == 9
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"])
+def test_no_sampler_draws_what_failed_over_and_over(sampler: str) -> None:
+    """Until a trial succeeds, Optuna's quasi-random sampler leaves the drawing to another one."""
+    trials = source(SPACES.get(sampler, MIXED), sampler=sampler, trials=6)
+    seen = set()
+    while (trial := trials.ask()) is not None:
+        seen.add(tuple(trial.values.items()))
+        trials.tell(trial, Outcome("failed", None, "out of luck"))
+    assert len(seen) == 6
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid", "cmaes", "qmc", "nsgaii"])
 def test_a_search_that_goes_on_draws_what_it_would_have_drawn(sampler: str, tmp_path: Path) -> None:
     """Whether one process draws all, or a new one opens the study for every batch."""

@@ -62,7 +62,8 @@ def make_sampler(
         settings: of the search.
         space: what is searched.
         existing: trials that the study has.
-        prior: trials of an earlier study, for a sampler that does not take them from the study it draws for.
+        prior: trials of an earlier study, for CMA-ES, which begins where they were best (Nomura et al., AAAI
+            2021, warm-starting CMA-ES) and does not learn from trials that it did not draw.
 
     Raises:
         SearchError: the sampler cannot do the space, or does not know an option.
@@ -73,6 +74,10 @@ def make_sampler(
     options = {"seed": seed} | dict(settings.sampler_options)
     if prior and settings.sampler == "cmaes":
         options["source_trials"] = list(prior)
+    if settings.sampler == "qmc":
+        # Draws until a trial has succeeded: with the sequence's seed they would all be the same point.
+        chance = optuna.samplers.RandomSampler(derived_seed(settings.seed, existing))
+        options = {"independent_sampler": chance} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
