@@ -95,7 +95,7 @@ def pareto(sweep: Sweep) -> go.Figure:
     if not shown:
         return say(figure(), "No adapter has an objective yet.")
     points = [(across.values[item.trial], up.values[item.trial]) for item in shown]
-    complete = [at for at, item in enumerate(shown) if outcome(item) == OUTCOMES[0]]
+    complete = [at for at, item in enumerate(shown) if outcome(item) == OUTCOMES[0] and item.feasible]
     front = [
         complete[at] for at in pareto_front([points[at] for at in complete], (across.direction, up.direction))
     ]

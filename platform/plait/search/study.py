@@ -222,7 +222,8 @@ class StudyTrials:
             return None
         if self._prior:  # its values are drawn beside the study, which the prior is no part of
             self._study.sampler = optuna.samplers.RandomSampler()
-            return self._take(self._trials()[self._study.ask().number])
+            number = self._study.ask().number
+            return self._take(self._trials()[number])
         self._study.sampler = make_sampler(self._settings, self._space, len(trials))
         with one_torch_thread(self._settings.sampler):
             asked = self._study.ask(self._distributions)
@@ -244,8 +245,7 @@ class StudyTrials:
         go."""
         beside = optuna.create_study(directions=self._study.directions)
         prior = [known.frozen(self._distributions) for known in self._prior]
-        if self._settings.sampler != "cmaes":  # which begins with those of its own accord
-            beside.add_trials(prior)
+        beside.add_trials(prior)
         beside.add_trials([other for other in self._trials() if other.number < item.number])
         if "fixed_params" in item.system_attrs:
             beside.enqueue_trial(item.system_attrs["fixed_params"])

@@ -89,6 +89,7 @@ def to_table(records: Sequence[JobRecord], title: str) -> Table:
     empty or repeat the objective, without ids and paths, and with parameters by their last word."""
     names, rows = columns(records)
     at_objective, at_state = names.index("objective"), names.index("state")
+    numbers = [[row[at] for row in rows] for at, name in enumerate(names) if not name.startswith("objective")]
     table = Table(
         title=title,
         title_justify="left",
@@ -103,6 +104,7 @@ def to_table(records: Sequence[JobRecord], title: str) -> Table:
         if name == "reason":  # of a finished job it says nothing new
             cells = [None if row[at_state] == FINISHED else row[at] for row in rows]
         repeats = name == "eval_loss" and cells == [row[at_objective] for row in rows]
+        repeats = repeats or (name.startswith("objective_") and cells in numbers)
         if name in ("run_id", "adapter") or repeats or all(cell in (None, "") for cell in cells):
             continue
         numeric = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
