@@ -2,149 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
-from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+from curve_worker import load_lengths
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
+from rung_bench import Bench, KilledError, Notes, halving, make_job, states
 
-from plait.config_overrides import read_request
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Event, GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.engine.messages import GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.engine.order import DataOrder, training_batch
 from plait.errors import ConfigError, SearchError
 from plait.jobs import JobSpec, TrainSpec
 from plait.planner.packing import pack
-from plait.search.identity import identify
-from plait.search.run import SearchResult, SearchRun
-from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 
-SPACE = read_request(["train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
 KINDS = ("successive_halving", "hyperband", "asha", "median", "patience", "threshold", "divergence", "optuna")
-
-
-def curve(job: JobSpec, step: int) -> float:
-    """Falls to a floor of its own; curves cross. Multiples of 1/1024, so that sums over samples are exact."""
-    far = abs(math.log10(job.train.lr) + 3)
-    return round(1024 * (far + 2.0 * (1 + far) ** -2 / (step + 1))) / 1024
-
-
-def make_job(trial: Trial, steps: int = 8) -> JobSpec:
-    lr = trial.values["train.lr"]
-    assert isinstance(lr, float)
-    return JobSpec(
-        trial.name, ADAPTER, TrainSpec(steps=steps, batch_size=2, lr=lr), lengths_data((3, 5, 8, 4))
-    )
-
-
-@dataclass
-class Notes:
-    """Keeps what it is told."""
-
-    events: list[Event] = field(default_factory=list)
-    judged: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        assert job.name == f"trial-{trial:04d}"
-
-    def handle(self, event: Event) -> None:
-        self.events.append(event)
-
-    def judge(self, job: str, state: str, objective: float | None, reason: str, **_more: Any) -> None:
-        assert job not in self.judged
-        assert state != "failed" or objective is None
-        self.judged[job] = (state, reason)
-
-    def run_id(self, job: str) -> str:
-        return f"run of {job}"
-
-    def commit(self) -> None:
-        """What is kept here is as durable as it gets."""
-
-
-class KilledError(Exception):
-    """Stands for SIGKILL."""
-
-
-@dataclass
-class Bench:
-    """One search; :meth:`run` is one process of it."""
-
-    folder: Path
-    search: SearchSettings
-    storage: optuna.storages.BaseStorage = field(default_factory=optuna.storages.InMemoryStorage)
-    worker: dict[str, Any] = field(default_factory=dict)
-    max_jobs: int | None = None
-    steps: Callable[[Trial], int] = lambda _: 8
-    notes: Notes = field(default_factory=Notes)
-    checkpoint_steps: int | None = None
-    capacity: int = 16
-    alive: int = 100_000  # iterations until the process is killed
-
-    def run(self) -> SearchResult:
-        run = RunSettings(
-            engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),
-            planner=PlannerSettings(max_jobs=self.max_jobs),
-            search=self.search,
-        )
-        identity = identify(SPACE, JobSpec("base"), run)
-        source = StudyTrials(self.search, SPACE, identity, self.storage, folder=lambda _: self.folder)
-        try:
-            engine = Coordinator(
-                CurveWorker(**{"curve": curve} | self.worker),
-                DataCatalogue(load_lengths),
-                run,
-                folder=self.folder,
-                states=source.states_folder,
-            )
-            polls = itertools.count()
-
-            def stop() -> bool:
-                if next(polls) >= self.alive:
-                    raise KilledError
-                return False
-
-            stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
-            return SearchRun(
-                source,
-                lambda trial: make_job(trial, self.steps(trial)),
-                engine,
-                self.notes,
-                self.search,
-                stop,
-                stopper,
-            ).run()
-        finally:
-            source.close()
-
-    @property
-    def trials(self) -> list[FrozenTrial]:
-        return optuna.load_study(study_name=None, storage=self.storage).get_trials()
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.notes.events if isinstance(event, kind)]
-
-
-def halving(trials: int = 8, parallel: int = 4, **stopping: Any) -> SearchSettings:
-    rule = StoppingSettings(**{"kind": "successive_halving", "rungs": (2, 4)} | stopping)
-    return SearchSettings(trials=trials, parallel=parallel, sampler="random", stopping=rule)
-
-
-def states(bench: Bench) -> list[tuple[TrialState, dict[int, float]]]:
-    return [(trial.state, trial.intermediate_values) for trial in bench.trials]
 
 
 def test_a_search_with_rungs_from_its_first_trial_to_its_last(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Mailbox:
         self._requests = folder / "requests"
         self._answers = folder / "answers"
         self._orders = folder / "orders.json"
-        self._seen: tuple[int, Orders] = (-1, Orders())
+        self._seen: tuple[tuple[int, int] | None, Orders] = (None, Orders())
 
     def post(self, request: Request) -> None:
         """Leave a request.
@@ -168,9 +168,10 @@ class Mailbox:
     def orders(self) -> Orders:
         """The standing orders; read again only after they were written."""
         try:
-            stamp = self._orders.stat().st_mtime_ns
+            found = self._orders.stat()
         except FileNotFoundError:
             return Orders()
+        stamp = found.st_mtime_ns, found.st_ino  # two changes may come within one tick of the file's clock
         if stamp != self._seen[0]:
             content = _read(self._orders) or asdict(Orders())
             self._seen = (stamp, Orders(content["mode"], tuple(content["stops"]), content.get("ended", 0)))
@@ -191,7 +192,7 @@ class Mailbox:
     def _set(self, orders: Orders) -> None:
         if orders != self.orders:
             self._write(self._orders, asdict(orders))
-            self._seen = (-1, orders)
+            self._seen = (None, orders)
 
     def desk(self) -> Desk:
         """The place from which requests are acted on."""

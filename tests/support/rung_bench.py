@@ -1,0 +1,146 @@
+"""Searches with rules that end trials: the real loop, study and coordinator, on a worker of curves instead of
+a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.config_overrides import read_request
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.messages import Event
+from plait.jobs import JobSpec, TrainSpec
+from plait.search.control import Orders
+from plait.search.identity import identify
+from plait.search.run import SearchResult, SearchRun
+from plait.search.stopper import make_stopper
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
+from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
+
+SPACE = read_request(["train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
+
+
+def curve(job: JobSpec, step: int) -> float:
+    """Falls to a floor of its own; curves cross. Multiples of 1/1024, so that sums over samples are exact."""
+    far = abs(math.log10(job.train.lr) + 3)
+    return round(1024 * (far + 2.0 * (1 + far) ** -2 / (step + 1))) / 1024
+
+
+def make_job(trial: Trial, steps: int = 8) -> JobSpec:
+    lr = trial.values["train.lr"]
+    assert isinstance(lr, float)
+    return JobSpec(
+        trial.name, ADAPTER, TrainSpec(steps=steps, batch_size=2, lr=lr), lengths_data((3, 5, 8, 4))
+    )
+
+
+@dataclass
+class Notes:
+    """Keeps what it is told."""
+
+    events: list[Event] = field(default_factory=list)
+    judged: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        assert job.name == f"trial-{trial:04d}"
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def judge(self, job: str, state: str, objective: float | None, reason: str, **_more: Any) -> None:
+        assert job not in self.judged
+        assert state != "failed" or objective is None
+        self.judged[job] = (state, reason)
+
+    def run_id(self, job: str) -> str:
+        return f"run of {job}"
+
+    def commit(self) -> None:
+        """What is kept here is as durable as it gets."""
+
+
+class KilledError(Exception):
+    """Stands for SIGKILL."""
+
+
+@dataclass
+class Bench:
+    """One search; :meth:`run` is one process of it."""
+
+    folder: Path
+    search: SearchSettings
+    storage: optuna.storages.BaseStorage = field(default_factory=optuna.storages.InMemoryStorage)
+    worker: dict[str, Any] = field(default_factory=dict)
+    make_worker: Callable[..., CurveWorker] = CurveWorker
+    max_jobs: int | None = None
+    steps: Callable[[Trial], int] = lambda _: 8
+    notes: Notes = field(default_factory=Notes)
+    checkpoint_steps: int | None = None
+    capacity: int = 16
+    alive: int = 100_000  # iterations until the process is killed
+    stop_at: int | None = None  # iteration at which it is interrupted
+    owner: Callable[[StudyTrials, int], Orders] = lambda _study, _poll: Orders()
+
+    def run(self) -> SearchResult:
+        run = RunSettings(
+            engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),
+            planner=PlannerSettings(max_jobs=self.max_jobs),
+            search=self.search,
+        )
+        identity = identify(SPACE, JobSpec("base"), run)
+        source = StudyTrials(self.search, SPACE, identity, self.storage, folder=lambda _: self.folder)
+        try:
+            engine = Coordinator(
+                self.make_worker(**{"curve": curve} | self.worker),
+                DataCatalogue(load_lengths),
+                run,
+                folder=self.folder,
+                states=source.states_folder,
+            )
+            polls, asked = itertools.count(), itertools.count()
+
+            def stop() -> bool:
+                poll = next(polls)
+                if poll >= self.alive:
+                    raise KilledError
+                return self.stop_at is not None and poll >= self.stop_at
+
+            stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
+            return SearchRun(
+                source,
+                lambda trial: make_job(trial, self.steps(trial)),
+                engine,
+                self.notes,
+                self.search,
+                stop,
+                stopper,
+                lambda: self.owner(source, next(asked)),
+            ).run()
+        finally:
+            source.close()
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        return optuna.load_study(study_name=None, storage=self.storage).get_trials()
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.notes.events if isinstance(event, kind)]
+
+
+def halving(trials: int = 8, parallel: int = 4, **stopping: Any) -> SearchSettings:
+    rule = StoppingSettings(**{"kind": "successive_halving", "rungs": (2, 4)} | stopping)
+    return SearchSettings(trials=trials, parallel=parallel, sampler="random", stopping=rule)
+
+
+def states(bench: Bench) -> list[tuple[TrialState, dict[int, float]]]:
+    return [(trial.state, trial.intermediate_values) for trial in bench.trials]
