@@ -69,7 +69,7 @@ class Engine:
         raise AssertionError(f"{job} is cancelled without a rule that stops trials: {reason}")
 
     def park(self, job: str, reason: str) -> None:
-        raise AssertionError("nobody asked for a pause")
+        raise AssertionError(f"{job} is parked without anybody asking for it: {reason}")
 
     def unpark(self, job: str, reason: str) -> None:
         raise AssertionError(f"{job} was never parked: {reason}")
