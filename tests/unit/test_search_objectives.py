@@ -418,6 +418,7 @@ def test_studies_that_say_nothing_are_refused(
     with pytest.raises(SearchError) as caught:
         source(arguments, storage, **{"name": "new", "prior": "earlier", "trials": 3} | settings)
     assert named in str(caught.value)
+    assert optuna.get_all_study_names(storage) == ["earlier"], "what is refused leaves nothing behind"
 
 
 def test_an_earlier_study_of_several_objectives_is_known_with_its_constraints() -> None:

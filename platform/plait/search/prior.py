@@ -42,15 +42,21 @@ class Known:
         )
 
 
+def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> None:
+    """The earlier study of a search that is to be called ``name`` has something to say, if one is asked for;
+    errors as :func:`take_over`."""
+    if settings.prior is not None:
+        read_prior(name, settings, space, storage)
+
+
 def take_over(
-    study: Study, prior: str, settings: SearchSettings, space: Space, storage: BaseStorage
+    study: Study, settings: SearchSettings, space: Space, storage: BaseStorage
 ) -> tuple[Known, ...]:
     """What the sampler is to know of the earlier study. It is kept with the study when it is first asked for,
     so that all draws of a search know the same, whatever becomes of the earlier one.
 
     Args:
         study: of this search.
-        prior: name of the earlier study.
         settings: of this search.
         space: of this search.
         storage: of the earlier study.
@@ -59,9 +65,9 @@ def take_over(
         SearchError: there is no such study, or it cannot say anything about this search.
     """
     kept = json.loads(study.user_attrs.get(PRIOR, "{}"))
-    if kept.get("name") != prior:
+    if kept.get("name") != settings.prior:
         found = read_prior(study.study_name, settings, space, storage)
-        kept = {"name": prior, "trials": [asdict(known) for known in found]}
+        kept = {"name": settings.prior, "trials": [asdict(known) for known in found]}
         study.set_user_attr(PRIOR, json.dumps(kept))
     return tuple(Known(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"])
 

@@ -19,7 +19,7 @@ from plait.search.feasibility import check_sampler, grid_size
 from plait.search.identity import Identity
 from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
-from plait.search.prior import Known, take_over
+from plait.search.prior import Known, check_prior, take_over
 from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material, check_problem, create
@@ -80,13 +80,14 @@ class StudyTrials:
         self._space = space
         self._distributions = distributions(space)
         self._storage = storage
+        self._prior_storage = prior_storage or storage
         name = settings.name or identity.name
         self._folder = None if folder is None else folder(name)
         self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
         self._own: set[int] = set()  # trials that this process trains
         self._study = self.patience(lambda: self._open(name, identity))
         self.rungs = StudyRungs(self._study, settings, self.patience)
-        self._prior = self.patience(lambda: self._take_over(prior_storage or storage))
+        self._prior = self.patience(self._take_over)
         self.patience(self._tidy_up)
         if points:
             self._locked(lambda: self._enqueue_all(points))
@@ -98,7 +99,10 @@ class StudyTrials:
 
     def _open(self, name: str, identity: Identity) -> optuna.Study:
         with study_lock(self._storage, name):
-            if name in optuna.get_all_study_names(self._storage):
+            known = name in optuna.get_all_study_names(self._storage)
+            if not known or self._settings.fresh:  # before anything is made or deleted
+                check_prior(name, self._settings, self._space, self._prior_storage)
+            if known:
                 study = optuna.load_study(study_name=name, storage=self._storage)
                 if not self._settings.fresh:
                     check_problem(study, identity)
@@ -290,11 +294,11 @@ class StudyTrials:
             facts = {REQUEST: point.request, BEYOND: own >= self._settings.trials}
             self._enqueue(point.values, facts)
 
-    def _take_over(self, storage: BaseStorage) -> tuple[Known, ...]:
+    def _take_over(self) -> tuple[Known, ...]:
         if self._settings.prior is None:
             return ()
         with self.exclusive():
-            return take_over(self._study, self._settings.prior, self._settings, self._space, storage)
+            return take_over(self._study, self._settings, self._space, self._prior_storage)
 
     def _enqueue(self, values: Mapping[str, Value], facts: Mapping[str, object]) -> int:
         if REQUEST in facts:

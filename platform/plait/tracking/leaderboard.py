@@ -25,10 +25,13 @@ def varying(records: Sequence[JobRecord]) -> list[str]:
     return [key for key in keys if len({str(record.parameters.get(key)) for record in records}) > 1]
 
 
-def columns(records: Sequence[JobRecord]) -> tuple[list[str], list[list[Cell]]]:
-    """Names and rows; records in the order given. Parameters that vary stand in the middle; who is on a front
+def columns(
+    records: Sequence[JobRecord], keys: Sequence[str] | None = None
+) -> tuple[list[str], list[list[Cell]]]:
+    """Names and rows; records in the order given. The parameters ``keys`` stand in the middle, by default
+    those that vary; who is on a front
     and who breaks a constraint stands where there are such."""
-    keys = varying(records)
+    keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
     more = [objective_name(at) for at in range(1, several + 1)] + (["pareto"] if several else [])
     more += [] if all(record.feasible for record in records) else ["feasible"]
@@ -57,10 +60,10 @@ def _cell(value: Any) -> Cell:
     return json.dumps(value, separators=(",", ":"))
 
 
-def to_split_json(records: Sequence[JobRecord]) -> str:
+def to_split_json(records: Sequence[JobRecord], keys: Sequence[str] | None = None) -> str:
     """The form in which MLflow's UI shows a JSON artifact as a table. It takes a dot in a column's name for
     a path and then finds nothing, and shows every digit of a number."""
-    names, rows = columns(records)
+    names, rows = columns(records, keys)
     short = [[float(f"{cell:.6g}") if isinstance(cell, float) else cell for cell in row] for row in rows]
     return json.dumps({"columns": [name.replace(".", "_") for name in names], "data": short})
 

@@ -30,7 +30,7 @@ from plait.tracking import facts, names
 from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.encoding import Head
-from plait.tracking.leaderboard import to_split_json
+from plait.tracking.leaderboard import to_split_json, varying
 from plait.tracking.left import send_spools
 from plait.tracking.location import locate
 from plait.tracking.operations import LogFolder, LogText, OpenRun, run_reference
@@ -351,7 +351,7 @@ class Tracker:
     def _write_front(self, rows: Sequence[JobRecord]) -> str:
         """The Pareto front as a table, and as a tag of each job that is or was on it; a line about it."""
         front = [row for row in rows if row.on_front]
-        self._started.put(LogText(self._parent, names.PARETO_FILE, to_split_json(front)))
+        self._started.put(LogText(self._parent, names.PARETO_FILE, to_split_json(front, varying(rows))))
         now = {row.name for row in front}
         for name in sorted(now ^ self._front):
             self._started.tags(name, {names.TAG_PARETO: str(name in now).lower()})
