@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
@@ -167,6 +170,55 @@ def test_a_local_folder_is_the_same_model(family: str, tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=expected):
         load_model(settings, cache=tmp_path)
+
+
+def _cut_short(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+def _without_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_another_size(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_cut_short, "incomplete"),
+        (_without_a_weight, r"lack 1 weights, as model\.layers\.1\.mlp\.up_proj\.weight"),
+        (_of_another_size, "mismatched"),
+    ],
+)
+def test_damaged_weights_are_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    """One that is missing too: transformers would train on random numbers in its place."""
+    transformers_model(TINY, cache=tmp_path).save_pretrained(tmp_path / "folder")
+    byte_tokeniser().save_pretrained(tmp_path / "folder")
+    damage(tmp_path / "folder")
+    settings = ModelSettings(kind="hf", id=str(tmp_path / "folder"), dtype="float32")
+    with pytest.raises(ModelError, match=message):
+        load_model(settings, cache=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "t5", "d_model": 8, "num_layers": 1, "num_heads": 2}, "no causal language model"),
+        ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1}, "num_attention_heads"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_its_configuration(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
+    with pytest.raises(ModelError, match=message):
+        inspect_model(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path)
 
 
 def test_a_hub_id_that_cannot_be_reached_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,13 @@ SIZES = {
     "initializer_range": 0.1,
 }
 
+SCALED_BY_POSITION = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "llama_4_scaling_beta": 0.5,
+    "original_max_position_embeddings": 4,
+}
+
 
 def model_of(family: str, **options: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
@@ -56,6 +63,7 @@ def tokens() -> torch.Tensor:
         ("olmo2", {"num_key_value_heads": 2}),
         ("starcoder2", {"num_key_value_heads": 2, "sliding_window": 4}),
         ("cohere2", {"num_key_value_heads": 2, "sliding_window": 4, "logit_scale": 0.25}),
+        ("ministral3", {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": SCALED_BY_POSITION}),
         ("granitemoe", {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "logits_scaling": 4.0}),
     ],
 )

@@ -14,6 +14,7 @@ from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import now_running
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
+DECODERS = "Take a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def unusable(model: nn.Module, why: str) -> ModelError:
     return ModelError(
         f"{type(model).__name__}: {why}",
         "The model must be an embedding, one list of layers, a last normalisation and a linear head.",
-        "Take a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2.",
+        DECODERS,
     )
 
 

@@ -172,9 +172,13 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
     observer = _Observer()
     observed = replace(trial.context, cache=observer)
     with running(Running(observed, trial.tables)):
-        expected = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)[0]
+        try:
+            given = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)
+        except TypeError:  # it wants more, as Ministral 3 does positions: what it makes of them is its own
+            return False
     if observer.asked is None:
         return False
+    expected = given[0]
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
     for tried in (trial.context, observed):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +21,7 @@ from transformers import (
 
 from plait.errors import ConfigError, ModelError, choices
 from plait.models.base import BaseModel, Identity
-from plait.models.blocks import find_parts
+from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.lora import find_linears
 from plait.models.quiet import quiet
 from plait.models.sources import Source, find_source
@@ -88,19 +89,36 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
         ModelError, StorageError: as :func:`load_model`.
     """
     found = _find(settings, cache)
-    with torch.device("meta"), quiet():
-        model = cast(Any, AutoModelForCausalLM).from_config(found.config)
+    model = _without_weights(found)
     parts = find_parts(model)
+    try:
+        hidden, heads = int(found.config.hidden_size), int(found.config.num_attention_heads)
+    except AttributeError as error:  # no attention, or a part for text that has a configuration of its own
+        raise unusable(model, str(error)) from error
     return ModelShape(
         linears=find_linears(model, parts.prefix),
         layer_count=len(parts.layers),
-        hidden_size=int(found.config.hidden_size),
-        heads=int(found.config.num_attention_heads),
+        hidden_size=hidden,
+        heads=heads,
         vocabulary=int(parts.head.weight.shape[0]),
         max_length=found.max_length,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         digest=found.identity.digest,
     )
+
+
+def _without_weights(found: _Found) -> PreTrainedModel:
+    """The model on no device."""
+    try:
+        with torch.device("meta"), quiet():
+            model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(found.config)
+    except ValueError as error:
+        raise ModelError(
+            f"model {found.identity.name!r}: a model of type {found.config.model_type!r}",
+            "transformers has no causal language model of this type.",
+            DECODERS,
+        ) from error
+    return model
 
 
 def model_config(settings: ModelSettings, *, cache: Path) -> PreTrainedConfig:
@@ -132,7 +150,10 @@ def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedMod
             _shake(model)
     else:
         source = find_source(settings, cache)
-        model = _ask(AutoModelForCausalLM.from_pretrained, source, dtype=dtype)
+        model, report = _ask(
+            AutoModelForCausalLM.from_pretrained, source, dtype=dtype, output_loading_info=True
+        )
+        _check_complete(source, sorted(report["missing_keys"]))
     _check_dense(model)
     dense: PreTrainedModel = model.to(dtype).eval()
     return dense
@@ -194,13 +215,23 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
     try:
         with quiet():
             return loader(source.location, revision=source.revision or "main", **options)
-    except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(
             f"model {source.name!r}: {first}",
             "The model must be a local folder, or a hub id that is in the local cache or can be reached.",
             "Check model.id and the network, or give a folder that holds config.json and the weights.",
         ) from error
+
+
+def _check_complete(source: Source, missing: list[str]) -> None:
+    """transformers draws at random what the files do not hold, and goes on."""
+    if missing:
+        raise ModelError(
+            f"model {source.name!r}: its files lack {len(missing)} weights, as {missing[0]}",
+            "Every weight of the frozen model must be among them.",
+            "Fetch the model again, or take one that was saved with its output head.",
+        )
 
 
 def _check_dense(model: PreTrainedModel) -> None:
