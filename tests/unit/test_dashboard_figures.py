@@ -233,6 +233,14 @@ def test_only_finished_adapters_are_on_the_front() -> None:
     assert list(front.customdata) == [0]
 
 
+def test_an_adapter_that_breaks_a_constraint_is_not_on_the_front() -> None:
+    cheap = record(0, "finished", 1.0, device_seconds=1.0)
+    cheap.feasible = False
+    records = (cheap, record(1, "finished", 2.0, device_seconds=5.0))
+    front = pareto(Sweep("s", "finished", "minimize", "eval/loss", records)).data[-1]
+    assert list(front.customdata) == [1]
+
+
 def test_two_objectives_stand_against_each_other() -> None:
     loss, rank = (
         StudyObjective("eval/loss", "minimize", {0: 1.0}),

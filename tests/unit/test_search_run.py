@@ -321,6 +321,39 @@ def test_a_job_stopped_from_outside_is_pruned() -> None:
     assert {state for _, state, *_ in bench.notes.judged} == {"pruned"}
 
 
+def test_two_objectives_and_a_constraint() -> None:
+    """Values are in the order of the objectives; what breaks a constraint is complete, never on the front."""
+    search = replace(
+        Bench().search,
+        metric=("adapter.rank", "eval/loss", "cost/device_seconds"),
+        direction=("minimize", "minimize", "maximize"),
+        constraints={"adapter.rank": "<= 40", "train.lr": ">= 1e-4"},
+        trials=16,
+        sampler="tpe",
+    )
+    bench = Bench(search)
+    front = bench.run().front(search.objectives)
+    assert [item.state for item in bench.trials] == [TrialState.COMPLETE] * 16
+    broken = 0
+    for item in bench.trials:
+        rank, lr = item.params["adapter.rank"], item.params["train.lr"]
+        assert item.values == [rank, pytest.approx(abs(math.log10(lr) + 3) + 1 / rank), 0.5]
+        assert item.constraints == {"adapter.rank <= 40": rank - 40, "train.lr >= 0.0001": 1e-4 - lr}
+        feasible = rank <= 40 and lr >= 1e-4
+        assert bench.notes.scores[f"trial-{item.number:04d}"] == (tuple(item.values[1:]), feasible)
+        assert ("does not keep" in item.user_attrs["plait.reason"]) == (not feasible)
+        broken += not feasible
+    assert 0 < broken < 16
+    best = optuna.load_study(study_name=None, storage=bench.storage).best_trials
+    assert sorted(item.trial.number for item in front) == [item.number for item in best]
+
+
+def test_a_constraint_that_was_not_measured_is_a_failure() -> None:
+    bench = Bench(replace(Bench().search, trials=1, constraints={"eval/accuracy": ">= 0.5"}))
+    bench.run()
+    assert bench.notes.judged == [("trial-0000", "failed", None, "eval/accuracy was not measured")]
+
+
 def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None:
     values = [2.0, 1.0, None, 1.0, 3.0, 3.0]
     finished = tuple(

@@ -16,7 +16,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.samplers import BaseSampler
-from optuna.study import Study
+from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.errors import SearchError
@@ -87,6 +87,30 @@ def make_sampler(
                 f"search.sampler_options={dict(settings.sampler_options)!r}",
                 f"Optuna's {settings.sampler} sampler does not take them: {error}",
             ) from error
+
+
+def drawn_beside(
+    sampler: BaseSampler,
+    directions: Sequence[StudyDirection],
+    known: Sequence[FrozenTrial],
+    item: FrozenTrial,
+    space: Distributions,
+) -> FrozenTrial:
+    """A trial as a sampler draws it in a study of its own.
+
+    Args:
+        sampler: draws all values of the trial in one go.
+        directions: of the objectives.
+        known: trials that the sampler may learn from.
+        item: the trial that the values are for; those that it was enqueued with stand.
+        space: what is searched.
+    """
+    beside = optuna.create_study(directions=directions, sampler=sampler)
+    beside.add_trials(known)
+    if "fixed_params" in item.system_attrs:
+        beside.enqueue_trial(item.system_attrs["fixed_params"])
+    beside.ask(space)
+    return beside.get_trials(deepcopy=False)[-1]
 
 
 def _tpe(_: Space, options: Mapping[str, Any]) -> BaseSampler:

@@ -21,7 +21,7 @@ from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
 from plait.search.prior import Known, check_prior, take_over
 from plait.search.rung_records import StudyRungs
-from plait.search.samplers import distributions, make_sampler, one_torch_thread
+from plait.search.samplers import distributions, drawn_beside, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material, check_problem, create
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
@@ -244,19 +244,14 @@ class StudyTrials:
         return self._trial(item)
 
     def _complete(self, item: FrozenTrial) -> None:
-        """Give a trial the values that were not written yet, as they would have been drawn: beside the study,
-        with the prior and what was there before the trial, since a sampler draws all values of a trial in one
-        go."""
-        beside = optuna.create_study(directions=self._study.directions)
-        prior = [known.frozen(self._distributions) for known in self._prior]
-        beside.add_trials(prior)
-        beside.add_trials([other for other in self._trials() if other.number < item.number])
-        if "fixed_params" in item.system_attrs:
-            beside.enqueue_trial(item.system_attrs["fixed_params"])
-        beside.sampler = make_sampler(self._settings, self._space, item.number, prior)
+        """Give a trial the values that were not written yet, drawn beside the study with the prior and what
+        was there before the trial, since a sampler draws all values of a trial in one go."""
+        before = [other for other in self._trials() if other.number < item.number]
+        prior = [each.frozen(self._distributions) for each in self._prior]
+        sampler = make_sampler(self._settings, self._space, item.number, prior)
+        known = [*prior, *before]
         with one_torch_thread(self._settings.sampler):
-            beside.ask(self._distributions)
-        drawn = beside.get_trials(deepcopy=False)[-1]
+            drawn = drawn_beside(sampler, self._study.directions, known, item, self._distributions)
         for key, value in drawn.system_attrs.items():
             if key not in item.system_attrs:
                 self._storage.set_trial_system_attr(item._trial_id, key, value)
