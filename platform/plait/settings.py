@@ -16,6 +16,7 @@ from plait.objectives import Constraint, Objective
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference", "grouped", "triton")
+USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
 SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
 DIRECTIONS = ("minimize", "maximize")
 STOPPING = (
@@ -78,7 +79,8 @@ class EngineSettings:
 
     Attributes:
         kernels: backend of the LoRA part.
-        capacity: most tokens of one microbatch.
+        capacity: most tokens of one microbatch; None: as the stored profile found best, else
+            ``USUAL_CAPACITY``, and at least the longest sample.
         threads: CPU threads; None takes all cores.
         checkpointing: recompute activations in the backward pass.
         device: "auto", "cpu" or "cuda".
@@ -88,7 +90,7 @@ class EngineSettings:
     """
 
     kernels: str = "auto"
-    capacity: int = 2048
+    capacity: int | None = None
     threads: int | None = None
     checkpointing: bool = False
     device: str = "auto"
@@ -104,6 +106,11 @@ class EngineSettings:
         _at_least("engine.checkpoint_steps", self.checkpoint_steps, 1)
         _at_least("engine.checkpoint_minutes", self.checkpoint_minutes, 0.0)
         _at_least("engine.checkpoint_keep", self.checkpoint_keep, 1)
+
+    @property
+    def capacity_or_usual(self) -> int:
+        """The capacity; the usual one where it is open."""
+        return USUAL_CAPACITY if self.capacity is None else self.capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def time_backends(side: JointSide, jobs: Sequence[JobSpec], rounds: int) -> dict
     The one that goes second finds warm caches, so that they take turns at that too; the first round warms up
     and is left out.
     """
-    microbatches = side.pack(jobs, 1, side.settings.engine.capacity)
+    microbatches = side.pack(jobs, 1, side.settings.engine.capacity_or_usual)
     for job in jobs:
         side.attach(job)
     seconds: dict[str, list[float]] = {backend: [] for backend in COMPARED}

@@ -72,7 +72,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
         ),
         (
             f"{len(jobs)} adapters, {asked.steps} steps of each kind, {settings.model.dtype}, "
-            f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity}.",
+            f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity_or_usual}.",
         ),
     )
 
@@ -85,7 +85,7 @@ def _with_dropout(jobs: Sequence[JobSpec], rate: float) -> list[JobSpec]:
 
 
 def _step(side: JointSide, jobs: Sequence[JobSpec], step: int) -> float:
-    microbatches = side.pack(jobs, step, side.settings.engine.capacity)
+    microbatches = side.pack(jobs, step, side.settings.engine.capacity_or_usual)
     started = perf_counter()
     side.pass_through(microbatches)
     side.step(jobs, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -94,7 +94,7 @@ class JointSide:
     def warm_up(self, job: JobSpec) -> None:
         """One forward and backward pass that leaves nothing behind, so that no first call is timed."""
         self.attach(job)
-        self.pass_through(self.pack([job], 1, self.settings.engine.capacity))
+        self.pass_through(self.pack([job], 1, self.settings.engine.capacity_or_usual))
         self.detach(job)
 
     def initial_weights(self, job: JobSpec, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -115,6 +115,9 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     if not jobs:
         raise ConfigError("no jobs", "A benchmark of training has at least one job.", "Raise search.trials.")
     check_engine(settings)
+    # One capacity for every machine, whatever was profiled on it: figures are compared with each other.
+    engine = replace(settings.engine, capacity=settings.engine.capacity_or_usual)
+    settings = replace(settings, engine=engine)
     shape = inspect_model(settings.model, cache=cache_dir())
     data = open_data(settings, shape.max_length, jobs).catalogue
     part("loading the model")

@@ -191,7 +191,7 @@ def _assumptions(settings: RunSettings, race: Race, jobs: int) -> tuple[str, ...
     padding = 1 - tokens / sum(run.positions for run in race.baseline)
     return (
         f"{jobs} adapters, {race.joint.steps} optimiser steps, {tokens} real tokens; {settings.model.dtype}, "
-        f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity}.",
+        f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity_or_usual}.",
         f"PEFT pads: {padding:.0%} of its positions. Both sides took turns in one process; loading the model "
         "and making adapters is not timed.",
         race.described,

@@ -215,7 +215,7 @@ def facts(settings: RunSettings, jobs: Sequence[JobSpec]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in PACKAGES},
         "model": {"kind": settings.model.kind, "dtype": settings.model.dtype},
-        "capacity": settings.engine.capacity,
+        "capacity": settings.engine.capacity_or_usual,
         "together": len(jobs),
         "job": {key: value for key, value in jobs[0].parameters().items() if key not in apart},
     }

@@ -319,7 +319,7 @@ def _assumptions(
         f"Medians over {options.seeds} seeds (smallest to largest in the notes); {len(jobs)} trials of "
         f"{jobs[0].train.steps} steps, batch {jobs[0].train.global_batch}; {stopping.kind} at {rungs}, eta "
         f"{stopping.eta}; {settings.model.dtype}, {torch.get_num_threads()} threads, capacity "
-        f"{settings.engine.capacity}.",
+        f"{settings.engine.capacity_or_usual}.",
         "Plait's seconds are the whole loop: drawing, packing, training, evaluations, parking and export. "
         "PEFT's are its training and its evaluations: without a pruner at the ends of trials alone, with "
         "rungs at those it comes to, nothing for leaving a trial and going on with it. Loading is not timed.",

@@ -23,7 +23,7 @@ def time_shares(side: JointSide, jobs: Sequence[JobSpec]) -> dict[str, float]:
     The profiler itself slows small operations most, so their shares are upper bounds.
     """
     part("where the time of a joint step goes")
-    microbatches = side.pack(jobs, 1, side.settings.engine.capacity)
+    microbatches = side.pack(jobs, 1, side.settings.engine.capacity_or_usual)
     for job in jobs:
         side.attach(job)
     side.pass_through(microbatches)

@@ -136,7 +136,7 @@ def _step_seconds(settings: RunSettings, jobs: Sequence[JobSpec]) -> float:
         side.attach(job)
     fastest = float("inf")
     for step in range(1, MEASURED_STEPS + 2):
-        microbatches = side.pack(jobs, step, settings.engine.capacity)
+        microbatches = side.pack(jobs, step, settings.engine.capacity_or_usual)
         started = time.perf_counter()
         side.pass_through(microbatches)
         side.step(jobs, step)

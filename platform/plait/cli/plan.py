@@ -22,7 +22,7 @@ from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model, worker_facts
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
-from plait.search.engine import check_engine, free_memory, open_data
+from plait.search.engine import check_engine, free_memory, open_data, stored_profile
 from plait.settings import ModelSettings, RunSettings
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace
@@ -137,16 +137,29 @@ def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] |
         return plan_described(
             workload, settings, profile, tokeniser=model_name(settings.model), on_wave=on_wave
         )
+    return _plan_local(command)
+
+
+def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.admission import Admission
+    from plait.engine.capacity import choose_capacity
     from plait.engine.devices import choose_device
 
     settings = command.settings
     check_jobs(command.probes)
     check_engine(settings)
     shape = check_model(settings.model, command.probes)
-    workload = draw_workload(command, settings, shape)
+    jobs = draw_jobs(replace(command, settings=settings))
+    data = open_data(settings, shape.max_length, jobs).catalogue
+    # A search that is not begun yet: what an earlier one of this name took is `plait sweep`'s to go on with.
+    stored = stored_profile(settings, shape.digest)
     memory = free_memory(settings)
-    admission = Admission(worker_facts(settings.model, shape, memory), settings)
+    facts = worker_facts(settings.model, shape, memory)
+    asked = {(job.adapter, data.longest(job.data)) for job in jobs}
+    capacity = choose_capacity(settings, facts, stored, asked)
+    settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
+    admission = Admission(facts, settings, stored)
+    workload = Workload.of(jobs, data)
     device = choose_device(settings.engine.device)
     return plan_here(workload, settings, admission, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
 

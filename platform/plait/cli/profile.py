@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
 FLAGS = (JSON, WITHOUT_WEIGHTS)
+MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
 LOG_WIDTH = 140  # columns where output is not a terminal
 
 
@@ -105,6 +106,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
         shape.digest, settings.model.dtype, device_kind(device), engine, on_cpu=device == "cpu"
     )
     available = int(settings.planner.memory_share * free_memory(settings))
+    most = engine.capacity or MOST_CAPACITY
     if not weights:
         from plait.models.load import model_config
 
@@ -114,7 +116,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
             _name(settings),
             key,
             options,
-            most=engine.capacity,
+            most=most,
             available=available,
             say=_say,
         )
@@ -122,7 +124,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     model = load_model(settings.model, cache=cache_dir(), device=device)
-    return profile_device(model, key, options, most=engine.capacity, available=available, say=_say)
+    return profile_device(model, key, options, most=most, available=available, say=_say)
 
 
 def mapping(made: Made) -> dict[str, Any]:

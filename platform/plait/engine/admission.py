@@ -84,11 +84,12 @@ class Admission:
             ModelError: a target matches nothing, or the rank is above a layer's size.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
         """
-        limit = min(self._engine.capacity, self._facts.max_length)
+        limit = min(self._engine.capacity_or_usual, self._facts.max_length)
         if -(-longest // self._facts.tile) * self._facts.tile > limit:
             raise CapacityError(
                 f"a sample of {longest} tokens",
-                f"engine.capacity={self._engine.capacity}; the model takes {self._facts.max_length} tokens.",
+                f"engine.capacity={self._engine.capacity_or_usual}; "
+                f"the model takes {self._facts.max_length} tokens.",
                 "Raise engine.capacity, or drop or cut long samples (data.overlong).",
             )
         names = set(check_rank(adapter, self._facts.linears))
@@ -122,7 +123,7 @@ class Admission:
 
     def predicted(self, demands: Sequence[Demand]) -> int:
         """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come."""
-        longest = max((demand.longest for demand in demands), default=0) or self._engine.capacity
+        longest = max((demand.longest for demand in demands), default=0) or self._engine.capacity_or_usual
         rank = max((demand.rank for demand in demands), default=0)
         model = self.model_for(demands)
         key = (model is None, longest, rank)
@@ -133,7 +134,7 @@ class Admission:
 
     def _passes(self, model: MemoryModel | None, longest: int, rank: int) -> int:
         """Bytes that a microbatch takes at the most."""
-        capacity = self._engine.capacity
+        capacity = self._engine.capacity_or_usual
         if model is None:
             return self.estimate(capacity, longest)
         memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)

@@ -41,6 +41,11 @@ class DataCatalogue:
             self._by_spec[spec] = self._by_digest.setdefault(loaded.digest, loaded)
         return self._by_spec[spec]
 
+    def longest(self, spec: DataSpec) -> int:
+        """Tokens of the longest sample of a spec, in training or validation."""
+        data = self.of(spec)
+        return max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
+
     def __getitem__(self, digest: str) -> TokenisedData:
         return self._by_digest[digest]
 

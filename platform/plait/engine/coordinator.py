@@ -87,7 +87,7 @@ class Coordinator:
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
         self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
-        self._capacity = settings.engine.capacity
+        self._capacity = settings.engine.capacity_or_usual
         self._folder = folder
         self._clock = clock
         self.checkpointing = Checkpointing(

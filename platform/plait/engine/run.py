@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from plait.data import generation_limit, load_data, score
+from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.messages import Event, JobEnded
@@ -49,9 +51,10 @@ def train_jobs(
         cache=cache,
     )
     data = DataCatalogue(load, generation_limit=generation_limit, judge=score)
-    for job in jobs:
-        data.of(job.data)  # what is wrong with it shows before the model loads
+    asked = {(job.adapter, data.longest(job.data)) for job in jobs}  # what is wrong shows before the model
     worker = local_worker(settings, data, cache=cache)
+    capacity = choose_capacity(settings, worker.facts, None, asked)
+    settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
     return drive(Coordinator(worker, data, settings, folder=folder), jobs, on_event=on_event)
 
 

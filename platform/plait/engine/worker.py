@@ -77,7 +77,7 @@ class LocalWorker:
         self._model = model
         self._data = data
         self._checkpointing = settings.checkpointing
-        self._capacity = settings.capacity
+        self._capacity = settings.capacity_or_usual
         self._clock = clock
         self._observer = PeakObserver(model.device, self._static)
         self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)

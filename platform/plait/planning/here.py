@@ -40,7 +40,7 @@ def plan_here(workload: Workload, settings: RunSettings, admission: Admission, *
         ),
     )
     most_bytes = max(admission.predicted([demands[name] for name in names]) for names in waves)
-    capacity = settings.engine.capacity
+    capacity = settings.engine.capacity_or_usual
     return Outlook(
         cluster="local",
         devices=devices,

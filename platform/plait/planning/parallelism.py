@@ -99,7 +99,9 @@ def compare(
         bytes_ = None if memory is None else memory.peak(configuration, profile.time.layers)
         candidate = Candidate(configuration, replicas, bytes_, configuration in profile.configurations)
         if bytes_ is not None and bytes_ > available:
-            found.append(_refused(candidate, f"needs {bytes_ / 2**30:.1f} GiB, {available / 2**30:.1f} may be used"))
+            found.append(
+                _refused(candidate, f"needs {bytes_ / 2**30:.1f} GiB, {available / 2**30:.1f} may be used")
+            )
         elif longest > configuration.max_tokens:
             found.append(_refused(candidate, f"does not take {longest} tokens"))
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from plait.cost.profile_store import Profile
 from plait.data import check_data
 from plait.engine.admission import Admission, WorkerFacts
 from plait.engine.catalogue import DataCatalogue
@@ -48,18 +49,21 @@ def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
 
 
 def check_memory(
-    settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], memory_bytes: int
+    settings: RunSettings,
+    shape: ModelShape,
+    data: DataCatalogue,
+    jobs: Sequence[JobSpec],
+    memory_bytes: int,
+    profile: Profile | None = None,
 ) -> None:
-    """Every job that may be asked for fits into memory by itself, by the coordinator's own estimate.
+    """Every job that may be asked for fits into memory by itself, by the coordinator's own prediction.
 
     Raises:
         CapacityError: one does not.
     """
-    admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings)
+    admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings, profile)
     for job in jobs:
-        splits = data.of(job.data)
-        longest = max(int(split.lengths.max(initial=0)) for split in (splits.train, splits.validation))
-        admission.demand(job.adapter, longest)
+        admission.demand(job.adapter, data.longest(job.data))
 
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.cost.profile_store import ProfileKey, load_profile
+from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data import generation_limit, load_data, score, summary
+from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.errors import ConfigError, StorageError
@@ -17,10 +18,13 @@ from plait.jobs import DataSpec, JobSpec
 from plait.paths import cache_dir
 from plait.plans import Plan
 from plait.samples import TokenisedData
+from plait.search.checks import worker_facts
 from plait.settings import RunSettings
 
 if TYPE_CHECKING:
     import torch
+
+    from plait.models import ModelShape
 
 PLAN_FILE = "plan.json"
 
@@ -88,6 +92,57 @@ def check_engine(settings: RunSettings) -> None:
     check_kernels(settings.engine.kernels, device, getattr(torch, settings.model.dtype))
 
 
+def settle_engine(
+    settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
+) -> tuple[RunSettings, tuple[str, ...]]:
+    """The settings with the capacity that the run takes, and what is to be said of it.
+
+    A search that goes on takes the capacity and the kernels that it was begun with where they are left open.
+
+    Args:
+        settings: of the run.
+        shape: of its model.
+        data: of all jobs.
+        jobs: that may be asked for.
+        folder: of the search, where its plan is.
+    """
+    facts = worker_facts(settings.model, shape, free_memory(settings))
+    plan = None if settings.search.fresh else read_plan(folder)
+    before = {} if plan is None else plan.choices
+    recorded = before.get("capacity")
+    capacity = choose_capacity(
+        settings,
+        facts,
+        stored_profile(settings, shape.digest),
+        {(job.adapter, data.longest(job.data)) for job in jobs},
+        recorded if isinstance(recorded, int) else None,
+    )
+    asked: dict[str, int | str] = {"capacity": capacity}
+    if settings.engine.kernels != "auto":
+        asked["kernels"] = settings.engine.kernels
+    said = tuple(
+        f"engine.{name}={value}; this search was begun with {before[name]}, so that sums may round otherwise."
+        for name, value in asked.items()
+        if name in before and before[name] != value
+    )
+    return replace(settings, engine=replace(settings.engine, capacity=capacity)), said
+
+
+def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
+    """The stored profile of a model (its digest) on the run's device; None where there is none.
+
+    Raises:
+        ConfigError: as ``load_profile``.
+    """
+    from plait.engine.devices import choose_device, device_kind
+
+    device = choose_device(settings.engine.device).type
+    key = ProfileKey.of(
+        digest, settings.model.dtype, device_kind(device), settings.engine, on_cpu=device == "cpu"
+    )
+    return load_profile(key, cache=cache_dir())
+
+
 def build_coordinator(
     settings: RunSettings, data: DataCatalogue, folder: Path, states: Path | None = None
 ) -> Coordinator:
@@ -102,19 +157,12 @@ def build_coordinator(
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
-    from plait.engine.devices import choose_device, device_kind
+    from plait.engine.devices import choose_device
     from plait.engine.worker import LocalWorker
     from plait.models import load_model
 
     device = choose_device(settings.engine.device)
     model = load_model(settings.model, cache=cache_dir(), device=device)
-    key = ProfileKey.of(
-        model.config_digest,
-        settings.model.dtype,
-        device_kind(device.type),
-        settings.engine,
-        on_cpu=device.type == "cpu",
-    )
     kernels = settings.engine.kernels
     if not settings.search.fresh:
         kernels = same_kernels(kernels, device, model.dtype, folder)
@@ -125,7 +173,7 @@ def build_coordinator(
         settings,
         folder=folder,
         states=states,
-        profile=load_profile(key, cache=cache_dir()),
+        profile=stored_profile(settings, model.config_digest),
     )
 
 

@@ -32,6 +32,8 @@ from plait.search.engine import (
     check_engine,
     free_memory,
     open_data,
+    settle_engine,
+    stored_profile,
     write_plan,
 )
 from plait.search.identity import identify
@@ -94,11 +96,15 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     source.check_material({"model": shape.digest} | material_of(data, command.probes))
-    check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings))
+    folder = search_folder(settings.tracking.root, source.name)
+    settings, said = settle_engine(settings, shape, data.catalogue, command.probes, folder)
+    _tell(console, said)
+    profile = stored_profile(settings, shape.digest)
+    check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings), profile)
     budget = shortest_budget(command.probes, data.catalogue)
     stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
     _remember(command, source.name)
-    result = _Launch(command, source, stopper, console).run(data)
+    result = _Launch(replace(command, settings=settings), source, stopper, console).run(data)
     if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True)
     return result.exit_status

@@ -1,0 +1,105 @@
+"""The capacity of a run: given, recorded, profiled or usual, and what memory makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cost.profile_store import Profile, ProfileKey
+from plait.engine.admission import WorkerFacts
+from plait.engine.capacity import LEAST_CAPACITY, choose_capacity
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.memory_estimate import ActivationShape
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models import ModelShape
+from plait.models.targets import LinearInfo
+from plait.plans import Group, Plan, Replica
+from plait.search import engine
+from plait.settings import USUAL_CAPACITY, EngineSettings, RunSettings
+
+LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
+SHAPE = ActivationShape(1, 8, 2, 16, 16, 1000, 4, logit_rows=1000, keep_up_to=256)
+ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj",))
+OPEN = RunSettings()
+
+
+def facts(memory_bytes: int = 10**12, tile: int = 1) -> WorkerFacts:
+    return WorkerFacts(SHAPE, LINEARS, max_length=10_000, memory_bytes=memory_bytes, tile=tile)
+
+
+def profile(capacity: int, token: float = 1.0) -> Profile:
+    key = ProfileKey("m", "cpu", "float32", "auto", False, 1)
+    memory = MemoryModel.of(MemoryCoefficients(token=token), margin=0.0)
+    return Profile(key, "m", memory, None, capacity, (), ("q_proj",), "measured", 0.0, None)
+
+
+def test_what_is_given_counts_whatever_was_recorded_or_profiled() -> None:
+    given = replace(OPEN, engine=EngineSettings(capacity=96))
+    assert choose_capacity(given, facts(), profile(512), {(ADAPTER, 50)}, recorded=64) == 96
+
+
+def test_recorded_before_profiled_before_usual() -> None:
+    jobs = {(ADAPTER, 50)}
+    assert choose_capacity(OPEN, facts(), profile(512), jobs, recorded=64) == 64
+    assert choose_capacity(OPEN, facts(), profile(512), jobs) == 512
+    assert choose_capacity(OPEN, facts(), None, jobs) == USUAL_CAPACITY
+
+
+def test_the_longest_sample_fits_in_whole_tiles() -> None:
+    jobs = {(ADAPTER, 50), (ADAPTER, 3001)}
+    assert choose_capacity(OPEN, facts(tile=16), None, jobs) == 3008
+    assert choose_capacity(OPEN, facts(), None, jobs, recorded=64) == 3001
+
+
+def test_halved_until_each_job_fits_into_memory() -> None:
+    # Weights and adapter take 1,512 bytes; 80 % of memory may be used; a token takes 100.
+    room = int((1_512 + 100 * 300) / 0.8) + 1
+    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 50)}) == 256
+    assert choose_capacity(OPEN, facts(room), profile(2048, token=100.0), {(ADAPTER, 290)}) == 290
+    assert choose_capacity(OPEN, facts(10), None, {(ADAPTER, 50)}) == LEAST_CAPACITY  # admission says why not
+
+
+class Catalogue:
+    def longest(self, _: DataSpec) -> int:
+        return 50
+
+
+@pytest.fixture
+def settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """settle_engine for a search whose folder has a plan that recorded capacity 512 and grouped kernels."""
+    monkeypatch.setattr(engine, "worker_facts", lambda *_: facts())
+    monkeypatch.setattr(engine, "stored_profile", lambda *_: None)
+    group = Group(("a",), 512)
+    engine.write_plan(tmp_path, Plan((Replica(),), (group,), choices={"capacity": 512, "kernels": "grouped"}))
+    job = JobSpec("a", ADAPTER, TrainSpec(steps=1), DataSpec.of("none"))
+    shape = cast("ModelShape", SimpleNamespace(digest="m"))
+
+    def call(settings: RunSettings) -> tuple[int | None, tuple[str, ...]]:
+        found, said = engine.settle_engine(
+            settings, shape, cast("DataCatalogue", Catalogue()), [job], tmp_path
+        )
+        return found.engine.capacity, said
+
+    return call
+
+
+def test_a_search_goes_on_with_the_capacity_it_was_begun_with(settle) -> None:  # type: ignore[no-untyped-def]
+    assert settle(OPEN) == (512, ())
+    fresh = replace(OPEN, search=replace(OPEN.search, fresh=True))
+    assert settle(fresh) == (USUAL_CAPACITY, ())
+
+
+def test_a_setting_that_differs_from_what_was_recorded_is_said(settle) -> None:  # type: ignore[no-untyped-def]
+    same = replace(OPEN, engine=EngineSettings(capacity=512, kernels="grouped"))
+    assert settle(same) == (512, ())
+    other = replace(OPEN, engine=EngineSettings(capacity=96, kernels="reference"))
+    capacity, said = settle(other)
+    assert capacity == 96
+    assert [line.partition(";")[0] for line in said] == ["engine.capacity=96", "engine.kernels=reference"]
+    assert "begun with 512" in said[0]
+    assert "begun with grouped" in said[1]
