@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from plait.errors import ConfigError, choices
@@ -45,7 +46,10 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         _check(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
         _check(
-            self.alpha is None or self.alpha > 0, "adapter.alpha", self.alpha, "above 0, or null for 2·rank"
+            self.alpha is None or 0 < self.alpha < inf,
+            "adapter.alpha",
+            self.alpha,
+            "above 0 and finite, or null for 2·rank",
         )
         _check(0.0 <= self.dropout < 1.0, "adapter.dropout", self.dropout, "in [0, 1)")
         _check(
@@ -95,18 +99,23 @@ class TrainSpec:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        _check(self.lr > 0, "train.lr", self.lr, "above 0")
-        _check(self.lora_plus_ratio > 0, "train.lora_plus_ratio", self.lora_plus_ratio, "above 0")
+        _check(0 < self.lr < inf, "train.lr", self.lr, "above 0 and finite")
+        _check(
+            0 < self.lora_plus_ratio < inf,
+            "train.lora_plus_ratio",
+            self.lora_plus_ratio,
+            "above 0 and finite",
+        )
         _check(self.schedule in SCHEDULES, "train.schedule", self.schedule, f"one of {choices(SCHEDULES)}")
-        _check(self.warmup_steps >= 0, "train.warmup_steps", self.warmup_steps, "0 or more")
-        _check(self.weight_decay >= 0, "train.weight_decay", self.weight_decay, "0 or more")
+        _check(0 <= self.warmup_steps < inf, "train.warmup_steps", self.warmup_steps, "0 or more and finite")
+        _check(0 <= self.weight_decay < inf, "train.weight_decay", self.weight_decay, "0 or more and finite")
         _check(
             len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
             "train.betas",
             self.betas,
             "two numbers in [0, 1)",
         )
-        _check(self.eps > 0, "train.eps", self.eps, "above 0")
+        _check(0 < self.eps < inf, "train.eps", self.eps, "above 0 and finite")
         _check(
             self.clip_norm is None or self.clip_norm > 0, "train.clip_norm", self.clip_norm, "above 0 or null"
         )
@@ -120,7 +129,9 @@ class TrainSpec:
             "Set one of them and give null to the other.",
         )
         _check(self.steps is None or self.steps >= 1, "train.steps", self.steps, "at least 1")
-        _check(self.epochs is None or self.epochs > 0, "train.epochs", self.epochs, "above 0")
+        _check(
+            self.epochs is None or 0 < self.epochs < inf, "train.epochs", self.epochs, "above 0 and finite"
+        )
         _check(self.eval_every >= 0, "train.eval_every", self.eval_every, "0 or more")
         _check(0 <= self.seed <= MAX_SEED, "train.seed", self.seed, f"between 0 and {MAX_SEED}")
 

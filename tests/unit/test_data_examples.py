@@ -68,6 +68,12 @@ def test_named_fields_come_before_known_formats():
             {"q": "x"}, NamedFields("q", "reply"), ["'reply'", "fields q"], id="named-field-missing"
         ),
         pytest.param({"prompt": "x", "completion": 4}, None, ["completion is 4", "text"], id="not-a-text"),
+        pytest.param(
+            {"prompt": "x", "completion": "y \ud83d"},
+            None,
+            ["completion has '\\ud83d' at character 3", "half of a surrogate pair"],
+            id="half-a-character",
+        ),
         pytest.param({"messages": []}, None, ["messages is []", "list of messages"], id="no-messages"),
         pytest.param({"messages": [USER]}, None, ["roles user", "No labelled tokens"], id="no-answer"),
         pytest.param(

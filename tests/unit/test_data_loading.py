@@ -245,11 +245,13 @@ def test_too_long_samples_are_refused_dropped_or_cut(tmp_path, tokeniser):
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        pytest.param([{"text": ""}], {}, ["line 1: no labelled tokens"], id="nothing-to-learn"),
+        pytest.param(
+            [{"text": ""}], {}, ["line 1: no labelled tokens", "Remove the row."], id="nothing-to-learn"
+        ),
         pytest.param(
             [{"prompt": "a" * 40, "completion": "b"}],
             {"overlong": "truncate"},
-            ["no labelled tokens in the first 10 of 42"],
+            ["no labelled tokens in the first 10 of 42", "or give data.overlong=drop."],
             id="cut-before-the-answer",
         ),
         pytest.param(

@@ -38,6 +38,11 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         pytest.param(DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number"], id="type"),
         pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number"], id="bool"),
         pytest.param(DataSpec.of("reasoning_gym", size=0), ["data.size=0", "at least 1"], id="size"),
+        pytest.param(
+            DataSpec.of("reasoning_gym", loss="all", generate=True),
+            ["data.loss='all'", "data.generate=true"],
+            id="nothing-to-go-on-from",
+        ),
         pytest.param(DataSpec.of("reasoning_gym", loss="half"), ["'half'", "all, completion"], id="loss"),
         pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, error, truncate"], id="overlong"),
         pytest.param(DataSpec.of("reasoning_gym", template="x"), ["chat, plain"], id="template"),

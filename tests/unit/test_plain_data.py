@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -34,6 +35,11 @@ from plait.settings import EngineSettings, ModelSettings, PlannerSettings, Searc
         pytest.param(lambda: TrainSpec(steps=None), "train.steps", id="no budget"),
         pytest.param(lambda: TrainSpec(steps=3, epochs=1.0), "train.steps", id="two budgets"),
         pytest.param(lambda: TrainSpec(seed=-1), "train.seed", id="seed"),
+        pytest.param(lambda: AdapterSpec(alpha=inf), "adapter.alpha", id="infinite alpha"),
+        pytest.param(lambda: TrainSpec(lr=inf), "train.lr", id="infinite rate"),
+        pytest.param(lambda: TrainSpec(lr=nan), "train.lr", id="no rate"),
+        pytest.param(lambda: TrainSpec(warmup_steps=inf), "train.warmup_steps", id="endless warm-up"),
+        pytest.param(lambda: TrainSpec(steps=None, epochs=inf), "train.epochs", id="endless budget"),
         pytest.param(lambda: ModelSettings(kind="llama"), "model.kind", id="model kind"),
         pytest.param(lambda: ModelSettings(dtype="int8"), "model.dtype", id="dtype"),
         pytest.param(lambda: EngineSettings(kernels="cuda"), "engine.kernels", id="kernels"),

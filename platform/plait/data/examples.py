@@ -98,6 +98,14 @@ def _text(row: Row, name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} is {value!r}", f"{name} must be a text.", "Correct the row.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a pair, as where a text was cut in an emoji
+        raise DataError(
+            f"{where}: {name} has {value[error.start]!a} at character {error.start + 1}",
+            f"{name} must be a text of whole characters: this is half of a surrogate pair.",
+            "Correct the row.",
+        ) from error
     return value
 
 

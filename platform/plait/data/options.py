@@ -78,6 +78,12 @@ class TaskOptions(CommonOptions):
         _require(self.size is not None, "size", self.size, "a number of rows to generate")
         _require(self.difficulty is None or self.difficulty >= 0, "difficulty", self.difficulty, "0 or more")
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(
+            not self.generate or self.loss == "completion",
+            "loss",
+            self.loss,
+            "completion where data.generate=true: an answer goes on from what is not labelled",
+        )
         own = {"size", "seed"} & self.task_options.keys()
         _require(
             not own,

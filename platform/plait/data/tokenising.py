@@ -151,10 +151,11 @@ def fit(
             kept.append(None)
             continue
         if not sample.labels[:longest].any():
+            cut = f"{limit.remedy(length)}, or give data.overlong=drop."
             raise DataError(
                 f"{where}: no labelled tokens in the first {min(length, longest)} of {length}",
-                "A sample has at least one token that counts in the loss.",
-                "Remove the row, or give data.overlong=drop or data.loss=all.",
+                "A sample has at least one token that counts in the loss, and never its first.",
+                cut if length > longest else "Remove the row.",
             )
         kept.append(min(length, longest))
     return kept
