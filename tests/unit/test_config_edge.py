@@ -38,7 +38,7 @@ def test_a_groups_file_has_every_key_with_its_default(group: str, name: str) -> 
     hint = get_type_hints(RunSettings)[group]
     assert content.keys() == {field.name for field in fields(hint)}
     default_params = content.pop("default_params", {})
-    assert build(hint, content, group) == hint()
+    assert getattr(settings_of({group: content}), group) == hint()
     assert all(isinstance(value, str) for value in default_params.values())
 
 
@@ -115,7 +115,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"search": {"direction": "up"}}, "search.direction='up'", "maximize, minimize"),
         ({"search": 3}, "search=3", "a group of keys"),
         ({"planer": {}}, "planer", "Did you mean planner"),
-        ({"mode": "play"}, "mode='play'", "bench, plan, simulate, train"),
+        ({"mode": "play"}, "mode='play'", "bench, plan, profile, simulate, train"),
         ({"tracking": {"flush_seconds": -1}}, "tracking.flush_seconds=-1", "at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
