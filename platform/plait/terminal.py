@@ -21,13 +21,13 @@ from plait.engine.messages import (
     JobGenerated,
     JobParked,
 )
+from plait.terminal_pace import Pace
 from plait.terminal_rows import (
     best_line,
     front_text,
     jobs_table,
     number,
     settings_line,
-    share_done,
     status_line,
 )
 from plait.tracking.board import Board, JobRecord
@@ -37,7 +37,6 @@ from plait.tracking.names import FAILED, FINISHED
 REFRESH_SECONDS = 0.25
 LINES_AROUND = 6  # of the live view, beside the jobs
 OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
-LEAST_SHARE = 0.02  # of the search, before the time left is told
 
 
 class Terminal:
@@ -62,8 +61,8 @@ class Terminal:
         self._console = console
         self._clock = clock
         self._line_seconds = line_seconds
-        self._started = self._shown = clock()
-        self._share_before = share_done(board)
+        self._shown = clock()
+        self._pace = Pace(board, clock)
         self._best: JobRecord | None = board.best()
         self._live: Live | None = None
 
@@ -84,6 +83,7 @@ class Terminal:
 
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
+        self._pace.handle(event)
         if self._live is None:
             self._write_line(event)
         elif self._clock() - self._shown >= REFRESH_SECONDS:
@@ -106,11 +106,8 @@ class Terminal:
 
     @property
     def seconds_left(self) -> float | None:
-        """Wall-clock seconds that remain, if the share done in this process tells."""
-        done = share_done(self._board) - self._share_before
-        if done < LEAST_SHARE:
-            return None
-        return (self._clock() - self._started) * (1.0 - done - self._share_before) / done
+        """Wall-clock seconds that remain, where that can be told."""
+        return self._pace.seconds_left
 
     # ---- live ------------------------------------------------------------------------------------------
 

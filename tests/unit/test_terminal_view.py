@@ -1,13 +1,17 @@
 """The terminal, with a clock that the test turns and a console that is recorded."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from plait.durations import duration
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
 from plait.terminal import Terminal, print_summary
 from plait.terminal_rows import jobs_table, setting, share_done, shown_first, status_line
@@ -52,7 +56,7 @@ class Stage:
     def step(self, trial: int, step: int) -> None:
         name = spec(trial).name
         self.play(JobProgress(name, step, 2.0 / step, 1.0, 1e-4, 100 * step, 1.0, 250.0))
-        self.play(GroupStep("g0", step, (name,), 1, 100, 0.5, None, 256))
+        self.play(GroupStep("g0", step, (name,), 1, 100, 1.0, None, 256))
 
     @property
     def lines(self) -> list[str]:
@@ -92,8 +96,8 @@ def test_plain_progress_comes_by_the_clock_and_not_by_the_step() -> None:
             stage.clock.now += 1.0
             stage.step(0, step)
     assert stage.lines[1:] == [
-        "15 % done · 0 of 1 ended, 1 running · 200 tokens/s · about 1 min 25 s left",
-        "30 % done · 0 of 1 ended, 1 running · 200 tokens/s · about 1 min 10 s left",
+        "15 % done · 0 of 1 ended, 1 running · 100 tokens/s · about 1 min 25 s left",
+        "30 % done · 0 of 1 ended, 1 running · 100 tokens/s · about 1 min 10 s left",
     ]
 
 
@@ -151,14 +155,117 @@ def test_live_jobs_come_first_then_the_newest_that_ended_then_the_next_to_start(
     assert [job.trial for job in shown_first(list(board.jobs.values()))] == [3, 4, 1, 0, 2, 5]
 
 
-def test_time_left_follows_the_share_done_here_and_not_before() -> None:
+# ---- time left ---------------------------------------------------------------------------------------------
+
+
+class Played:
+    """A search of equal trials at a constant pace: a step of one job takes a second, wherever it trains."""
+
+    def __init__(self, lengths: Sequence[int], parallel: int, steps: int) -> None:
+        self.stage = Stage(board_of(0, trials=len(lengths)), terminal=True)
+        self.lengths, self.parallel, self.steps = list(lengths), parallel, steps
+        self.left: list[tuple[float, float | None]] = []  # truly, and as told
+
+    def run(self) -> None:
+        """Trials end after their lengths; those that come to the full number of steps have finished."""
+        stage, live, drawn, iteration = self.stage, dict[int, int](), 0, 0
+        while drawn < len(self.lengths) or live:
+            while drawn < len(self.lengths) and len(live) < self.parallel:
+                stage.board.add(JobRecord(spec(drawn).name, drawn, spec(drawn).parameters()))
+                stage.play(JobAdmitted(spec(drawn), 0, self.steps, "g0"))
+                live[drawn] = 0
+                drawn += 1
+            iteration += 1
+            stage.clock.now += len(live)
+            names = tuple(spec(trial).name for trial in live)
+            for trial in live:
+                live[trial] += 1
+                name = spec(trial).name
+                stage.play(JobProgress(name, live[trial], 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
+            stage.play(GroupStep("g0", iteration, names, 1, 8 * len(live), float(len(live)), None, 256))
+            truth = sum(n - live.get(t, n if t < drawn else 0) for t, n in enumerate(self.lengths))
+            self.left.append((truth, stage.view.seconds_left))
+            for trial in [trial for trial, step in live.items() if step == self.lengths[trial]]:
+                self.end(trial, live.pop(trial))
+
+    def end(self, trial: int, step: int) -> None:
+        name = spec(trial).name
+        state = "finished" if step == self.steps else "stopped"
+        self.stage.play(JobEnded(name, state, step, "", 1.0, 8 * step, 1.0, 1.0, None))
+        self.stage.board.judge(name, "finished" if step == self.steps else "pruned", 1.0, "")
+
+
+@settings(deadline=None, max_examples=40)
+@given(trials=st.integers(1, 12), parallel=st.integers(1, 5), steps=st.integers(6, 40))
+def test_time_left_is_exact_at_a_constant_pace_where_all_come_to_their_ends(
+    trials: int, parallel: int, steps: int
+) -> None:
+    played = Played([steps] * trials, parallel, steps)
+    played.run()
+    told = [(truth, left) for truth, left in played.left if left is not None]
+    assert len(told) == len(played.left) - 4
+    assert [left for _, left in told] == pytest.approx([truth for truth, _ in told], abs=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([5, 10, 20, 40]), min_size=12, max_size=40), st.integers(1, 6))
+def test_time_left_falls_on_average_where_trials_are_pruned(lengths: list[int], parallel: int) -> None:
+    played = Played(lengths, parallel, 40)
+    played.run()
+    left = [left for _, left in played.left if left is not None]
+    half = len(left) // 2
+    assert fmean(left[:half]) > fmean(left[half:])
+    assert played.stage.view.seconds_left == pytest.approx(0.0, abs=1e-6)
+
+
+def test_time_left_of_jobs_far_longer_than_the_time_so_far() -> None:
+    """Trials that were ended early do not count as work done in no time."""
+    stage = Stage(board_of(4), terminal=False)
+    for trial in range(4):
+        stage.play(JobAdmitted(spec(trial), 0, 100_000, "g0"))
+    names = tuple(spec(trial).name for trial in range(4))
+    told = []
+    for step in range(1, 41):
+        stage.clock.now += 0.4
+        for trial in range(4):
+            stage.board.handle(JobProgress(names[trial], step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
+        stage.play(GroupStep("g0", step, names, 1, 8, 0.4, None, 256))
+        if step == 20:
+            stage.play(JobEnded(names[0], "stopped", step, "ended by its owner", 1.0, 8, 1.0, 1.0, None))
+            stage.board.judge(names[0], "pruned", 1.0, "")
+            told = [stage.view.seconds_left]
+    told.append(stage.view.seconds_left)
+    assert told[0] == pytest.approx(3 * 99_980 * 0.1, rel=0.01)
+    assert told[1] is not None
+    assert told[0] is not None
+    assert 25_000 < told[1] < told[0]
+
+
+def test_time_in_which_nobody_trained_is_no_pace() -> None:
+    stage = Stage(board_of(1), terminal=False)
+    stage.play(JobAdmitted(spec(0), 0, 100, "g0"))
+    for step in range(1, 41):
+        stage.clock.now += 1.0
+        if step == 21:
+            stage.board.handle(JobParked("trial-0000", 20, "paused"))
+            stage.clock.now += 3600.0
+            stage.play(JobAdmitted(spec(0), 20, 100, "g0"))
+        stage.board.handle(JobProgress("trial-0000", step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
+        stage.play(GroupStep("g0", step, ("trial-0000",), 1, 8, 1.0, None, 256))
+    assert stage.view.seconds_left == pytest.approx(60.0)
+
+
+def test_time_left_of_a_search_that_goes_on_leaves_out_what_is_done() -> None:
     board = board_of(2)
-    board.jobs["trial-0000"].state = "finished"  # by an earlier process
+    board.jobs["trial-0000"].state = "finished"  # by an earlier process, of which the last step is known
+    board.jobs["trial-0000"].step = board.jobs["trial-0000"].steps = 10
     stage = Stage(board, terminal=False)
     assert stage.view.seconds_left is None
-    stage.board.handle(JobAdmitted(spec(1), 0, 10, "g0"))
-    stage.board.handle(JobProgress("trial-0001", 5, 1.0, 1.0, 1e-4, 100, 1.0, 100.0))
-    stage.clock.now += 60.0
+    stage.play(JobAdmitted(spec(1), 0, 10, "g0"))
+    for step in range(1, 6):
+        stage.clock.now += 12.0
+        stage.board.handle(JobProgress("trial-0001", step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
+        stage.play(GroupStep("g0", step, ("trial-0001",), 1, 8, 12.0, None, 256))
     assert share_done(board) == 0.75
     assert stage.view.seconds_left == pytest.approx(60.0)
 
