@@ -37,6 +37,20 @@ def test_cfg_shows_the_job(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert "hydra" not in shown
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["+search.stopping.options.n_startup_trials=3", "++search.stopping.options={n_startup_trials: 3}"],
+)
+def test_a_pruners_options_as_the_complaints_want_them(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(
+        capsys, "sweep", "search/stopping=optuna", option, "adapter.rank=1,2", "--cfg", "job"
+    )
+    assert status == 0
+    assert yaml.safe_load(out)["search"]["stopping"]["options"] == {"n_startup_trials": 3}
+
+
 def test_cfg_of_a_sweep_shows_its_space(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "adapter.rank=4,8",
@@ -125,6 +139,17 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (
             ["sweep", "search.params={adapter.rank: '4,8'}"],
             ["search.params={adapter.rank", "++search.params={adapter.rank: '4,8'}"],
+        ),
+        (
+            ["sweep", "search/stopping=optuna", "search.stopping.options={n_startup_trials: 3}"],
+            ["Add them: ++search.stopping.options={n_startup_trials: 3}"],
+        ),
+        (
+            ["sweep", "search/stopping=optuna", "search.stopping.options.n_startup_trials=3"],
+            [
+                "search.stopping.options has no keys yet",
+                "Add it: +search.stopping.options.n_startup_trials=3",
+            ],
         ),
         (["sweep", "data.nothing=3"], ["unknown key data.nothing", "data.task"]),
         (["sweep", "data=jsonl", "data.pth=x"], ["unknown key data.pth", "Did you mean data.path"]),

@@ -43,6 +43,10 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         if key in there:
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{key} has not all of these keys yet.", f"Add them: ++{given}")
+        if not there:  # a mapping that is filled by whoever needs it, such as a pruner's options
+            parent = key.rpartition(".")[0]
+            given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+            return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")
         unknown = unknown_key(key, there)
         added = _MISSING_PLUS.search(text)
         extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
