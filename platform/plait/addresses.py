@@ -20,5 +20,6 @@ def with_driver(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """The text with the password of every URL in it replaced by three asterisks."""
-    return re.sub(r"(://[^/\s:@]*):[^/\s@]+@", r"\1:***@", text)
+    """The text with the password of every URL in it, before the host or in the query, as three asterisks."""
+    before_host = re.sub(r"(://[^/\s:@]*):[^/\s@]+@", r"\1:***@", text)
+    return re.sub(r"([?&](?:password|sslpassword)=)[^&\s'\"]+", r"\1***", before_host)

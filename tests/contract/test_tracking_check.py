@@ -136,6 +136,7 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
     [
         ("postgresql://me:pass@host/db", "postgresql://me:***@host/db"),
         ("a=http://u:p@h b=https://u:q@h:1/x", "a=http://u:***@h b=https://u:***@h:1/x"),
+        ("'postgresql:///db?password=p&user=u' x", "'postgresql:///db?password=***&user=u' x"),
         ("http://host:5000/@me", "http://host:5000/@me"),
         ("sqlite:////data/a:b@c.db", "sqlite:////data/a:b@c.db"),
     ],
