@@ -114,6 +114,8 @@ def _leaderboard_note(sweep: Sweep) -> str:
     words = {USEFUL: "finished", PRUNED: "pruned", FAILED: "failed", OPEN: "not ended"}
     parts = [f"{count} {words[how]}" for how, count in counts.items() if count]
     rule = f"{order.capitalize()} {sweep.metric or 'objective'} first, finished ones before others"
+    if len(sweep.objectives) > 1:
+        rule = f"The Pareto front of {' and '.join(each.name for each in sweep.objectives)} first. {rule}"
     return f"{rule}: {', '.join(parts)}."
 
 

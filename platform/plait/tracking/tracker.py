@@ -213,6 +213,8 @@ class Tracker:
         with suppress(StorageError), storage_errors(self.location):
             for child in self._store.children(self._parent_id).values():
                 record = record_of(child)
+                if child.data.tags.get(names.TAG_PARETO) == "true":
+                    self._front.add(record.name)
                 if record.name not in self._own:
                     self.board.add(record)
                     self._ids[record.name] = record.run_id
