@@ -2,51 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from laboratory import History, Laboratory
 
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Command, GroupStep, JobParked, RunMicrobatches
+from plait.engine.live import DISPLACED
+from plait.engine.messages import Command, Evaluate, GroupStep, JobParked, RunMicrobatches
 from plait.engine.worker import LocalWorker
+from plait.jobs import JobSpec
 
-STEPS = 8
-
-
-@pytest.fixture
-def lab(laboratory: Any) -> Any:
-    return laboratory("llama")
+STEPS = 6
 
 
-def with_priority(job: Any, priority: int) -> Any:
+@pytest.fixture(scope="module")
+def lab(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    torch.set_num_threads(1)
+    return Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("parking"))
+
+
+@pytest.fixture(scope="module")
+def jobs(lab: Laboratory) -> list[JobSpec]:
+    """Four, each unlike the others, with dropout."""
+    return lab.group(dropout=0.1, steps=STEPS)[:4]
+
+
+@pytest.fixture(scope="module")
+def alone(lab: Laboratory, jobs: list[JobSpec]) -> dict[str, History]:
+    """Each trained by itself, whatever its priority: that is no part of the mathematics."""
+    return lab.solo(jobs)
+
+
+def with_priority(job: JobSpec, priority: int) -> JobSpec:
     return replace(job, train=replace(job.train, priority=priority))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_parked_jobs_end_where_they_would_have_ended_alone(lab: Any, dropout: float) -> None:
-    jobs = lab.group(dropout=dropout, steps=STEPS)[:4]
-
+def test_parked_jobs_end_where_they_would_have_ended_alone(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn in (2, 5):
             coordinator.park(jobs[0].name)
             coordinator.park(jobs[2].name)
         if turn in (4, 7):
             coordinator.unpark(jobs[0].name)
-        if turn in (5, 9):
+        if turn in (5, 8):
             coordinator.unpark(jobs[2].name)
 
     together = lab.run(jobs, between=between)
     parked = [event.job for event in together.events if isinstance(event, JobParked)]
     assert set(parked) == {jobs[0].name, jobs[2].name}
     assert len(parked) >= 3
-    _same_as_alone(lab, jobs, together)
+    _same_as_alone(alone, jobs, together)
 
 
-def test_a_parked_job_alone_goes_on_bit_for_bit(lab: Any) -> None:
-    job = lab.group(dropout=0.1, steps=STEPS)[2]
+def test_a_displaced_job_goes_on_where_it_would_have_been_alone(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
+    """Two places, of which one of higher priority takes one in the middle."""
+    urgent = with_priority(jobs[3], 1)
+
+    def between(turn: int, coordinator: Coordinator) -> None:
+        if turn == 2:
+            coordinator.submit(urgent)
+
+    together = lab.run(jobs[1:3], between=between, max_jobs=2)
+    (parked,) = [event for event in together.events if isinstance(event, JobParked)]
+    assert (parked.job, parked.step, parked.reason) == (jobs[2].name, 2, DISPLACED)
+    _same_as_alone(alone, [jobs[1], jobs[2], urgent], together)
+
+
+def test_a_displaced_job_that_trained_alone_goes_on_bit_for_bit(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
+    """With one place, each is packed as if it were alone."""
+
+    def between(turn: int, coordinator: Coordinator) -> None:
+        if turn == 2:
+            coordinator.submit(with_priority(jobs[0], 1))
+
+    together = lab.run([jobs[2]], between=between, max_jobs=1)
+    assert any(isinstance(event, JobParked) for event in together.events)
+    for job in (jobs[2], jobs[0]):
+        _same_bits(job, together, alone[job.name])
+
+
+def test_a_parked_job_alone_goes_on_bit_for_bit(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
+    job = jobs[2]
 
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn in (1, 4):
@@ -54,18 +102,13 @@ def test_a_parked_job_alone_goes_on_bit_for_bit(lab: Any) -> None:
         if turn in (3, 6):
             coordinator.unpark(job.name)
 
-    disturbed, undisturbed = lab.run([job], between=between), lab.run([job])
-    assert disturbed.losses(job.name) == undisturbed.losses(job.name)
-    for site, (a, b) in undisturbed.end[job.name].items():
-        assert torch.equal(a, disturbed.end[job.name][site][0])
-        assert torch.equal(b, disturbed.end[job.name][site][1])
+    _same_bits(job, lab.run([job], between=between), alone[job.name])
 
 
-def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(lab: Any) -> None:
-    jobs = [
-        with_priority(job, priority)
-        for job, priority in zip(lab.group(dropout=0.1, steps=STEPS)[:4], (0, 1, 0, 1), strict=True)
-    ]
+def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
+    jobs = [with_priority(job, priority) for job, priority in zip(jobs, (0, 1, 0, 1), strict=True)]
     shots = iter([3, 5])
     shot = next(shots)
     runs = 0
@@ -86,7 +129,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(lab:
     sizes = [len(event.jobs) for event in together.events if isinstance(event, GroupStep)]
     assert sizes[:2] == [4, 4]
     assert max(sizes[2:]) <= 3
-    _same_as_alone(lab, jobs, together)
+    _same_as_alone(alone, jobs, together)
 
 
 def _fail_once(worker: LocalWorker, *, after: int) -> None:
@@ -105,10 +148,38 @@ def _fail_once(worker: LocalWorker, *, after: int) -> None:
     worker.__dict__["_forward"] = failing
 
 
-def _same_as_alone(lab: Any, jobs: Any, together: Any) -> None:
-    alone = lab.solo(jobs)
+def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(
+    lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
+) -> None:
+    """Validation losses and everything else stay as they are; no group is made smaller for it."""
+    evaluations = 0
+
+    def before(worker: LocalWorker, command: Command) -> None:
+        nonlocal evaluations
+        if isinstance(command, Evaluate):
+            evaluations += 1
+            if evaluations in (1, 2):
+                _fail_once(worker, after=0)
+
+    together = lab.run(jobs, before=before)
+    assert evaluations == 5  # of all four, of the first two, of each of those, of the others
+    assert not [event for event in together.events if isinstance(event, JobParked)]
+    _same_as_alone(alone, jobs, together)
+
+
+def _same_as_alone(alone: dict[str, History], jobs: Sequence[JobSpec], together: History) -> None:
     for job in jobs:
         assert together.ended(job.name).state == "finished"
         assert together.losses(job.name) == pytest.approx(alone[job.name].losses(job.name), rel=1e-5)
+        assert together.evaluations(job.name) == pytest.approx(
+            alone[job.name].evaluations(job.name), rel=1e-5
+        )
         assert len(together.losses(job.name)) == STEPS
-        assert together.difference(alone[job.name], job.name) <= 1e-4
+        assert together.difference(by_itself, job.name) <= 1e-4
+
+
+def _same_bits(job: JobSpec, disturbed: History, undisturbed: History) -> None:
+    assert disturbed.losses(job.name) == undisturbed.losses(job.name)
+    for site, (a, b) in undisturbed.end[job.name].items():
+        assert torch.equal(a, disturbed.end[job.name][site][0])
+        assert torch.equal(b, disturbed.end[job.name][site][1])

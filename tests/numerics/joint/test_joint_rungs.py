@@ -1,0 +1,165 @@
+"""A whole search with rungs on the real engine: its survivors end where they would have ended alone, and
+places that fall free are filled at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from laboratory import History, Laboratory, Recorder, random_data, random_texts
+from optuna.trial import TrialState
+
+from plait.config_overrides import read_request
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.messages import Command, Event, GroupStep, JobParked, RunMicrobatches
+from plait.engine.order import DataOrder, training_batch
+from plait.engine.worker import LocalWorker
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.models import BaseModel
+from plait.planner.packing import pack
+from plait.plans import GlobalBatch, Microbatch
+from plait.search.identity import identify
+from plait.search.run import SearchRun
+from plait.search.stopper import make_stopper
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
+from plait.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
+
+SPACE = read_request(["adapter.rank=interval(1,12)", "train.lr=tag(log,interval(1e-4,1e-1))"], {}, {}).space
+TRIALS, PARALLEL, STEPS, CAPACITY = 12, 4, 6, 64
+
+
+def make_job(trial: Trial) -> JobSpec:
+    """Batches of eight short samples: a microbatch takes about nine of them."""
+    rank, lr = trial.values["adapter.rank"], trial.values["train.lr"]
+    assert isinstance(rank, int)
+    assert isinstance(lr, float)
+    train = TrainSpec(steps=STEPS, batch_size=8, lr=lr, seed=trial.number)
+    adapter = AdapterSpec(rank, 2.0 * rank, dropout=0.1, target_modules=("q_proj", "v_proj"))
+    return JobSpec(trial.name, adapter, train, random_texts(7, 3, 12, train=24, validation=4))
+
+
+@dataclass
+class Notes:
+    """Keeps the events."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """Nothing to note."""
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def judge(self, *_: Any, **__: Any) -> None:
+        """Nothing to note."""
+
+    def run_id(self, _job: str) -> str:
+        return ""
+
+    def commit(self) -> None:
+        """What is kept here is as durable as it gets."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What a search left."""
+
+    history: History
+    trials: list[optuna.trial.FrozenTrial]
+    packed: list[tuple[Microbatch, ...]]  # of every iteration
+    laboratory: Laboratory
+
+    def job(self, number: int) -> JobSpec:
+        return make_job(Trial(number, self.trials[number].params))
+
+
+@pytest.fixture(scope="module")
+def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    torch.set_num_threads(1)
+    folder, model = tmp_path_factory.mktemp("search"), tiny_model("llama")
+    rule = StoppingSettings(kind="successive_halving", rungs=(2, 4), cohort=6)
+    search = SearchSettings(trials=TRIALS, parallel=PARALLEL, sampler="random", stopping=rule)
+    engine = EngineSettings(kernels="reference", capacity=CAPACITY)
+    settings = RunSettings(engine=engine, search=search)
+    storage = optuna.storages.InMemoryStorage()
+    source = StudyTrials(search, SPACE, identify(SPACE, JobSpec("base"), settings), storage)
+    data, notes, packed = DataCatalogue(random_data), Notes(), []
+
+    def before(_: LocalWorker, command: Command) -> None:
+        if isinstance(command, RunMicrobatches):
+            packed.append(command.microbatches)
+
+    recorder = Recorder(LocalWorker(model, data, engine), before=before)
+    coordinator = Coordinator(recorder, data, settings, folder=folder)
+    stopper = make_stopper(search, STEPS, source.rungs, source.rungs.prunes)
+    result = SearchRun(source, make_job, coordinator, notes, search, stopper=stopper).run()
+    assert result.exit_status == 0
+    history = History(notes.events, recorder.start, recorder.end)
+    trials = optuna.load_study(study_name=None, storage=storage).get_trials()
+    return Searched(history, trials, packed, Laboratory("llama", model, folder))
+
+
+def test_survivors_of_a_search_with_rungs_end_where_they_would_have_ended_alone(searched: Searched) -> None:
+    survivors = [trial.number for trial in searched.trials if trial.state == TrialState.COMPLETE]
+    assert len(survivors) == 2
+    parked = {event.job for event in searched.history.events if isinstance(event, JobParked)}
+    assert parked & {searched.job(number).name for number in survivors}
+    alone = searched.laboratory.solo([searched.job(number) for number in survivors], capacity=CAPACITY)
+    for name, history in alone.items():
+        assert len(history.losses(name)) == STEPS
+        assert searched.history.losses(name) == pytest.approx(history.losses(name), rel=1e-5)
+        assert searched.history.evaluations(name)[-1] == pytest.approx(
+            history.evaluations(name)[-1], rel=1e-5
+        )
+        assert searched.history.difference(history, name) <= 1e-4
+
+
+def test_those_that_were_pruned_came_as_far_as_they_would_have_come_alone(searched: Searched) -> None:
+    pruned = [trial.number for trial in searched.trials if trial.state == TrialState.PRUNED][:2]
+    for number in pruned:
+        job = searched.job(number)
+        losses = searched.history.losses(job.name)
+        alone = searched.laboratory.run([job], capacity=CAPACITY).losses(job.name)
+        assert len(losses) in (2, 4)
+        assert losses == pytest.approx(alone[: len(losses)], rel=1e-5)
+
+
+def test_freed_capacity_is_used_in_every_iteration_until_the_queue_is_empty(searched: Searched) -> None:
+    """Tokens in use, against what first-fit-decreasing could use of the samples of live and queued trials.
+
+    In an iteration every live job gives one global batch, and they share one row of microbatches, of which
+    the last is filled as far as it happens to be: no order of the samples helps there, and what
+    ``search.parallel`` keeps out cannot be used. So each iteration is measured without its least filled
+    microbatch, on both sides, and as many trials are live as may be.
+    """
+    steps = [event for event in searched.history.events if isinstance(event, GroupStep)]
+    assert len(steps) == len(searched.packed)
+    last_drawn = next(at for at, step in enumerate(steps) if f"trial-{TRIALS - 1:04d}" in step.jobs)
+    assert last_drawn > 3
+    done: Counter[str] = Counter()
+    for step, packed in list(zip(steps, searched.packed, strict=True))[:last_drawn]:
+        assert len(step.jobs) == PARALLEL
+        queued = [name for name in map("trial-{:04d}".format, range(TRIALS)) if not done[name]]
+        wanted = [*step.jobs, *(name for name in queued if name not in step.jobs)]
+        could = pack([_batch(searched, name, done[name] + 1) for name in wanted], capacity=CAPACITY, tile=1)
+        assert _filled(packed) >= 0.95 * _filled(could)
+        done.update(step.jobs)
+
+
+def _batch(searched: Searched, name: str, step: int) -> GlobalBatch:
+    job = searched.job(int(name[6:]))
+    train = random_data(job.data).train
+    return training_batch(job, DataOrder.of(job.train, len(train)), train, step)
+
+
+def _filled(microbatches: Any) -> float:
+    """Share of the capacity in use, without the least filled microbatch."""
+    tokens = sorted(each.tokens for each in microbatches)[1:]
+    return sum(tokens) / (len(tokens) * CAPACITY)

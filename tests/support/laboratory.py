@@ -1,0 +1,239 @@
+"""A laboratory: runs jobs through the real coordinator and worker, and keeps what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from plait.engine.admission import WorkerFacts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.messages import (
+    Command,
+    Detach,
+    Event,
+    JobEnded,
+    JobEvaluated,
+    JobProgress,
+    WorkerEvent,
+)
+from plait.engine.worker import LocalWorker
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models import BaseModel
+from plait.samples import Sample, Split, TokenisedData
+from plait.settings import EngineSettings, PlannerSettings, RunSettings
+
+Weights = dict[str, tuple[Tensor, Tensor]]
+VOCABULARY = 250
+NARROW = {"llama": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}
+WIDE = {  # layers whose smaller side is at least 64
+    "llama": ("q_proj", "o_proj", "gate_proj", "down_proj"),
+    "gemma2": ("q_proj", "o_proj", "gate_proj", "down_proj"),
+    "gpt2": ("c_attn", "mlp.c_proj"),
+}
+
+
+def random_data(spec: DataSpec) -> TokenisedData:
+    """Samples of random tokens, about half of them labelled, lengths in a range; from a seed."""
+    options = spec.mapping()
+    source = np.random.default_rng(options["seed"])
+
+    def split(count: int) -> Split:
+        samples = []
+        for _ in range(count):
+            length = int(source.integers(options["shortest"], options["longest"] + 1))
+            labels = source.random(length) < 0.5
+            labels[-1] = True
+            samples.append(Sample(source.integers(3, VOCABULARY, length).astype(np.int32), labels))
+        return Split.of(samples)
+
+    return TokenisedData(spec.options, split(options["train"]), split(options["validation"]))
+
+
+def random_texts(seed: int, shortest: int, longest: int, *, train: int = 17, validation: int = 3) -> DataSpec:
+    return DataSpec.of(
+        "random", seed=seed, shortest=shortest, longest=longest, train=train, validation=validation
+    )
+
+
+@dataclass
+class Recorder:
+    """Stands before a worker: notes each job's weights at its start and before it leaves."""
+
+    worker: LocalWorker
+    start: dict[str, Weights] = field(default_factory=dict)
+    end: dict[str, Weights] = field(default_factory=dict)
+    before: Callable[[LocalWorker, Command], None] = lambda *_: None
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return self.worker.facts
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, Detach):
+            self.end[command.job] = self._weights(command.job)
+        self.before(self.worker, command)
+        events = self.worker.handle(command)
+        for name in self.worker.bank.blocks:
+            self.start.setdefault(name, self._weights(name))
+        return events
+
+    def _weights(self, job: str) -> Weights:
+        return {site: (a.clone(), b.clone()) for site, (a, b) in self.worker.bank.weights(job).items()}
+
+
+@dataclass
+class History:
+    """What a run left: every event, each job's weights at start and end."""
+
+    events: list[Event]
+    start: dict[str, Weights]
+    end: dict[str, Weights]
+
+    def losses(self, job: str) -> list[float]:
+        return [event.loss for event in self.events if isinstance(event, JobProgress) and event.job == job]
+
+    def norms(self, job: str) -> list[float]:
+        return [
+            event.grad_norm for event in self.events if isinstance(event, JobProgress) and event.job == job
+        ]
+
+    def evaluations(self, job: str) -> list[float]:
+        return [event.loss for event in self.events if isinstance(event, JobEvaluated) and event.job == job]
+
+    def ended(self, job: str) -> JobEnded:
+        (found,) = [event for event in self.events if isinstance(event, JobEnded) and event.job == job]
+        return found
+
+    def difference(self, other: History, job: str) -> float:
+        """Norm of the difference between a job's final weights here and there, over that of its update."""
+        return self.difference_from(other.end[job], job)
+
+    def difference_from(self, weights: Weights, job: str) -> float:
+        """As :meth:`difference`, from weights given."""
+        return distance(self.end[job], weights) / distance(self.end[job], self.start[job])
+
+
+def distance(left: Weights, right: Weights) -> float:
+    """Frobenius norm of the difference of all of an adapter's tensors."""
+    assert left.keys() == right.keys()
+    pairs = [(a, b) for site in left for a, b in zip(left[site], right[site], strict=True)]
+    return float(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs) ** 0.5)
+
+
+def mixed_group(family: str, *, dropout: float = 0.0, steps: int = 20) -> list[JobSpec]:
+    """Seven jobs that differ in rank, alpha, targets, batch size, accumulation, rates, clip and lengths."""
+    narrow, wide = NARROW[family], WIDE[family]
+    attention = r".*\.(self_attn|attn|attention)\..*"
+
+    def job(name: str, adapter: AdapterSpec, lengths: tuple[int, int], **train: Any) -> JobSpec:
+        spec = TrainSpec(steps=steps, **train)
+        return JobSpec(name, replace(adapter, dropout=dropout), spec, random_texts(spec.seed, *lengths))
+
+    return [
+        job("one", AdapterSpec(1, 4.0, target_modules="all-linear"), (4, 12), lr=2e-3, batch_size=1, seed=1),
+        job(
+            "three",
+            AdapterSpec(3, 3.0, target_modules=narrow),
+            (20, 60),
+            lr=1e-3,
+            batch_size=2,
+            accumulation=2,
+            clip_norm=0.05,
+            weight_decay=0.1,
+            seed=2,
+        ),
+        job(
+            "eight",
+            AdapterSpec(8, 16.0, target_modules=wide, rslora=True),
+            (5, 30),
+            lr=2e-3,
+            batch_size=4,
+            schedule="cosine",
+            warmup_steps=3,
+            clip_norm=None,
+            seed=3,
+        ),
+        job(
+            "sixty-four",
+            AdapterSpec(64, 32.0, target_modules=wide),
+            (30, 90),
+            lr=1e-4,
+            batch_size=3,
+            lora_plus_ratio=16.0,
+            seed=4,
+        ),
+        job(
+            "sixteen",
+            AdapterSpec(16, 16.0, target_modules=attention),
+            (10, 20),
+            lr=3e-4,
+            batch_size=2,
+            accumulation=3,
+            schedule="linear",
+            betas=(0.8, 0.95),
+            seed=5,
+        ),
+        job("five", AdapterSpec(5, 10.0, target_modules=narrow[:1]), (40, 41), lr=1e-2, batch_size=1, seed=6),
+        job("two", AdapterSpec(2, 8.0, target_modules="all-linear"), (2, 120), lr=1e-3, batch_size=5, seed=7),
+    ]
+
+
+class Laboratory:
+    """Runs jobs on one base model.
+
+    Args:
+        family: of the tiny model.
+        model: that model, frozen.
+        folder: for what runs write.
+    """
+
+    def __init__(self, family: str, model: BaseModel, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+        self.family = family
+
+    def group(self, *, dropout: float = 0.0, steps: int = 20) -> list[JobSpec]:
+        """Seven jobs, each unlike the others."""
+        return mixed_group(self.family, dropout=dropout, steps=steps)
+
+    def data(self, job: JobSpec) -> TokenisedData:
+        """What the job trains on."""
+        return random_data(job.data)
+
+    def run(
+        self,
+        jobs: Sequence[JobSpec],
+        *,
+        kernels: str = "reference",
+        capacity: int = 160,
+        checkpointing: bool = False,
+        resume_from: dict[str, Path] | None = None,
+        between: Callable[[int, Coordinator], None] = lambda *_: None,
+        before: Callable[[LocalWorker, Command], None] = lambda *_: None,
+        max_jobs: int | None = None,
+    ) -> History:
+        """Train the jobs together until none is left; ``between`` is called before each iteration."""
+        engine = EngineSettings(kernels=kernels, capacity=capacity, checkpointing=checkpointing)
+        data = DataCatalogue(random_data)
+        recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
+        settings = RunSettings(engine=engine, planner=PlannerSettings(max_jobs=max_jobs))
+        coordinator = Coordinator(recorder, data, settings, folder=self.folder)
+        for job in jobs:
+            coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))
+        events: list[Event] = []
+        for turn in range(500):
+            between(turn, coordinator)
+            if coordinator.idle:
+                return History(events, recorder.start, recorder.end)
+            events += coordinator.advance()
+        raise AssertionError("the run never came to an end")
+
+    def solo(self, jobs: Sequence[JobSpec], **options: Any) -> dict[str, History]:
+        """Each job in a run of its own."""
+        return {job.name: self.run([job], **options) for job in jobs}
