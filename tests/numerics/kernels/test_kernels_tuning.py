@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_kernels import backends, choose_backend, triton_backend, tuning
+from plait_kernels import KernelError, Selection, backends, choose_backend, triton_backend, tuning
+from plait_kernels.backends import fastest
 from plait_kernels.tuning import CANDIDATES, DEFAULT, Choice, Tiles, load, save, tune
 
 
@@ -86,6 +87,22 @@ def test_on_a_cpu_nothing_is_measured(make_layer, monkeypatch):
     assert tuning.choice(None, layer.x) == DEFAULT
     chosen = choose_backend("cpu", dtype=torch.bfloat16)
     assert (chosen.backend, chosen.seconds) == ("grouped", {})
+
+
+@pytest.mark.parametrize(("triton_seconds", "chosen"), [(1.0, "triton"), (3.0, "grouped")])
+def test_the_backend_that_takes_least_is_chosen(triton_seconds, chosen):
+    times = {"grouped": 2.0, "triton": triton_seconds}
+    assert fastest(("grouped", "triton"), times.__getitem__) == Selection(chosen, times)
+
+
+def test_a_backend_that_cannot_run_after_all_is_left_out():
+    def measure(backend):
+        if backend == "triton":
+            raise KernelError("stage 'down': none of its 13 tile sizes runs on this device")
+        return 2.0
+
+    with pytest.warns(RuntimeWarning, match="'triton' is left out: stage 'down'"):
+        assert fastest(("grouped", "triton"), measure) == Selection("grouped", {"grouped": 2.0})
 
 
 @pytest.mark.gpu

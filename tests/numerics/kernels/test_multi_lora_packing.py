@@ -16,6 +16,7 @@ from plait_kernels import (
     Site,
     multi_lora_linear,
 )
+from plait_kernels.triton_backend import available
 
 
 def _alone(layer, index):
@@ -77,17 +78,15 @@ def test_a_diverged_neighbour_does_not_spread(place, make_layer):
 
 
 _segment = st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 3))
+_ROUTINGS = {
+    "ranks": st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    "drawn": st.lists(_segment, min_size=1, max_size=6),
+    "dropout": st.sampled_from([0.0, 0.25]),
+    "seed": st.integers(0, 99),
+}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    ranks=st.lists(st.integers(1, 9), min_size=4, max_size=4),
-    drawn=st.lists(_segment, min_size=1, max_size=6),
-    dropout=st.sampled_from([0.0, 0.25]),
-    seed=st.integers(0, 99),
-)
-@pytest.mark.parametrize("backend", ["reference", "grouped"])
-def test_random_routings(make_layer, backend, ranks, drawn, dropout, seed):
+def _check_routing(make_layer, backend, ranks, drawn, dropout, seed):
     layer = make_layer(ranks=ranks, lengths=[1, 1, 1, 1], in_features=13, dropout=dropout, seed=seed)
     layer.segments, end = [], 0
     for adapter, length, gap in drawn:
@@ -101,6 +100,21 @@ def test_random_routings(make_layer, backend, ranks, drawn, dropout, seed):
     layer.grad = torch.randn(end, layer.weight.shape[0], generator=generator)
     layer.segments.reverse()  # their order does not matter
     layer.assert_close(layer.run(backend))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**_ROUTINGS)
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+def test_random_routings(make_layer, backend, **drawn):
+    _check_routing(make_layer, backend, **drawn)
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(**_ROUTINGS)
+def test_random_routings_by_tiles(make_layer, **drawn):
+    if not available(torch.device("cpu")):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    _check_routing(make_layer, "triton", **drawn)
 
 
 def _bank():
