@@ -1,6 +1,6 @@
 # make sweep    a real search with the defaults: SmolLM2-135M, a built-in task, this machine
 # make test     lint, types and tests
-# ARGS="..."    further arguments, as in: make sweep ARGS="search.trials=16 adapter.rank=choice(8,32)"
+# ARGS="..."    further arguments, as in: make sweep ARGS="search.trials=16 'adapter.rank=choice(8,32)'"
 
 PYTHON ?= python3
 VENV   ?= .venv
