@@ -32,7 +32,7 @@ brings_cuda() {
     $PIP install --quiet --dry-run --report - "$1" 2>/dev/null | "$VENV/bin/python" -c '
 import json, sys
 names = [item["metadata"]["name"].lower() for item in json.load(sys.stdin)["install"]]
-sys.exit(0 if any(name.startswith(("nvidia-", "cuda-")) for name in names) else 1)'
+sys.exit(0 if any(name.startswith(("nvidia-", "cuda-")) for name in names) else 1)' 2>/dev/null  # pip says below what is wrong
 }
 
 if ! has_torch; then
