@@ -242,60 +242,56 @@ def _problem(settings: RunSettings, jobs: Sequence[JobSpec], options: Options) -
 
 
 def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
-    def middle(what: Callable[[Comparison], float]) -> float:
-        return median(map(what, comparisons))
+    """Medians over the seeds; what PEFT takes with rungs or in other orders is made of measured times."""
 
-    def times(what: Callable[[Comparison], float], name: str, note: str = "", unit: str = "×") -> Figure:
+    def figure(name: str, what: Callable[[Comparison], float], unit: str, *, of: str = "") -> Figure:
         values = sorted(map(what, comparisons))
-        spread = f"{values[0]:.3g} to {values[-1]:.3g}" + (f"; {note}" if note else "")
-        return Figure(name, median(values), unit, "measured", note=spread)
+        spread = f"{values[0]:.3g} to {values[-1]:.3g}"
+        if not of:
+            return Figure(name, median(values), unit, "measured", note=spread)
+        return Figure(name, median(values), unit, "computed", note=f"{spread}; {of}")
 
-    derived = "derived from the measured times of all trials"
+    parts = "from the measured times of all trials, replayed"
+    orders = "mean over all orders of its trials, from their measured times"
     return [
-        Figure("loss that all sides reach", middle(lambda c: c.target), "nats", "measured"),
-        Figure("Plait: until it was reached", middle(lambda c: c.joint.reached), "s", "measured"),
-        Figure(
-            "sequential, no pruner: until it was reached", middle(lambda c: c.full.reached), "s", "measured"
+        figure("loss that all sides reach", lambda c: c.target, "nats"),
+        figure(
+            "Plait's best loss above the full grid's", lambda c: 100 * (c.joint.best / c.full.best - 1), "%"
         ),
-        Figure(
-            "sequential, same rungs: until it was reached",
-            middle(lambda c: c.rungs.reached),
-            "s",
-            "measured",
-            note=derived,
-        ),
-        Figure("Plait: whole search", middle(lambda c: c.joint.seconds), "s", "measured"),
-        Figure("sequential, no pruner: whole search", middle(lambda c: c.full.seconds), "s", "measured"),
-        Figure(
-            "sequential, same rungs: whole search",
-            middle(lambda c: c.rungs.seconds),
-            "s",
-            "measured",
-            note=derived,
-        ),
-        times(lambda c: c.full.reached / c.joint.reached, "to the same loss, over no pruner"),
-        times(lambda c: c.rungs.reached / c.joint.reached, "to the same loss, over the same rungs", derived),
-        times(
-            lambda c: c.pruner.reached / c.joint.reached,
-            "to the same loss, over Optuna's halving pruner",
-            derived,
-        ),
-        times(
-            lambda c: c.any_order / c.joint.reached,
+        figure("Plait: until it was reached", lambda c: c.joint.reached, "s"),
+        figure("sequential, no pruner: until it was reached", lambda c: c.full.reached, "s"),
+        figure("sequential, same rungs: until it was reached", lambda c: c.rungs.reached, "s", of=parts),
+        figure("Plait: whole search", lambda c: c.joint.seconds, "s"),
+        figure("sequential, no pruner: whole search", lambda c: c.full.seconds, "s"),
+        figure("sequential, same rungs: whole search", lambda c: c.rungs.seconds, "s", of=parts),
+        figure("to the same loss, over no pruner", lambda c: c.full.reached / c.joint.reached, "×"),
+        figure(
             "to the same loss, over no pruner in any order",
-            "mean over all orders of its trials, from their measured times",
+            lambda c: c.any_order / c.joint.reached,
+            "×",
+            of=orders,
         ),
-        times(lambda c: c.full.seconds / c.joint.seconds, "whole search, over no pruner"),
-        times(lambda c: c.rungs.seconds / c.joint.seconds, "whole search, over the same rungs", derived),
-        times(
-            lambda c: c.pruner.seconds / c.joint.seconds,
+        figure(
+            "to the same loss, over the same rungs",
+            lambda c: c.rungs.reached / c.joint.reached,
+            "×",
+            of=parts,
+        ),
+        figure(
+            "to the same loss, over Optuna's halving pruner",
+            lambda c: c.pruner.reached / c.joint.reached,
+            "×",
+            of=parts,
+        ),
+        figure("whole search, over no pruner", lambda c: c.full.seconds / c.joint.seconds, "×"),
+        figure(
+            "whole search, over the same rungs", lambda c: c.rungs.seconds / c.joint.seconds, "×", of=parts
+        ),
+        figure(
             "whole search, over Optuna's halving pruner",
-            derived,
-        ),
-        times(
-            lambda c: 100 * (c.joint.best / c.full.best - 1),
-            "Plait's best loss above the full grid's",
-            unit="%",
+            lambda c: c.pruner.seconds / c.joint.seconds,
+            "×",
+            of=parts,
         ),
     ]
 
