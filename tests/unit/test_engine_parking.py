@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -224,16 +225,45 @@ def test_out_of_memory_makes_the_group_smaller_and_no_step_is_lost(make: Any) ->
     assert runs == 3 + 3 + 2  # the two that ran out of memory were taken again
 
 
-def test_a_group_that_ran_out_of_memory_is_not_formed_again(make: Any) -> None:
-    made, _ = make(room=2)
+def test_a_group_that_ran_out_of_memory_is_not_formed_again_while_its_jobs_train(make: Any) -> None:
+    made, worker = make(room=2)
     for name in "abc":
         made.submit(job(name))
     made.advance()
     assert made.places() == 0
-    made.submit(job("d", steps=1))
+    made.submit(job("d"))
+    for _ in range(4):
+        made.advance()
+    assert sum(isinstance(command, RunMicrobatches) for command in worker.commands) == 5 + 1
+    assert set(worker.jobs) == {"a", "b"}
+
+
+def test_a_larger_group_is_tried_again_after_ends_ever_more_rarely(make: Any) -> None:
+    """Memory is short for three, all the time: it runs out about log2 of the number of jobs."""
+    made, worker = make(room=2)
+    names = [f"job-{number}" for number in range(40)]
+    for name in names:
+        made.submit(job(name, steps=1))
     events = drain(made)
     assert {len(group) for group in groups(events)} <= {1, 2}
-    assert parked(events) == []
+    assert [name for name in names if steps(events, name) != [1]] == []
+    out = [each for each in parked(events) if each[2] == DISPLACED]
+    runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
+    assert runs - len(groups(events)) == len(out)
+    assert 2 <= len(out) - 38 <= 1 + math.log2(40)  # the first step came down from 40 to 2, one by one
+
+
+def test_memory_that_is_there_again_is_used_again(make: Any) -> None:
+    made, worker = make(room=2)
+    for name, length in (("a", 2), ("b", 6), ("c", 6), ("d", 6)):
+        made.submit(job(name, steps=length))
+    events = [*made.advance(), *made.advance()]
+    assert set(worker.jobs) == {"b"}
+    worker.room = 3
+    events += drain(made)
+    assert max(map(len, groups(events))) == 3
+    for name, length in (("a", 2), ("b", 6), ("c", 6), ("d", 6)):
+        assert steps(events, name) == list(range(1, length + 1))
 
 
 def test_a_job_that_runs_out_of_memory_alone_fails(make: Any) -> None:

@@ -27,8 +27,9 @@ class Roster:
     def __init__(self, admission: Admission, max_jobs: int | None) -> None:
         self._admission = admission
         self._asked_for = self._max_jobs = max_jobs
-        self._ends_left = 0  # until a group as large as one that ran out of memory may be formed again
-        self._times_out = 0  # of memory
+        self._every = 1  # ends, after which a group that is larger by one is tried, once memory ran out
+        self._ends_left: int | None = None  # until then; None where memory never ran out
+        self._tried = False  # since memory ran out last
         self.waiting: list[LiveJob] = []
         self.live: dict[str, LiveJob] = {}
         self.parked: dict[str, LiveJob] = {}
@@ -66,9 +67,12 @@ class Roster:
     def end(self, job: LiveJob) -> None:
         """Take out a job that is over."""
         self.remove(job)
+        if self._ends_left is None or self._max_jobs is None or self._max_jobs == self._asked_for:
+            return
         self._ends_left -= 1
         if self._ends_left == 0:
-            self._max_jobs = self._asked_for
+            self._max_jobs += 1
+            self._ends_left, self._tried = self._every, True
 
     def choose(self) -> Chosen:
         """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
@@ -113,12 +117,13 @@ class Roster:
     def shrink(self) -> None:
         """The live group ran out of memory, whatever was predicted: none as large is formed for a while.
 
-        Other jobs may fit where these did not, so it is tried again after some have ended: after one the
-        first time, then after 2, 4, 8. A search of n jobs so runs out of memory about log n times at most.
+        Other jobs may fit where these did not, so it is tried with one more after some have ended: after one
+        the first time, then after 2, 4, 8. Where memory stays short, a search so runs out of it about as
+        often as the number of its jobs can be halved.
         """
         self._max_jobs = len(self.live) - 1
-        self._ends_left = 2**self._times_out
-        self._times_out += 1
+        self._every *= 2 if self._tried else 1
+        self._ends_left, self._tried = self._every, False
 
     def _fits(self, demands: list[Demand]) -> bool:
         few = self._max_jobs is None or len(demands) <= self._max_jobs

@@ -169,11 +169,10 @@ def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(
 
 def _same_as_alone(alone: dict[str, History], jobs: Sequence[JobSpec], together: History) -> None:
     for job in jobs:
+        by_itself = alone[job.name]
         assert together.ended(job.name).state == "finished"
-        assert together.losses(job.name) == pytest.approx(alone[job.name].losses(job.name), rel=1e-5)
-        assert together.evaluations(job.name) == pytest.approx(
-            alone[job.name].evaluations(job.name), rel=1e-5
-        )
+        assert together.losses(job.name) == pytest.approx(by_itself.losses(job.name), rel=1e-5)
+        assert together.evaluations(job.name) == pytest.approx(by_itself.evaluations(job.name), rel=1e-5)
         assert len(together.losses(job.name)) == STEPS
         assert together.difference(by_itself, job.name) <= 1e-4
 
