@@ -288,7 +288,7 @@ class JobEvaluated:
 
 @dataclass(frozen=True, slots=True)
 class JobGenerated:
-    """Share of generated answers that the task's verifier accepted."""
+    """Mean of the verifier's scores of the generated answers: 1 is right, less is partly right or wrong."""
 
     job: str
     step: int

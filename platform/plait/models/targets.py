@@ -92,5 +92,6 @@ def _nothing(what: str, names: Collection[str]) -> ModelError:
     return ModelError(
         f"adapter.target_modules: {what}",
         "This matches no linear layer of the model.",
-        f"There are {choices(suffixes)} (full names such as {example}), or 'all-linear'.",
+        f"There are {choices(suffixes)} (full names such as {example}), or 'all-linear'. "
+        "Names stand in a list, also one alone: [q_proj]; a text is a regular expression for whole names.",
     )
