@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,7 +147,6 @@ def study_pages(
     request: pytest.FixtureRequest, pictures: ModuleType, fifty: TrackingSettings, tmp_path: Path
 ) -> Iterator[str]:
     """The address of optuna-dashboard's pages on the study of the search of 50."""
-    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
     journal = fifty.root / JOURNAL
     storage = str(journal)
     if request.param == "sqlite":
@@ -156,7 +156,14 @@ def study_pages(
             from_storage=open_storage(str(journal), fifty.root),
             to_storage=open_storage(storage, tmp_path),
         )
-    port = pictures.free_port()
+    with _served(storage, pictures.free_port()) as address:
+        yield address
+
+
+@contextmanager
+def _served(storage: str, port: int) -> Iterator[str]:
+    """The address of optuna-dashboard's pages on a storage."""
+    pytest.importorskip("optuna_dashboard", reason="optuna-dashboard is not installed")
     program = Path(sys.executable).with_name("optuna-dashboard")
     command = [str(program), storage, "--port", str(port), "--server", "wsgiref", "--quiet"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -167,6 +174,11 @@ def study_pages(
     finally:
         server.terminate()
         server.wait(30)
+
+
+def _asked(address: str, path: str) -> Any:
+    with urllib.request.urlopen(f"{address}/api/{path}", timeout=30) as answer:
+        return json.load(answer)
 
 
 def _until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -183,16 +195,37 @@ def _until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
 def test_optuna_dashboard_reads_the_study(
     pictures: ModuleType, study_pages: str, result: SearchResult
 ) -> None:
-    def ask(path: str) -> Any:
-        with urllib.request.urlopen(f"{study_pages}/api/{path}", timeout=30) as answer:
-            return json.load(answer)
-
-    (study,) = ask("studies")["study_summaries"]
+    (study,) = _asked(study_pages, "studies")["study_summaries"]
     assert study["study_name"] == "made-up-50"
-    trials = ask(f"studies/{study['study_id']}")["trials"]
+    trials = _asked(study_pages, f"studies/{study['study_id']}")["trials"]
     words = {"finished": "Complete", "pruned": "Pruned", "failed": "Fail"}
     assert Counter(item["state"] for item in trials) == Counter(words[item.state] for item in result.records)
     assert all(item["intermediate_values"] for item in trials if item["state"] == "Pruned")
     with pictures.browser(study_pages) as browser:
         browser.driver.get(f"{study_pages}/dashboard/studies/{study['study_id']}/trials")
         browser.wait_for("50 Trials", "Complete", "Pruned", "Fail")
+
+
+def test_optuna_dashboard_shows_what_a_search_with_rungs_pruned(
+    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real search: what the pages are told of its pruned trials, and what they show."""
+    monkeypatch.chdir(tmp_path)
+    rungs = ["search/stopping=successive_halving", "search.stopping.rungs=[1,2]", "search.stopping.cohort=4"]
+    short = ["model=tiny", "data=reasoning_gym", "data.size=16", "data.validation=4", "train.steps=4"]
+    space = ["train.lr=tag(log,interval(1e-4,1e-1))", "search.sampler=random", "search.trials=4"]
+    assert main(["sweep", *short, *rungs, *space, "train.batch_size=2", "search.name=pruned"]) == 0
+    storage = tmp_path / "plait-runs" / JOURNAL
+    with _served(str(storage), pictures.free_port()) as address:
+        (study,) = _asked(address, "studies")["study_summaries"]
+        trials = _asked(address, f"studies/{study['study_id']}")["trials"]
+        assert Counter(trial["state"] for trial in trials) == {"Pruned": 3, "Complete": 1}
+        for trial in trials:
+            values = {each["step"]: each["value"] for each in trial["intermediate_values"]}
+            assert tuple(values) in ((1,), (1, 2), (1, 2, 4))
+            assert trial["values"] == [values[max(values)]]
+            reason = next(each for each in trial["user_attrs"] if each["key"] == "plait.reason")
+            assert trial["state"] == "Complete" or "at rung" in reason["value"]
+        with pictures.browser(address) as browser:
+            browser.driver.get(f"{address}/dashboard/studies/{study['study_id']}/trials")
+            browser.wait_for("4 Trials", "Complete", "Pruned")
