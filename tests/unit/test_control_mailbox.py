@@ -89,6 +89,26 @@ def test_orders_stand_until_withdrawn_and_others_see_them(tmp_path: Path) -> Non
     assert mine.orders == Orders("running", (3,))
 
 
+def test_orders_that_were_carried_out_are_withdrawn_in_one_go_and_counted(tmp_path: Path) -> None:
+    mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
+    for times in range(1, 4):
+        mine.set_mode("stopping")
+        mine.set_stops((3,))
+        assert other.orders == Orders("stopping", (3,))
+        mine.withdraw()
+        assert other.orders == Orders()
+        assert other.orders.ended == times
+
+
+def test_changes_within_one_tick_of_the_files_clock_are_seen(tmp_path: Path) -> None:
+    mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
+    path = tmp_path / "orders.json"
+    for mode in ("paused", "stopping", "running"):
+        mine.set_mode(mode)
+        os.utime(path, ns=(0, 0))
+        assert other.orders.mode == mode
+
+
 def test_one_process_has_the_desk_and_its_end_frees_it(tmp_path: Path) -> None:
     box = Mailbox(tmp_path)
     assert not box.attended
