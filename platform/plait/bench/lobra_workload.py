@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from plait.cost.lengths import Family, LengthGenerator, sigma_from_skewness
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.replica import ReplicaCost
 from plait.errors import ConfigError, choices
 from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_counts
 from plait.planner.dispatch_search import ReplicaKind
@@ -113,11 +113,6 @@ def replicas(costs: Sequence[ReplicaCost], deployment: Sequence[Sequence[int]]) 
             raise ConfigError(f"a deployment with ⟨{tp},{pp}⟩", f"The profile has {have}.")
         kinds.append(ReplicaKind(by_shape[tp, pp], count))
     return kinds
-
-
-def with_limits(profile: ClusterProfile, table: Sequence[Sequence[int]]) -> ClusterProfile:
-    """The profile with another table of the most tokens of a microbatch."""
-    return replace(profile, configurations=tuple(Configuration(*row) for row in table))
 
 
 def read_tasks(options: Mapping[str, object]) -> list[Task]:

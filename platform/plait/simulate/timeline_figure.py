@@ -87,9 +87,5 @@ def _add_bars(
     )
 
 
-def _first_job(work: Work) -> str | None:
-    return work.parts[0][0] if work.parts else None
-
-
 def _row(replica: int, stage: int) -> str:
     return f"replica {replica}, stage {stage}"
