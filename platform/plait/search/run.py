@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked, Notice
+from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
 from plait.jobs import JobSpec
 from plait.objectives import Objective, pareto_front
@@ -320,8 +320,6 @@ class SearchRun:
             elif isinstance(event, JobParked) and event.reason != DISPLACED and event.job in self._live:
                 self._parked[event.job] = self._live.pop(event.job)
                 self._at_rung |= {event.job} if AT_RUNG in event.reason else set()
-            elif isinstance(event, JobAdmitted) and event.job.name in self._parked:
-                self._live[event.job.name] = self._parked.pop(event.job.name)
 
     def _report(self, event: JobEvaluated) -> None:
         """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
