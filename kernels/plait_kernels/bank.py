@@ -9,7 +9,7 @@ no other adapter's block.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,10 @@ class Block:
     generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
     _views: dict[tuple[str, int], Pair] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that it holds: the state, its compute copy, and what was made from them and is kept."""
+        yield from (self.state, self.copy, self.local, *self._diagonals.values())
 
     @property
     def aliased(self) -> bool:

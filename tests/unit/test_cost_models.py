@@ -287,3 +287,32 @@ def test_draws_repeat_and_streams_differ() -> None:
     assert generator.draw(1000).max() <= 1024
     with pytest.raises(ConfigError, match="family"):
         LengthGenerator("uniform", 3.0, 1.0)  # type: ignore[arg-type]
+
+
+def test_checkpointing_takes_each_layers_forward_pass_once_more() -> None:
+    plain = TimeModel(4, {1: LayerTime(2e-3, 1e-5, 1e-9)}, {1: HeadTime(1e-3, 1e-6)}, forward_share=0.4)
+    again = plain.recomputing()
+    shape = MicrobatchShape.of([100, 50])
+    before = plain.stage(shape, layers=3, last=False)
+    after = again.stage(shape, layers=3, last=False)
+    assert after.forward == pytest.approx(before.forward)
+    assert after.backward == pytest.approx(before.backward + before.forward)
+    head = plain.stage(shape, layers=0, last=True)
+    assert again.stage(shape, layers=0, last=True).total == pytest.approx(head.total)
+
+
+@pytest.mark.parametrize("configuration", [(1, 1, 4096), (1, 4, 4096), (1, 4, 512), (1, 2, 1024)])
+def test_seconds_with_more_sequences_are_those_of_the_rows_with_them(
+    configuration: tuple[int, int, int],
+) -> None:
+    time = TimeModel(8, {1: LayerTime(2e-3, 1e-5, 1e-9)}, {1: HeadTime(1e-3, 1e-6)})
+    cost = ReplicaCost.of(Configuration(*configuration), (600, 1000, 3000), time)
+    rng = np.random.default_rng(0)
+    counts = rng.integers(0, 9, (5, 3)) * (np.arange(3) < cost.supported)
+    buckets = np.array([0, 1, 2, 0])
+    more = rng.integers(0, 4, (4, 5))
+    found = cost.seconds_with(counts, buckets, more)
+    for m, bucket in enumerate(buckets):
+        rows = counts.copy()
+        rows[:, bucket] += more[m]
+        np.testing.assert_allclose(found[m], cost.seconds_many(rows), rtol=1e-12)

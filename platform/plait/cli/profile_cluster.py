@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 from plait.cli.plan import check_cluster, described, draw_workload
 from plait.cost.memory import MemoryModel
 from plait.cost.profiles import ClusterProfile
-from plait.errors import EXIT_DONE
+from plait.errors import EXIT_DONE, CapacityError
 from plait.planning.parallelism import RANK, Candidate, ModelMemory, compare
 from plait.search.checks import check_jobs, check_model
 from plait.search.command import SearchCommand
@@ -37,23 +37,42 @@ def compare_configurations(
     workload = draw_workload(command, settings, shape)
     names = [job.name for job in workload.jobs][: settings.search.parallel]
     available = int(settings.planner.memory_share * profile.devices.memory_bytes)
-    memory = model_memory(profile, settings.engine, say=say)
-    found = compare(
-        profile,
-        {name: workload.batches[name][:STEPS] for name in names},
-        memory,
-        available=available,
-        labelled_share=workload.labelled_share,
-        say=say,
-    )
+
+    def compared(checkpointing: bool) -> tuple[Candidate, ...]:
+        time = profile.time.recomputing() if checkpointing else profile.time
+        return compare(
+            replace(profile, time=time),
+            {name: workload.batches[name][:STEPS] for name in names},
+            model_memory(profile, replace(settings.engine, checkpointing=checkpointing), say=say),
+            available=available,
+            labelled_share=workload.labelled_share,
+            say=say,
+        )
+
+    checkpointing = settings.engine.checkpointing
+    try:
+        found = compared(checkpointing)
+    except CapacityError as error:
+        if checkpointing:
+            raise
+        say(f"{error}\nWith engine.checkpointing=true:")
+        checkpointing = True
+        found = compared(checkpointing)
     if as_json:
         rows = [asdict(each) | {"chosen": place == 0} for place, each in enumerate(found)]
-        print(json.dumps({"cluster": profile.name, "how": "simulated", "configurations": rows}, indent=2))
+        facts = {"cluster": profile.name, "how": "simulated", "checkpointing": checkpointing}
+        print(json.dumps(facts | {"configurations": rows}, indent=2))
         return EXIT_DONE
     console.print(_table(found, profile))
     console.print(
         f"profile: {profile.model}, {profile.dtype}: {profile.source}", markup=False, highlight=False
     )
+    if checkpointing:
+        console.print(
+            "- With engine.checkpointing=true: each layer's forward pass is taken to run twice.",
+            markup=False,
+            highlight=False,
+        )
     for line in (
         f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
         f"Bytes are computed from {profile.model}'s sizes for Plait's own engine, adapters of rank {RANK}, "

@@ -92,7 +92,7 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
     """Put meta tensors of true size in the places of the twin's weights."""
     linears = {name: module for name, module in true.named_modules() if isinstance(module, nn.Linear)}
     merged: set[str] = set()
-    for group in (group for groups in base._groups for group in groups):
+    for group in base.groups:
         group.sites = tuple(
             Site(site.name, site.module, linears[site.name].in_features, linears[site.name].out_features)
             for site in group.sites
@@ -107,7 +107,7 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
         if name.rpartition(".")[0] not in merged:
             fake = nn.Parameter(_meta(*sizes[name], dtype=dtype), requires_grad=False)
             torch.utils.swap_tensors(parameter, fake)  # type: ignore[no-untyped-call]
-    for layer in base._parts.layers:
+    for layer in base.layers:
         attentions = [module for module in layer.modules() if isinstance(module.forward, RotaryAttention)]
         if len(attentions) != 1:
             raise ModelError(

@@ -19,13 +19,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 from plait.errors import CapacityError, ConfigError, InputError
 from plait.padding import bucket_samples
 
-FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token")
+FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")
 MASTER_BYTES = 16  # float32 master, gradient and two moments of every adapter weight
 KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
+SAME_SHARE = 1e-9  # shares of inputs that differ by less are the same
 WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
 
 
@@ -38,14 +41,18 @@ class MemoryShape:
         padded: rows that attention works on, padding included.
         squares: Σℓ² of the padded lengths whose attention probabilities are kept for backward.
         labelled: tokens that count in the loss.
-        rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter.
+        rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter; an adapter that sits on a share of
+            the model's linears counts by that share.
+        inputs: Σℓ times the share of the linears' input features that some adapter of the microbatch reads:
+            these are kept for the gradients of A.
     """
 
     tokens: int
     padded: int
     squares: int
     labelled: int
-    rank_tokens: int
+    rank_tokens: float
+    inputs: float = 0.0
 
     @classmethod
     def of(
@@ -53,17 +60,19 @@ class MemoryShape:
         lengths: Sequence[int],
         *,
         labelled: int | None = None,
-        ranks: Sequence[int] | int = 0,
+        ranks: Sequence[float] | float = 0,
+        inputs_read: float = 1.0,
         keep_up_to: float = math.inf,
     ) -> MemoryShape:
         """The shape of samples of these lengths.
 
         Args:
             labelled: labelled tokens; None counts every token.
-            ranks: one rank for all samples, or one for each.
+            ranks: one rank for all samples, or one for each; times the share of linears that it is used on.
+            inputs_read: share of the linears' input features that adapters read.
             keep_up_to: longest sample that keeps its attention probabilities.
         """
-        each = [ranks] * len(lengths) if isinstance(ranks, int) else ranks
+        each = [ranks] * len(lengths) if isinstance(ranks, (int, float)) else ranks
         buckets = [(lengths[members[0]], len(members)) for members in bucket_samples(lengths)]
         return cls(
             tokens=sum(lengths),
@@ -71,6 +80,7 @@ class MemoryShape:
             squares=sum(length**2 * count for length, count in buckets if length <= keep_up_to),
             labelled=sum(lengths) if labelled is None else labelled,
             rank_tokens=sum(rank * length for rank, length in zip(each, lengths, strict=True)),
+            inputs=inputs_read * sum(lengths),
         )
 
 
@@ -88,6 +98,7 @@ class MemoryCoefficients:
     labelled: float = 0.0
     logit_row: float = 0.0
     rank_token: float = 0.0
+    input: float = 0.0
 
     def __post_init__(self) -> None:
         for name in FEATURES:
@@ -97,7 +108,8 @@ class MemoryCoefficients:
     def body(self, shape: MemoryShape) -> float:
         """Bytes of the layers' activations."""
         rows = self.token * shape.tokens + self.padded * shape.padded
-        return rows + self.square * shape.squares + self.rank_token * shape.rank_tokens
+        kept = self.square * shape.squares + self.input * shape.inputs
+        return rows + kept + self.rank_token * shape.rank_tokens
 
     def head(self, shape: MemoryShape, logit_rows: float) -> float:
         """Bytes of head and loss, which only the last pipeline stage has."""
@@ -229,7 +241,7 @@ class MemoryModel:
         most = math.inf
         for phase in self.phases.values():
             c = phase.coefficients
-            each = c.token + c.padded + c.square * longest + c.labelled + c.rank_token * rank
+            each = c.token + c.padded + c.square * longest + c.labelled + c.rank_token * rank + c.input
             room = (available - static) / (1.0 + phase.margin) - c.fixed
             if math.isinf(self.logit_rows):
                 each += c.logit_row
@@ -272,8 +284,12 @@ def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows:
                 f"peak {observation.peaks[name]:.0f} B, static {observation.static:.0f} B",
                 "A peak must lie above the static bytes.",
             )
+    features = np.array([_features(observation.shape, logit_rows) for observation in having])
+    inputs, tokens = features[:, FEATURES.index("input")], features[:, FEATURES.index("token")]
+    if np.ptp(inputs / tokens) < SAME_SHARE:  # tokens say as much, and hold for adapters on fewer linears
+        inputs[:] = 0.0
     fit = fit_relative(
-        [_features(observation.shape, logit_rows) for observation in having],
+        features,
         [observation.peaks[name] - observation.static for observation in having],
         FEATURES,
     )
@@ -282,4 +298,13 @@ def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows:
 
 def _features(shape: MemoryShape, logit_rows: float) -> tuple[float, ...]:
     rows = min(shape.labelled, logit_rows)
-    return (1.0, shape.tokens, shape.padded, shape.squares, shape.labelled, rows, shape.rank_tokens)
+    return (
+        1.0,
+        shape.tokens,
+        shape.padded,
+        shape.squares,
+        shape.labelled,
+        rows,
+        shape.rank_tokens,
+        shape.inputs,
+    )

@@ -48,12 +48,6 @@ class Probe:
         """Of all samples, in order."""
         return tuple(length for segment in self.segments for length in segment.lengths)
 
-    @property
-    def shape(self) -> MemoryShape:
-        """What memory is predicted from."""
-        ranks = [segment.rank for segment in self.segments for _ in segment.lengths]
-        return MemoryShape.of(self.lengths, labelled=self.labelled, ranks=ranks, keep_up_to=KEEP_UP_TO)
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeOptions:
@@ -198,7 +192,22 @@ def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: Make
     else:
         with StorageCounter() as counter:
             static, peaks = _observe(model, (warm_up, probe), options, context, counter)
-    return MemoryObservation(probe.shape, peaks, static)
+    return MemoryObservation(probe_shape(model, probe, options), peaks, static)
+
+
+def probe_shape(model: BaseModel, probe: Probe, options: ProbeOptions) -> MemoryShape:
+    """What the memory of a probe is predicted from: its adapters sit on the targets of ``options``."""
+    sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
+    inputs = [(group.names, group.sites[0].in_features) for group in model.groups]
+    read = sum(features for names, features in inputs if not set(names).isdisjoint(sites))
+    share = len(sites) / len(model.sites)
+    return MemoryShape.of(
+        probe.lengths,
+        labelled=probe.labelled,
+        ranks=[segment.rank * share for segment in probe.segments for _ in segment.lengths],
+        inputs_read=read / sum(features for _, features in inputs),
+        keep_up_to=KEEP_UP_TO,
+    )
 
 
 def _observe(

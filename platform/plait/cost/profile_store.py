@@ -17,7 +17,7 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import ConfigError, StorageError
 from plait.settings import EngineSettings
 
-VERSION = 1
+VERSION = 2
 How = Literal["measured", "computed"]
 
 

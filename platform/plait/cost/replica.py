@@ -136,6 +136,29 @@ class ReplicaCost:
             work = work + self.ramp * self._longest(d)
         return np.where(unsupported, np.inf, work)
 
+    def seconds_with(self, counts: Int64, buckets: Int64, more: Int64) -> Float64:
+        """T of each row of ``counts`` (T, R) with ``more[m, t]`` further sequences of bucket ``buckets[m]``.
+
+        What :meth:`seconds_many` says of the rows one by one, without making them: (M, T).
+        """
+        n = self.supported
+        if not n:
+            return np.where(more == 0, self.seconds_many(counts), np.inf)
+        d, b = counts[:, :n], self.batch[:n]
+        microbatches = -(-d // b)
+        work = microbatches.sum(axis=1)[:, None] * self.fixed + d @ self.each[:, :n].T
+        fits = buckets < n
+        j = np.where(fits, buckets, 0)
+        after = d[:, j].T + more
+        further = -(-after // b[j][:, None]) - microbatches[:, j].T
+        each = self.each.T[j][:, None, :]
+        seconds = (work + further[..., None] * self.fixed + more[..., None] * each).max(axis=2)
+        if self.ramp:
+            largest = (self.fixed + np.minimum(after, b[j][:, None])[..., None] * each).max(axis=2)
+            largest = np.where(after > 0, largest, 0.0)
+            seconds = seconds + self.ramp * np.maximum(self._longest(d), largest)
+        return np.where(fits[:, None] | (more == 0), seconds, np.inf)
+
     def longest(self, counts: Sequence[int] | Int64) -> float:
         """Seconds of the slowest stage for the largest microbatch that ``counts`` (R,) makes."""
         d = np.asarray(counts, dtype=np.int64)[None, : self.supported]

@@ -8,7 +8,7 @@ A layer takes fixed + token·Σℓ + square·Σℓ² seconds; an empty microbatc
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plait.cost.fitting import Fit, fit_relative
 from plait.cost.shapes import MicrobatchShape
@@ -88,6 +88,15 @@ class TimeModel:
         for name in ("forward_share", "head_forward_share"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must lie between 0 and 1.")
+
+    def recomputing(self) -> TimeModel:
+        """The same with activation checkpointing: backward runs each layer's forward pass once more."""
+        more = 1.0 + self.forward_share
+        layer = {
+            tp: LayerTime(more * each.fixed, more * each.token, more * each.square)
+            for tp, each in self.layer.items()
+        }
+        return replace(self, layer=layer, forward_share=self.forward_share / more)
 
     def layer_time(self, tp: int) -> LayerTime:
         """Coefficients at this tensor-parallel degree.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from plait.cost.memory import MemoryModel
+from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
 from plait.engine.memory_estimate import ActivationShape, activation_bytes, adapter_bytes
 from plait.errors import CapacityError
@@ -29,6 +29,8 @@ class WorkerFacts:
         memory_bytes: what the device has in all.
         tile: padding multiple P of the kernels.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
+        inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
+            known to be shared.
     """
 
     shape: ActivationShape
@@ -37,6 +39,13 @@ class WorkerFacts:
     memory_bytes: int
     tile: int = 1
     chosen: dict[str, str] = field(default_factory=dict, hash=False)
+    inputs: tuple[tuple[frozenset[str], int], ...] = ()
+
+    def inputs_read(self, names: Collection[str]) -> float:
+        """Share of all input features of the linears that these linears read."""
+        inputs = self.inputs or tuple((frozenset({each.name}), each.in_features) for each in self.linears)
+        read = sum(features for readers, features in inputs if not readers.isdisjoint(names))
+        return read / sum(features for _, features in inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +57,14 @@ class Demand:
         longest: tokens of its longest sample.
         rank: of its adapter.
         names: linears that it sits on, by the last parts of their names.
+        linears: those linears, by their full names.
     """
 
     adapter_bytes: int
     longest: int
     rank: int = 0
     names: frozenset[str] = frozenset()
+    linears: frozenset[str] = frozenset()
 
 
 class Admission:
@@ -72,6 +83,7 @@ class Admission:
     def __init__(self, facts: WorkerFacts, settings: RunSettings, profile: Profile | None = None) -> None:
         self._profile = profile
         self._learnt: MemoryModel | None = None
+        self._held = 1.0  # bytes that stay for each byte of the adapters themselves
         self._passing: dict[tuple[bool, int, int], int] = {}  # what is asked again for every place
         self._facts = facts
         self._engine = settings.engine
@@ -95,7 +107,7 @@ class Admission:
         names = set(check_rank(adapter, self._facts.linears))
         sites = [linear for linear in self._facts.linears if linear.name in names]
         size = adapter_bytes(adapter.rank, sites, self._facts.shape.element_bytes)
-        demand = Demand(size, longest, adapter.rank, _last_parts(sites))
+        demand = Demand(size, longest, adapter.rank, _last_parts(sites), frozenset(names))
         if self.predicted([demand]) > self.budget:
             raise CapacityError(
                 f"one job needs about {self.predicted([demand]) / GIB:.2f} GiB",
@@ -108,7 +120,8 @@ class Admission:
     @property
     def holds_for(self) -> str:
         """Model, device and options that observed peaks hold for, in words."""
-        return repr((self._facts.shape, sorted(self._facts.chosen.items()), self._engine.checkpointing))
+        chosen = sorted(self._facts.chosen.items())
+        return repr((self._facts.shape, chosen, self._engine.checkpointing, FEATURES))
 
     @property
     def usual(self) -> Demand:
@@ -129,8 +142,17 @@ class Admission:
         key = (model is None, longest, rank)
         if key not in self._passing:
             self._passing[key] = self._passes(model, longest, rank)
-        staying = self._facts.shape.weight_bytes + sum(demand.adapter_bytes for demand in demands)
-        return staying + self._passing[key]
+        return self.staying(demands) + self._passing[key]
+
+    def staying(self, demands: Iterable[Demand]) -> int:
+        """Bytes of the base model and of these jobs' adapters with all that is kept for them."""
+        adapters = sum(demand.adapter_bytes for demand in demands)
+        return self._facts.shape.weight_bytes + int(self._held * adapters)
+
+    def learn_held(self, static: int, *, adapters: int) -> None:
+        """Take in what stays while adapters of so many bytes train: kernels may keep more for them."""
+        if adapters:
+            self._held = max(1.0, (static - self._facts.shape.weight_bytes) / adapters)
 
     def _passes(self, model: MemoryModel | None, longest: int, rank: int) -> int:
         """Bytes that a microbatch takes at the most."""

@@ -23,7 +23,9 @@ LARGER = 1.1  # a microbatch by so much larger than any that was observed is obs
 
 
 class PeakSampler:
-    """Says which iterations are observed: the first ones, each new group, larger microbatches, a sample.
+    """Says which iterations are observed: early ones, each new group, larger microbatches, a sample.
+
+    Never one that a job is new in: what is made once for its adapter and kept would count as passing.
 
     Args:
         every: one in so many is observed in any case; 1 observes all.
@@ -34,11 +36,15 @@ class PeakSampler:
         self._asked = 0
         self._observed = 0
         self._seen: set[frozenset[str]] = set()
+        self._known: frozenset[str] = frozenset()  # jobs of the iteration before
         self._largest = 0
 
     def wanted(self, jobs: Collection[str], tokens: Sequence[int]) -> bool:
         """Whether to observe an iteration of these attached jobs, with microbatches of so many tokens."""
         group, largest = frozenset(jobs), max(tokens, default=0)
+        joined, self._known = not group <= self._known, group
+        if joined:
+            return False
         new = group not in self._seen or largest > LARGER * self._largest
         every = self._every if self._observed >= ENOUGH else min(self._every, SAMPLED_EARLY)
         wanted = new or self._asked < FIRST or self._asked % every == 0

@@ -67,12 +67,12 @@ class Predictions:
     def __init__(
         self, facts: WorkerFacts, admission: Admission, profile: Profile | None, folder: Path
     ) -> None:
-        self._keep_up_to = facts.shape.keep_up_to
+        self._facts = facts
+        self._read: dict[frozenset[str], float] = {}  # share of input features, by jobs
         self._logit_rows = facts.shape.logit_rows
         self._admission = admission
         self._profile = profile
         self._path = folder / PEAKS_FILE
-        self._base = facts.shape.weight_bytes
         self._time: Fit | None = None
         self._timed: list[tuple[tuple[float, ...], float]] = []
         self._peaks: list[MemoryObservation] = []
@@ -102,7 +102,7 @@ class Predictions:
             passing = max(model.dynamic(shape) for shape in memory.values())
         else:
             passing = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
-        staying = self._base + adapters
+        staying = self._admission.staying([job.demand for job in jobs.values()])
         return Expected(self._expect_seconds(terms, shapes), int(staying + passing), terms, memory)
 
     def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
@@ -113,12 +113,21 @@ class Predictions:
         return None
 
     def _memory_shape(self, microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MemoryShape:
-        parts = [(jobs[each.job].spec.adapter.rank, each.lengths) for each in microbatch.segments]
+        linears = {each.job: jobs[each.job].demand.linears for each in microbatch.segments}
+        whole = len(self._facts.linears)
+        parts = [
+            (jobs[each.job].spec.adapter.rank * len(linears[each.job]) / whole, each.lengths)
+            for each in microbatch.segments
+        ]
+        together = frozenset(linears)
+        if together not in self._read:
+            self._read[together] = self._facts.inputs_read(frozenset().union(*linears.values()))
         return MemoryShape.of(
             [length for _, lengths in parts for length in lengths],
             labelled=_labelled(microbatch, jobs),
             ranks=[rank for rank, lengths in parts for _ in lengths],
-            keep_up_to=self._keep_up_to,
+            inputs_read=self._read[together],
+            keep_up_to=self._facts.shape.keep_up_to,
         )
 
     # ---- after it --------------------------------------------------------------------------------------
@@ -138,7 +147,7 @@ class Predictions:
             self._take_seconds(expected, seconds)
         if outcome.peak_bytes is not None:
             static = max(peak.static for peak in outcome.peaks.values())
-            self._base = static - int(expected.terms[-1])
+            self._admission.learn_held(static, adapters=int(expected.terms[-1]))
             error = (expected.bytes - outcome.peak_bytes) / (outcome.peak_bytes - static)
             self._ahead["bytes"].append(abs(error))
         self._take_peaks(

@@ -104,6 +104,7 @@ class LocalWorker:
             max_length=model.max_length,
             memory_bytes=device_bytes(model.device),
             chosen={"kernels": self._backend, "device": str(model.device)},
+            inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
         )
 
     def handle(self, command: Command) -> Sequence[WorkerEvent]:
@@ -249,8 +250,7 @@ class LocalWorker:
         """Tensors that stay: weights and adapters."""
         yield from self._model.tensors()
         for name in self._jobs:
-            block = self.bank.block(name)
-            yield from (block.state, block.copy)
+            yield from self.bank.block(name).tensors()
 
     def _forward(self, loaded: LoadedMicrobatch, meter: PeakMeter) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -145,6 +145,16 @@ class BaseModel:
     def sites(self) -> tuple[Site, ...]:
         """Every linear layer as a site, siblings together; ``module`` is its place in ``linears``."""
         return tuple(site for groups in self._groups for group in groups for site in group.sites)
+
+    @property
+    def groups(self) -> tuple[LinearGroup, ...]:
+        """The linear layers as they run, layer by layer: siblings, which read the same input, together."""
+        return tuple(group for groups in self._groups for group in groups)
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The decoder layers."""
+        return tuple(self._parts.layers)
 
     def install(self, *, backend: str) -> None:
         """Choose the backend that computes the adapters' part of the linear layers."""

@@ -10,7 +10,7 @@ sequence, which Eq. 3 does not allow and which is never slower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Dispatch:
         bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
         limit_hit: which limit ended the solver; None where it ran to its end or was not asked.
         fallback: the solver was asked and found nothing better than the start.
+        relaxed: bound of the linear relaxation, and its shares (K, R): further searches start from them.
     """
 
     assigned: tuple[tuple[int, ...], ...]
@@ -52,6 +53,7 @@ class Dispatch:
     bound: float
     limit_hit: Limit | None = None
     fallback: bool = False
+    relaxed: tuple[float, Float64] | None = field(default=None, compare=False, repr=False)
 
     @property
     def makespan(self) -> float:
@@ -82,7 +84,7 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits
     if makespan(kinds, other) < makespan(kinds, start):
         start = descend(kinds, counts, other)
     if limits is None:
-        return dispatch_of(kinds, counts, start, bound)
+        return replace(dispatch_of(kinds, counts, start, bound), relaxed=(bound, fractional))
     least = makespan(kinds, start)
     built = DispatchProgram.of(kinds, counts, most_seconds=least * (1 + 1e-9))
     solution = solve(built.program, limits, built.start(start))
@@ -127,12 +129,13 @@ def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch
             for replica in range(kind.count)
         ]
     )
-    bound, fractional = relaxed_shares(kinds, counts)
+    bound, fractional = chosen.relaxed or relaxed_shares(kinds, counts)
     even = spread_shares(kinds, whole_totals(kinds, counts, fractional))
     totals = np.array(chosen.assigned, dtype=np.int64)
     starts = (equal, even, spread_shares(kinds, totals))
-    best = min((descend(each, counts, start) for start in starts), key=lambda e: makespan(each, e))
-    return dispatch_of(each, counts, best, bound)
+    descended = [descend(each, counts, start, chains=False) for start in starts]
+    best = min(descended, key=lambda e: makespan(each, e))
+    return dispatch_of(each, counts, descend(each, counts, best), bound)
 
 
 def device_seconds(cost: ReplicaCost) -> Float64:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 
 import numpy as np
 import numpy.typing as npt
@@ -92,16 +93,22 @@ def greedy(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Int64:
     """Longest bucket first, each round of sequences to the kind that ends earliest by full microbatches."""
     e = np.zeros((len(kinds), len(counts)), dtype=np.int64)
     load = [0.0] * len(kinds)
+    each = [kind.count for kind in kinds]
     for j in reversed(range(len(counts))):
         price = {
-            k: kind.cost.full[j] / kind.cost.batch[j] for k, kind in enumerate(kinds) if kind.cost.batch[j]
+            k: float(kind.cost.full[j] / kind.cost.batch[j])
+            for k, kind in enumerate(kinds)
+            if kind.cost.batch[j]
         }
+        ends = [(load[k] + seconds, k) for k, seconds in price.items()]
+        heapify(ends)
         left = int(counts[j])
         while left > 0:
-            k = min(price, key=lambda k: (load[k] + price[k], k))
+            end, k = ends[0]
+            heapreplace(ends, (end + price[k], k))
             e[k, j] += 1
-            load[k] += price[k]
-            left -= kinds[k].count
+            load[k] = end
+            left -= each[k]
     return e
 
 
@@ -140,13 +147,16 @@ def whole_totals(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional
     return totals
 
 
-def descend(kinds: Sequence[ReplicaKind], counts: Sequence[int], shares: Int64) -> Int64:
-    """Move sequences away from the slowest replicas, one or two moves at a time, while that helps."""
+def descend(
+    kinds: Sequence[ReplicaKind], counts: Sequence[int], shares: Int64, *, chains: bool = True
+) -> Int64:
+    """Move sequences away from the slowest replicas while that helps: one move at a time, with ``chains``
+    also two."""
     costs = {id(kind.cost): kind.cost for kind in kinds}
     same = [(cost, np.flatnonzero([kind.cost is cost for kind in kinds])) for cost in costs.values()]
     state = _State(kinds, np.asarray(counts), shares.copy(), _loads(kinds, shares), same)
     for _ in range(MAX_MOVES):
-        better = _best_move(state) or _best_chain(state)
+        better = _best_move(state) or (_best_chain(state) if chains else None)
         if better is None:
             break
         state = better
@@ -187,10 +197,7 @@ def _moves(state: _State, source: int) -> _Moves:
     added = -(-deficit[:, None] // each[None, :])
     target_load = np.full((len(buckets), len(kinds)), np.inf)
     for cost, targets in state.same_cost:
-        heavier = np.repeat(shares[targets][None], len(buckets), axis=0)  # (M, targets, R)
-        heavier[index, :, buckets] += added[:, targets]
-        loads = cost.seconds_many(heavier.reshape(-1, shares.shape[1]))
-        target_load[:, targets] = loads.reshape(len(buckets), len(targets))
+        target_load[:, targets] = cost.seconds_with(shares[targets], buckets, added[:, targets])
     target_load[:, source] = np.inf
     return _Moves(source, buckets, kinds[source].cost.seconds_many(lighter), target_load, added)
 

@@ -17,7 +17,7 @@ from plait.errors import CapacityError
 from plait.plans import GlobalBatch, Replica
 from plait.simulate.forecast import PlanOptions, forecast
 
-CAPACITIES = (2048, 4096, 8192, 16384)  # looked at beside those of the published table
+CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table
 RANK = 16  # of the adapters that memory is judged with
 
 
@@ -42,7 +42,7 @@ class ModelMemory:
         layers' share of the weights.
         """
         c, pp = configuration.max_tokens, configuration.pp
-        shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, RANK * c)
+        shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, RANK * c, c)
         split = even_split(layers, pp)
         peaks = (
             self.model.stage_peak(

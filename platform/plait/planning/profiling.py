@@ -216,7 +216,7 @@ def _choices(
     found = []
     for place, capacity in enumerate(capacities):
         heaviest = MemoryShape(
-            capacity, capacity, capacity * min(capacity, KEEP_UP_TO), capacity, RANK * capacity
+            capacity, capacity, capacity * min(capacity, KEEP_UP_TO), capacity, RANK * capacity, capacity
         )
         peak = int(memory.safe_peak(heaviest, static=static))
         rate = None if timed is None else timed[place].shape.tokens / timed[place].total
