@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from plait.cost.fitting import fit_relative
+from plait.cost.fitting import fit_relative, fit_undisturbed
 from plait.cost.lengths import LengthGenerator, sigma_from_skewness
 from plait.cost.memory import (
     MemoryCoefficients,
@@ -316,3 +316,16 @@ def test_seconds_with_more_sequences_are_those_of_the_rows_with_them(
         rows = counts.copy()
         rows[:, bucket] += more[m]
         np.testing.assert_allclose(found[m], cost.seconds_many(rows), rtol=1e-12)
+
+
+def test_measurements_that_something_disturbed_do_not_bend_a_fit() -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.uniform(50, 500, 60)
+    features = np.stack([np.ones(60), tokens], axis=1)
+    seconds = (0.5 + 0.01 * tokens) * rng.uniform(0.98, 1.02, 60)
+    seconds[::10] *= 30.0
+    seconds[5::20] *= 3.0
+    plain, robust = (fit(features, seconds, ("fixed", "token")) for fit in (fit_relative, fit_undisturbed))
+    assert robust.coefficients == pytest.approx((0.5, 0.01), rel=0.05)
+    assert plain.coefficients != pytest.approx((0.5, 0.01), rel=0.05)
+    assert max(abs(error) for error in robust.errors) > 0.9  # of all, the disturbed ones as well

@@ -20,6 +20,7 @@ from plait.cost.replica import ReplicaCost
 from plait.jobs import JobSpec
 from plait.planner.deployment import Deployment, DeployOptions, deploy
 from plait.planner.dispatch import dispatch
+from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
 from plait.settings import RunSettings
 
@@ -60,6 +61,7 @@ def compare(
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
     theirs = dispatch(replicas(costs, published), counts, LIMITS)
     figures = []
+    needs = _needs_largest(replicas(costs, published), counts)
     for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
         ours = best(allowed, counts, profile.devices.count)
         figures.append(
@@ -72,10 +74,27 @@ def compare(
                 SOURCE,
                 10.0,
                 f"Plait: {ours}, {ours.makespan:.2f} s, bound {ours.bound:.2f} s; "
-                f"published {theirs.makespan:.2f} s",
+                f"published {theirs.makespan:.2f} s; {needs}",
             )
         )
     return figures
+
+
+def _needs_largest(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> str:
+    """How many of a step's sequences only the published deployment's largest replica takes: what it is for.
+
+    Where there are next to none, its devices serve better as smaller replicas.
+    """
+    largest, *others = sorted(kinds, key=lambda kind: -kind.cost.configuration.max_tokens)
+    most = max(kind.cost.configuration.max_tokens for kind in others)
+    lengths = largest.cost.lengths
+    number = sum(count for count, length in zip(counts, lengths, strict=True) if length > most)
+    tokens = sum(count * int(length) for count, length in zip(counts, lengths, strict=True) if length > most)
+    whole = sum(count * int(length) for count, length in zip(counts, lengths, strict=True))
+    return (
+        f"{number} of {sum(counts)} sequences, {100 * tokens / whole:.1f} % of the tokens, need "
+        f"{largest.cost.configuration}; the longest has {int(lengths[-1])} tokens"
+    )
 
 
 def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.cost.fitting import Fit, fit_relative
+from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.cost.shapes import EMPTY, MicrobatchShape
@@ -187,7 +187,7 @@ class Predictions:
         self._due[target] = min(math.ceil(seen * GROWTH), seen + MOST_BETWEEN)
 
     def _fit_seconds(self, iteration: int) -> ModelFitted:
-        self._time = fit_relative(
+        self._time = fit_undisturbed(
             [terms for terms, _ in self._timed], [seconds for _, seconds in self._timed], TERMS
         )
         return ModelFitted(
