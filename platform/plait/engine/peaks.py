@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from plait.cost.storage_counter import StorageCounter
+from plait.engine.limits import free_under_limit
 from plait.engine.messages import ObservedPeak
 
 FIRST = 4  # iterations that are observed in any case
@@ -123,4 +124,5 @@ def device_bytes(device: torch.device) -> int:
     """Memory that this process may count on: all of a GPU; on a CPU what is free and what it has already."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().available + psutil.Process().memory_info().rss)
+    free, left = psutil.virtual_memory().available, free_under_limit()
+    return int((free if left is None else min(free, left)) + psutil.Process().memory_info().rss)

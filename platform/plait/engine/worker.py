@@ -16,6 +16,7 @@ from plait.engine.answers import answer
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Found, Origin, newest_state, write_state
 from plait.engine.devices import choose_device, choose_kernels
+from plait.engine.limits import allowed_cores
 from plait.engine.memory_estimate import ActivationShape
 from plait.engine.messages import (
     Attach,
@@ -69,8 +70,8 @@ class LocalWorker:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+        threads = settings.threads or min(torch.get_num_threads(), allowed_cores() or torch.get_num_threads())
+        torch.set_num_threads(threads)
         self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
