@@ -61,7 +61,7 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
-        """s = alpha / rank, or alpha / sqrt(rank) with rsLoRA (DESIGN §5.1)."""
+        """s = alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         alpha = 2.0 * self.rank if self.alpha is None else self.alpha
         return float(alpha / (self.rank**0.5 if self.rslora else self.rank))
 

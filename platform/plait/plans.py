@@ -35,7 +35,7 @@ class GlobalBatch:
         samples: indices into the job's split.
         draws: how often each sample had come before (its epoch): part of the dropout counter.
         lengths: tokens of each sample.
-        loss_weight: 1 / labelled tokens of the whole global batch (DESIGN §5.1).
+        loss_weight: 1 / labelled tokens of the whole global batch.
     """
 
     job: str

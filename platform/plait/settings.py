@@ -1,7 +1,7 @@
 """Settings of a run (not of a job) as frozen dataclasses: what ``conf/`` becomes at the edge.
 
 ``model``, ``engine``, ``planner``, ``cluster``, ``tracking`` and ``search`` belong to the run; sweeping
-one of them is refused (DESIGN §1). ``plait.config`` builds these from Hydra's DictConfig.
+one of them is refused. ``plait.config`` builds these from Hydra's DictConfig.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ class SearchSettings:
         sampler_options: keyword arguments of the Optuna sampler.
         seed: of the sampler.
         direction: "minimize" or "maximize": for every objective, or a list with one for each.
-        metric: the objective: a metric name of DESIGN §5.11, "eval/loss" by default, or a numeric config key
-            of the job; a list for several.
+        metric: the objective: a metric of ``plait.tracking.names``, "eval/loss" by default, or a numeric
+            config key of the job; a list for several.
         constraints: "<= 32" or ">= 4", by metric or numeric config key: a trial that breaks one is never
             called best.
         enqueue: points that come first, by config key, as override text; the sampler draws what they leave

@@ -23,7 +23,7 @@ TIME = TimeModel(
 
 
 def _seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
-    """T of DESIGN §5.3 written out microbatch by microbatch, apart from the code under test."""
+    """T of LobRA's appendix D written out microbatch by microbatch, apart from the code under test."""
     tp, pp, most = cost.configuration.tp, cost.configuration.pp, cost.configuration.max_tokens
     microbatches = []
     for length, count in zip(cost.lengths.tolist(), counts, strict=True):

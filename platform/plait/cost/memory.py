@@ -1,4 +1,4 @@
-"""Bytes of a microbatch (DESIGN §5.2): exact static bytes, and a fitted model of what comes on top.
+"""Bytes of a microbatch: exact static bytes, and a fitted model of what comes on top.
 
 mLoRA's Eq. 5 is β0 + β1·B·L + β2·B·L², β ≥ 0, for B sequences of length L. For ragged packed microbatches
 Σℓ and Σℓ² take the places of B·L and B·L², and labelled tokens and ranks join (§5.2's packed form). Two

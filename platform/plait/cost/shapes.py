@@ -10,7 +10,7 @@ from plait.plans import Microbatch
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
-    """Sums over the samples of one microbatch (DESIGN §5.2, §5.3).
+    """Sums over the samples of one microbatch.
 
     Attributes:
         tokens: Σℓ, ℓ the samples' lengths.

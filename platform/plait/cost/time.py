@@ -1,4 +1,4 @@
-"""Seconds of a microbatch (DESIGN §5.3): decoder layers, head and loss, tensor and pipeline parallel.
+"""Seconds of a microbatch: decoder layers, head and loss, tensor and pipeline parallel.
 
 A layer takes fixed + token·Σℓ + square·Σℓ² seconds; an empty microbatch takes none. LobRA's t(b, s)
 (appendix D, per layer and tensor-parallel degree, b sequences of length s) is the case Σℓ = b·s,

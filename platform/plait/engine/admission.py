@@ -1,4 +1,4 @@
-"""Which jobs may train together: predicted memory and the limit on their number (DESIGN §5.8)."""
+"""Which jobs may train together: predicted memory and the limit on their number."""
 
 from __future__ import annotations
 

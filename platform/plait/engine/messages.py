@@ -260,7 +260,7 @@ class JobProgress:
     """One optimiser step of one job, complete.
 
     Attributes:
-        loss: mean over the labelled tokens of the global batch (DESIGN §5.1).
+        loss: mean over the labelled tokens of the global batch.
         tokens: real tokens of the job so far.
         device_seconds: of the job so far; a microbatch's seconds are shared out by tokens.
         tokens_per_s: real tokens of this step over the seconds that this step of the group took.

@@ -26,7 +26,7 @@ class LoadedMicrobatch:
         context: what goes through the blocks.
         rows: (labelled,) int64, the rows whose next token counts, segment after segment.
         targets: (labelled,) int64, those next tokens.
-        weights: (labelled,) float32, each row's share of its job's loss (DESIGN §5.1).
+        weights: (labelled,) float32, each row's share of its job's loss.
         counts: labelled rows of each segment.
         segments: as planned.
     """

@@ -90,7 +90,7 @@ class DataOrder:
 
 
 def training_batch(job: JobSpec, order: DataOrder, split: Split, step: int) -> GlobalBatch:
-    """The global batch of one optimiser step, with the loss weight of DESIGN §5.1.
+    """The global batch of one optimiser step, with its loss weight: 1 / labelled tokens of the whole.
 
     A batch without any labelled token has weight 0: its loss is 0 and its gradient nothing.
     """

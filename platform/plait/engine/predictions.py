@@ -1,6 +1,6 @@
 """What every iteration of a group will take, predicted before it runs and learnt from what it took.
 
-Seconds: non-negative least squares on relative error (DESIGN §5.3) over what an iteration consists of. Bytes:
+Seconds: non-negative least squares on relative error over what an iteration consists of. Bytes:
 the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
 on. Both start from a stored profile where there is one, and are fitted anew as observations come in: when
 depends on their number alone, never on the clock.

@@ -1,4 +1,4 @@
-"""Which jobs train now (DESIGN §5.8, mLoRA §3.4): priority, then arrival, as far as predicted memory goes.
+"""Which jobs train now (mLoRA §3.4): priority, then arrival, as far as predicted memory goes.
 
 Pure functions over plain data. They are asked at the end of an iteration; a job that has to make room is
 parked with its state and goes on later from where it was.

@@ -1,4 +1,4 @@
-"""Dynamic bucketing (DESIGN §5.5, LobRA Eq. 4): bucket boundaries that pad least."""
+"""Dynamic bucketing (LobRA Eq. 4): bucket boundaries that pad least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas to run (DESIGN §5.4, LobRA Eq. 2): how many of each configuration, for expected batches.
+"""Which replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
 
 A few hundred deployments are enumerated and judged in the order of their own bounds; where there are
 more, candidates come from a bisection on the makespan and from replacing replicas of the best so far.

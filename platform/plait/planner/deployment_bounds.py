@@ -1,4 +1,4 @@
-"""Lower bounds of a step's seconds over every deployment of a number of devices (DESIGN §5.4).
+"""Lower bounds of a step's seconds over every deployment of a number of devices.
 
 Two bounds, both for any way to share sequences out. :func:`relaxation_bound` is the linear relaxation:
 every sequence on the configuration that spends the fewest device-seconds on it, devices perfectly busy.

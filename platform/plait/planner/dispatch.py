@@ -1,4 +1,4 @@
-"""Dispatch of one step's sequences to the replicas of a deployment (DESIGN §5.5, LobRA Eq. 3).
+"""Dispatch of one step's sequences to the replicas of a deployment (LobRA Eq. 3).
 
 Replicas of one kind share what their kind gets: d_kj sequences of bucket j go to the p_k replicas of
 kind k, so that one of them takes e_kj = ⌈d_kj / p_k⌉ and the step takes max_k T(e_k). T grows with every

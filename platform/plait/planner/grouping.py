@@ -1,4 +1,4 @@
-"""Which jobs are packed together (DESIGN §5.6): head-tail pairing on mean length.
+"""Which jobs are packed together: head-tail pairing on mean length.
 
 With a pipeline of S stages a job's next global batch must start at least S microbatches after the end
 of the one before. Groups take turns, so the other groups' microbatches fill that distance; inside a

@@ -1,4 +1,4 @@
-"""The merge pass (DESIGN §5.6): work of the next global batch moves into the last microbatch before it.
+"""The merge pass: work of the next global batch moves into the last microbatch before it.
 
 Whole microbatches move while they fit, the emptiest first; then a subset of the next one fills what is
 left. Samples only move forward, so what follows may only come earlier.

@@ -1,4 +1,4 @@
-"""Packing global batches into microbatches: first-fit decreasing (DESIGN §5.6).
+"""Packing global batches into microbatches: first-fit decreasing.
 
 Greedy, quick and deterministic: the start and the fallback of the exact packer.
 """

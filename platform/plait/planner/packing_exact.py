@@ -1,4 +1,4 @@
-"""Two-stage packing: fewest microbatches first, then the least full one as empty as can be (DESIGN §5.6).
+"""Two-stage packing: fewest microbatches first, then the least full one as empty as can be.
 
 First-fit decreasing is the start and the fallback. Filling by subset sums usually meets the lower bounds
 at once; SCIP is asked only where a bound is open: always while microbatches may be saved, and for the

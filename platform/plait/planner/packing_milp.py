@@ -1,4 +1,4 @@
-"""The two packing programs of LoRAFusion §4.2 (DESIGN §5.6), for SCIP.
+"""The two packing programs of LoRAFusion §4.2, for SCIP.
 
 Stage 1 asks whether the samples fit into a given number of bins (asked downwards from a known packing,
 which is the minimum of its z_b without their symmetry); stage 2 makes one bin as empty as it can be.

@@ -1,4 +1,4 @@
-"""The order of microbatches and optimiser steps (DESIGN §5.6): turns, bubble lemma, no-ops, steps.
+"""The order of microbatches and optimiser steps: turns, bubble lemma, no-ops, steps.
 
 A turn is one global batch of one group. Groups take turns, so that a job's next global batch comes late
 enough. Bubble lemma, with S stages in 1F1B order: where a job's last sample of a global batch is in

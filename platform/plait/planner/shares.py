@@ -1,4 +1,4 @@
-"""Which samples of a turn go to which replica, before each replica packs its own (DESIGN §2, §5.5)."""
+"""Which samples of a turn go to which replica, before each replica packs its own."""
 
 from __future__ import annotations
 

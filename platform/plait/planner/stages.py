@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage holds: the last one also pays for head and loss (DESIGN §5.3)."""
+"""How many layers each pipeline stage holds: the last one also pays for head and loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An independent check of a schedule: contents, then a replay in 1F1B order (DESIGN §5.6).
+"""An independent check of a schedule: contents, then a replay in 1F1B order.
 
 Shares no code with the packer. The replay runs every stage's list of forwards, backwards and steps as a
 pipeline would, with the messages between stages and the reduction of gradients between replicas, and

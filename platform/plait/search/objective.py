@@ -13,7 +13,7 @@ from plait.jobs import DataSpec, JobSpec
 from plait.search.rungs import judged
 from plait.settings import SAMPLERS, SearchSettings
 
-# Metrics that can be an objective (names of DESIGN §5.11); each is judged by its last value.
+# Metrics that can be an objective (named in ``plait.tracking.names``); each is judged by its last value.
 METRICS = (
     "eval/loss",
     "eval/accuracy",

@@ -1,6 +1,6 @@
 """The search loop: places are filled from the trial source, events go round, ends are told.
 
-The search and the packing are one loop (DESIGN §4.8): a place that falls free is filled at the next
+The search and the packing are one loop: a place that falls free is filled at the next
 iteration of the running group, whatever the others do. Trials that wait at a rung leave their places to new
 ones, and come back before further ones are drawn.
 """
@@ -110,7 +110,7 @@ class SearchResult:
 
     @property
     def exit_status(self) -> int:
-        """DESIGN §1: 0 done, 3 finished with failed jobs, 130 interrupted."""
+        """0 done, 3 finished with failed jobs, 130 interrupted."""
         if self.interrupted:
             return EXIT_INTERRUPTED
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE

@@ -1,4 +1,4 @@
-"""Which trials end early: pure decisions over what has been measured at rungs (DESIGN §5.10).
+"""Which trials end early: pure decisions over what has been measured at rungs.
 
 A rule is asked about one trial at a rung, and answers from the table of all trials alone. Nothing is kept
 between two questions, so a search that was killed decides the same when it goes on. Rules over cohorts wait

@@ -1,4 +1,4 @@
-"""mLoRA's bubble formulas (§3.2.2, DESIGN §5.7), and the same shares from the simulator.
+"""mLoRA's bubble formulas (§3.2.2), and the same shares from the simulator.
 
 Seconds are whole numbers here, so both sides are exact fractions.
 """

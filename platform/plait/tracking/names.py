@@ -1,4 +1,4 @@
-"""Names that MLflow's saved charts and searches depend on (DESIGN §5.11): they do not change."""
+"""Names that MLflow's saved charts and searches depend on: they do not change."""
 
 from __future__ import annotations
 

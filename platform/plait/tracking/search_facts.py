@@ -20,7 +20,7 @@ class SearchFacts:
     """What is known of a search before its first job.
 
     Attributes:
-        name: identity of the search (DESIGN §1).
+        name: identity of the search.
         settings: of the run.
         config: resolved configuration, YAML.
         command: the command line, program first.
