@@ -61,7 +61,7 @@ def compare(
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
     theirs = dispatch(replicas(costs, published), counts, LIMITS)
     figures = []
-    needs = _needs_largest(replicas(costs, published), counts)
+    needs = _needs_largest(replicas(costs, published), costs, counts)
     for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
         ours = best(allowed, counts, profile.devices.count)
         figures.append(
@@ -80,20 +80,25 @@ def compare(
     return figures
 
 
-def _needs_largest(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> str:
-    """How many of a step's sequences only the published deployment's largest replica takes: what it is for.
+def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], counts: Sequence[int]) -> str:
+    """What only the published deployment's largest replica takes, and which configuration would do for it.
 
-    Where there are next to none, its devices serve better as smaller replicas.
+    That replica pays where the longest sequences need it, and where there is about as much of them as its
+    share of the devices.
     """
     largest, *others = sorted(kinds, key=lambda kind: -kind.cost.configuration.max_tokens)
     most = max(kind.cost.configuration.max_tokens for kind in others)
-    lengths = largest.cost.lengths
-    number = sum(count for count, length in zip(counts, lengths, strict=True) if length > most)
-    tokens = sum(count * int(length) for count, length in zip(counts, lengths, strict=True) if length > most)
-    whole = sum(count * int(length) for count, length in zip(counts, lengths, strict=True))
+    rows = [(count, int(length)) for count, length in zip(counts, largest.cost.lengths, strict=True) if count]
+    number = sum(count for count, length in rows if length > most)
+    share = sum(count * length for count, length in rows if length > most) / sum(
+        count * length for count, length in rows
+    )
+    longest = rows[-1][1]
+    able = [cost.configuration for cost in costs if cost.configuration.max_tokens >= longest]
+    least = min(able, key=lambda each: (each.devices, each))
     return (
-        f"{number} of {sum(counts)} sequences, {100 * tokens / whole:.1f} % of the tokens, need "
-        f"{largest.cost.configuration}; the longest has {int(lengths[-1])} tokens"
+        f"{number} of {sum(counts)} sequences, {100 * share:.1f} % of the tokens, are for its "
+        f"{largest.cost.configuration} alone; the longest, {longest} tokens, fits {least}"
     )
 
 
