@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plait.cli.main import main
@@ -51,6 +51,17 @@ def test_going_on_is_under_the_same_name_and_not_anew(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("text", ["search-29ab21fb8b7a", "/home/me/plait-runs", "runs/a_b.c"])
+def test_a_plain_name_needs_no_quotes(text: str) -> None:
+    assert quoted(text) == text
+    assert OverridesParser.create().parse_override(f"search.name={text}").value() == text
+
+
+@example("null")
+@example("True")
+@example("-inf")
+@example("nan")
+@example("e5")
 @given(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1))
 def test_any_text_is_a_value_that_hydra_reads_back(text: str) -> None:
     override = OverridesParser.create().parse_override(f"search.name={quoted(text)}")
@@ -116,8 +127,8 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     assert resume(["one", "tracking.root=there/runs", "engine.threads=1"]) == 130
     assert resume(["two", "tracking.root=there/runs"]) == 130
     assert seen == [
-        (["train", f"tracking.root='{root}'", "engine.threads=1", "search.name='one'"], tmp_path / "there"),
-        (["sweep", f"tracking.root='{root}'", "search.name='two'"], tmp_path),
+        (["train", f"tracking.root={root}", "engine.threads=1", "search.name=one"], tmp_path / "there"),
+        (["sweep", f"tracking.root={root}", "search.name=two"], tmp_path),
     ]
     assert "is gone" in capsys.readouterr().out
 

@@ -12,13 +12,13 @@ from plait.paths import search_folder, search_names
 from plait.search.control import Answer, Mailbox, Request
 from plait.settings import TrackingSettings
 
-USAGE = """\
+USAGE = """
 plait control NAME status                          what runs, what is over, the best so far
 plait control NAME pause | resume                  park all jobs; go on
 plait control NAME stop | cancel                   start no further trial; end at once
 plait control NAME stop TRIAL                      end one trial
 plait control NAME add KEY=VALUE ...               one more trial, with these values
-plait control NAME clone TRIAL KEY=VALUE ... [--warm]   its copy; --warm: from its weights
+plait control NAME clone TRIAL KEY=VALUE ...       its copy; with --warm from its weights
 """
 VERBS = ("status", "pause", "resume", "stop", "cancel", "add", "clone")
 PATIENCE_SECONDS = 30.0
@@ -87,7 +87,9 @@ def _ask(mailbox: Mailbox, request: Request, seconds: float) -> int:
         return EXIT_DONE
     answer = mailbox.take_answer(request, seconds)
     if answer is None:
-        print(f"No answer after {seconds:g} s: the search is in the middle of a step, and will do it then.")
+        print(f"No answer after {seconds:g} s: the search is in the middle of a step and reads this then.")
+        if request.verb != "status":
+            print("`plait control NAME status` shows afterwards whether it was done.")
         return EXIT_DONE
     return _say(answer)
 

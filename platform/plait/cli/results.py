@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
     parser = _parser("ui", "Serve MLflow's pages on what has been trained; Ctrl-C ends it.")
+    parser.epilog = "Further options go to `mlflow server`, as in --port 5001."
     known, rest = parser.parse_known_args(arguments)
-    from plait.tracking import run_ui, ui_command
+    from plait.tracking import check_port, run_ui, ui_command
 
     command = ui_command(_settings(known), rest)
+    check_port(command)
     print(f"MLflow: {command.url}", flush=True)
     return run_ui(command) if command.command else EXIT_DONE
 

@@ -22,7 +22,9 @@ def choose_device(device: str) -> torch.device:
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
         raise ConfigError(
-            "engine.device=cuda", "torch finds no CUDA device here.", "Leave it out, or install a CUDA build."
+            "engine.device=cuda",
+            "torch finds no CUDA device here.",
+            "Use engine.device=auto, or install a CUDA build of torch on a machine with a GPU.",
         )
     return torch.device("cuda" if device != "cpu" and there else "cpu")
 

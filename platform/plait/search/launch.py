@@ -84,7 +84,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     if left_over or 0 < len(done.finished) < source.total:
         line += f"; {len(done.finished)} of {source.total} trials are over, {left_over} go on"
     if others:
-        line += f"; other processes train {others}"
+        line += f"; other processes train {others}, this one takes what is free"
     _tell(console, [line])
     if len(done.finished) >= source.total:
         _remember(command, source.name, finished=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from plait.errors import SearchError, StorageError
 from plait.paths import search_folder
 
 FILE = "command.json"
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # no quotes needed, neither for Hydra nor for a shell
+_WORDS = ("true", "false", "null", "nan", "inf", "infinity")  # Hydra reads values of other types in these
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,8 @@ def key_of(override: str) -> str:
 
 def quoted(text: str) -> str:
     """Text as the value of a Hydra override, whatever is in it."""
-    return QuotedString(text, Quote.single).with_quotes()
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    return text if plain else QuotedString(text, Quote.single).with_quotes()
 
 
 def write_command(folder: Path, command: RecordedCommand) -> None:

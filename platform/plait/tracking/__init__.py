@@ -17,7 +17,7 @@ from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.search_facts import SearchFacts
 from plait.tracking.tracker import Tracker
-from plait.tracking.ui import UiCommand, run_ui, ui_command
+from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 
 __all__ = [
     "Board",
@@ -28,6 +28,7 @@ __all__ = [
     "Tracker",
     "UiCommand",
     "check_folder",
+    "check_port",
     "check_tracking",
     "export",
     "load_search",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
+from plait.errors import ConfigError
 from plait.settings import TrackingSettings
 from plait.tracking.location import locate
 
@@ -55,6 +59,27 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = location.artifacts
     shown = "127.0.0.1" if host == "0.0.0.0" else host
     return UiCommand(f"http://{shown}:{port}", tuple(command), environment)
+
+
+def check_port(command: UiCommand) -> None:
+    """Raise where another program listens already at the address that the pages are to have.
+
+    Raises:
+        ConfigError: it does.
+    """
+    try:
+        address = urlsplit(command.url)
+        if command.command and address.hostname and address.port:
+            socket.create_server((address.hostname, address.port)).close()
+    except ValueError:
+        return  # no port number, as MLflow will say
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"{command.url} is taken",
+                "Another program listens there, perhaps an earlier `plait ui`.",
+                f"Choose another port: plait ui --port {address.port + 1 if address.port else PORT}",
+            ) from error
 
 
 def run_ui(command: UiCommand) -> int:
