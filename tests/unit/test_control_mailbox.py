@@ -154,6 +154,7 @@ class Study:
         self.warm: dict[int, Path | None] = {}
         self.saved: set[str] = set()
         self.asked = 0
+        self.said: list[str] = []
         self.can_save = False
 
     def save(self, number: int) -> bool:
@@ -184,6 +185,7 @@ def _clerk(folder: Path, study: Study) -> Clerk:
         weights=lambda number, name: folder / name if number == 0 or name in study.saved else None,
         save=study.save,
         describe=lambda mode: f"{mode}: 2 trials",
+        say=study.said.append,
     )
 
 
@@ -231,6 +233,7 @@ def test_add_and_clone(tmp_path: Path) -> None:
     assert "shape of the adapter" in _said(clerk, "clone", "0", "adapter.rank=16", warm=True).text
     assert "no saved weights" in _said(clerk, "clone", "1", warm=True).text
     assert "choice(8,16)" in _said(clerk, "add", "adapter.rank=64").text
+    assert study.said[-1] == "plait control add adapter.rank=64: refused. adapter.rank=64"
 
 
 def test_a_warm_clone_of_a_live_trial_waits_for_its_state(tmp_path: Path) -> None:

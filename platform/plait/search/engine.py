@@ -84,6 +84,8 @@ def check_engine(settings: RunSettings) -> None:
     Raises:
         ConfigError: not.
     """
+    if settings.engine.device in ("auto", "cpu") and settings.engine.kernels == "auto":
+        return  # there is always one
     import torch
 
     from plait.engine.devices import check_kernels, choose_device

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -66,6 +67,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_here(settings.cluster)
     check_jobs(command.probes)
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
+    check_engine(settings)
     location = check_tracking(settings.tracking)
     source = _open_study(command)
     try:
@@ -92,7 +94,6 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
         write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
-    check_engine(settings)
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     source.check_material({"model": shape.digest} | material_of(data, command.probes))
@@ -162,6 +163,11 @@ def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> N
     write_command(folder, recorded)
 
 
+def _chosen(choices: Mapping[str, Any]) -> str:
+    """What the engine runs with, as far as it was left open or measured."""
+    return "Engine: {device}, kernels {kernels}, microbatches of up to {capacity} tokens".format(**choices)
+
+
 def check_here(cluster: ClusterSettings) -> None:
     """Refuse to train on a cluster that is only described.
 
@@ -207,6 +213,7 @@ class _Launch:
     def run(self, data: LoadedData) -> SearchResult:
         folder = search_folder(self._settings.tracking.root, self._source.name)
         coordinator = build_coordinator(self._settings, data.catalogue, folder, self._source.states_folder)
+        _tell(self._console, [_chosen(coordinator.plan().choices)])
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
             tracker.others = self._others
@@ -239,7 +246,7 @@ class _Launch:
             self._source.patience.say = terminal.note
             self._source.patience.stop = lambda: interrupts.requested
             recorder = SearchRecorder(tracker, terminal, steps)
-            clerk = self._clerk(coordinator, tracker)
+            clerk = self._clerk(coordinator, tracker, terminal.note)
             if self._settings.search.fresh:
                 clerk.withdraw()  # orders about the trials of an earlier search of this name
             result = SearchRun(
@@ -258,7 +265,7 @@ class _Launch:
             recorder.show_steps()
             return result
 
-    def _clerk(self, coordinator: Coordinator, tracker: Tracker) -> Clerk:
+    def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
         """Who attends to `plait control`."""
         folder = search_folder(self._settings.tracking.root, self._source.name)
         control = folder / "control"
@@ -284,6 +291,7 @@ class _Launch:
             weights,
             save,
             lambda mode: describe_status(tracker.board, mode),
+            say,
         )
 
     def _others(self) -> bool:

@@ -165,6 +165,7 @@ class SearchRun:
     _drawn_out: bool = False
     _observed: Observed = field(default_factory=Observed)
     _failed: int = 0
+    _waited: bool = False
     _stopping: bool = False
 
     def run(self) -> SearchResult:
@@ -238,7 +239,11 @@ class SearchRun:
     def _wait(self) -> bool:
         """Nobody trains, and nobody can be drawn: False when nothing more can come."""
         if not self._parked:
-            return self.source.wait()
+            others = self.source.wait()
+            if others and not self._waited:
+                self.recorder.handle(Notice("no trial is free: waiting for those that other processes train"))
+            self._waited = others
+            return others
         if not self._judge(ask_again=True) and not self.source.wait():
             time.sleep(WAIT_SECONDS)  # all are paused
         return True

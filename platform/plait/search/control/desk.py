@@ -36,6 +36,7 @@ class Clerk:
         weights: a copy of a trial's newest saved weights, under a name of its own; None where there are none.
         save: has a live trial of this process saved at the next boundary; False for any other.
         describe: how the search stands.
+        say: shown where the search runs, since who asked may have stopped waiting.
     """
 
     mailbox: Mailbox
@@ -45,6 +46,7 @@ class Clerk:
     weights: Callable[[int, str], Path | None]
     save: Callable[[int], bool]
     describe: Callable[[Mode], str]
+    say: Callable[[str], None]
     _awaited: set[str] = field(default_factory=set)  # requests that a state was asked for, once
 
     def attend(self) -> Orders:
@@ -52,8 +54,12 @@ class Clerk:
         if self.desk.take():
             for request in self.mailbox.waiting():
                 answer = self._act(request)
-                if answer is not None:
-                    self.mailbox.answer(request, answer)
+                if answer is None:
+                    continue
+                self.mailbox.answer(request, answer)
+                if not answer.done:
+                    refused = " ".join([request.verb, *request.overrides])
+                    self.say(f"plait control {refused}: refused. {answer.text.splitlines()[0]}")
         return self.mailbox.orders
 
     def withdraw(self) -> None:
