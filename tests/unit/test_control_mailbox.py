@@ -127,7 +127,8 @@ def test_a_process_that_is_killed_leaves_the_desk_free(tmp_path: Path) -> None:
     box = Mailbox(tmp_path)
     program = (
         "import sys, time; from pathlib import Path; from plait.search.control.mailbox import Mailbox\n"
-        "desk = Mailbox(Path(sys.argv[1])).desk(); assert desk.take(); print('taken', flush=True); time.sleep(600)"
+        "desk = Mailbox(Path(sys.argv[1])).desk(); assert desk.take()\n"
+        "print('taken', flush=True); time.sleep(600)"
     )
     platform = str(Path(plait.__file__).parents[1])
     with subprocess.Popen(
