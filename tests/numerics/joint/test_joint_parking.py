@@ -102,7 +102,9 @@ def test_a_parked_job_alone_goes_on_bit_for_bit(
         if turn in (3, 6):
             coordinator.unpark(job.name)
 
-    _same_bits(job, lab.run([job], between=between), alone[job.name])
+    parked = lab.run([job], between=between)
+    assert sum(isinstance(event, JobParked) for event in parked.events) == 2
+    _same_bits(job, parked, alone[job.name])
 
 
 def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
