@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plait.errors import ConfigError, InputError, ModelError, StorageError
+from plait.files import new_folder
 from plait.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 
@@ -78,10 +79,11 @@ def export_adapter(
     linears: Sequence[LinearInfo],
     revision: str | None = None,
 ) -> None:
-    """Write an adapter as a PEFT folder. The configuration is written last: with it the folder is whole.
+    """Write an adapter as a PEFT folder, whole or not at all, and through to the disk: of a finished job
+    nothing else is kept.
 
     Args:
-        directory: made where it is missing; files of an earlier export are replaced.
+        directory: an earlier one is replaced.
         spec: of the adapter.
         weights: module name to (A (rank, in), B (out, rank)), as ``Bank.weights`` gives them.
         base: the base model's hub id, folder or name.
@@ -94,13 +96,9 @@ def export_adapter(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(weights).items()}
     config = adapter_config(spec, tuple(weights), base=base, linears=linears, revision=revision)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        draft = directory / f".{WEIGHTS}.draft"
-        save_file(tensors, draft, metadata={"format": "pt"})
-        draft.replace(directory / WEIGHTS)
-        draft = directory / f".{CONFIG}.draft"
-        draft.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        draft.replace(directory / CONFIG)
+        with new_folder(directory) as folder:
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"{directory}: {error}", "An adapter's folder must be writable and have room."

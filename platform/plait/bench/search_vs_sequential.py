@@ -29,7 +29,8 @@ from plait.bench.search_vs_sequential_result import Comparison, SeedResult, chec
 from plait.bench.sequential_search import SequentialSearch
 from plait.config_fields import build
 from plait.engine.devices import choose_device
-from plait.errors import ConfigError, DataError
+from plait.errors import ConfigError, DataError, StorageError
+from plait.files import write_text
 from plait.jobs import JobSpec
 from plait.models import load_tokeniser
 from plait.models.load import transformers_model
@@ -218,13 +219,21 @@ class Kept:
         return cls(path, problem, {result.seed: result for result in results})
 
     def add(self, result: SeedResult) -> None:
-        """Keep a seed, on disk."""
+        """Keep a seed, on disk.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         self.results[result.seed] = result
         seeds = [self.results[seed].to_json() for seed in sorted(self.results)]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps({"problem": self.problem, "seeds": seeds}), encoding="utf-8")
-        beside.replace(self.path)
+        try:
+            write_text(self.path, json.dumps({"problem": self.problem, "seeds": seeds}))
+        except OSError as error:
+            raise StorageError(
+                f"{self.path}: {error.strerror or error}",
+                "It keeps the seeds of search_vs_sequential.",
+                "Free some space, or give another bench.options.path.",
+            ) from error
 
 
 def _problem(settings: RunSettings, jobs: Sequence[JobSpec], options: Options) -> str:

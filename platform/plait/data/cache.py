@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from plait.errors import StorageError
+from plait.files import new_file
 from plait.samples import Split, TokenisedData
 
 _FIELDS = ("tokens", "labels", "offsets", "rows")
@@ -44,25 +43,17 @@ def read_cached(path: Path) -> TokenisedData | None:
 
 
 def write_cached(path: Path, data: TokenisedData) -> None:
-    """Write ``data`` beside ``path`` and move it there.
+    """Write ``data`` to ``path``, whole or not at all.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
     """
     arrays = {f"train.{name}": getattr(data.train, name) for name in _FIELDS}
     arrays |= {f"validation.{name}": getattr(data.validation, name) for name in _FIELDS}
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        with new_file(path) as file:
             np.savez(file, digest=np.array(data.digest), **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise StorageError(
             f"{path.parent}: {error.strerror}",
             "Tokenised data is kept in a cache folder.",

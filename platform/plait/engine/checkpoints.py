@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from torch import Tensor
 from plait.engine.messages import Cursor
 from plait.engine.saved import HEADER, states
 from plait.errors import CheckpointError, StorageError
+from plait.files import new_folder
 from plait.jobs import JobSpec
 
 VERSION = 2
@@ -66,30 +65,18 @@ def write_state(directory: Path, origin: Origin, cursor: Cursor, tensors: Mappin
     Raises:
         StorageError: the folder cannot be written.
     """
-    beside = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside / TENSORS)
-        header = {
-            "version": VERSION,
-            "origin": asdict(origin),
-            "cursor": asdict(cursor),
-            "tensors": _digest(beside / TENSORS),
-        }
-        sealed = header | {"sha256": _seal(header)}
-        (beside / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
-        for path in (beside / TENSORS, beside / HEADER, beside):
-            _to_disk(path)
-        replaced = directory.with_name(f".{directory.name}.replaced-{os.getpid()}")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if directory.exists():  # renamed, not removed: a kill in between must leave one whole state on disk
-            directory.rename(replaced)
-        beside.rename(directory)
-        _to_disk(directory.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with new_folder(directory) as folder:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+            header = {
+                "version": VERSION,
+                "origin": asdict(origin),
+                "cursor": asdict(cursor),
+                "tensors": _digest(folder / TENSORS),
+            }
+            sealed = header | {"sha256": _seal(header)}
+            (folder / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise StorageError(
             f"{directory}: {error}",
             "A job's state must be written whole.",
@@ -181,12 +168,3 @@ def _difference(found: Origin, wanted: Origin) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    """Ask the system to write a file or folder through."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

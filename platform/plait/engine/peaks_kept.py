@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plait.cost.memory import MemoryObservation, MemoryShape
 from plait.errors import StorageError
+from plait.files import write_text
 
 
 def write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) -> None:
@@ -22,11 +23,8 @@ def write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) 
         {"shape": asdict(each.shape), "peaks": dict(each.peaks), "static": each.static}
         for each in observations
     ]
-    temporary = path.with_suffix(".part")
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"of": of, "observations": rows}), encoding="utf-8")
-        temporary.replace(path)
+        write_text(path, json.dumps({"of": of, "observations": rows}), durable=False)
 
 
 def read_peaks(path: Path, of: str) -> list[MemoryObservation]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from plait.errors import SearchError, StorageError
+from plait.files import PRIVATE, write_text
 from plait.paths import search_folder
 
 FILE = "command.json"
@@ -57,20 +57,14 @@ def quoted(text: str) -> str:
 
 
 def write_command(folder: Path, command: RecordedCommand) -> None:
-    """Keep a command in a search's folder; it may hold a password, so that only its owner may read it.
+    """Keep a command in a search's folder. Only its owner may read it: going on needs it as it was given,
+    with the password of a database where an address has one, which is kept nowhere else.
 
     Raises:
         StorageError: the folder cannot be written.
     """
-    draft = folder / f".{FILE}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(command), file, indent=2)
-            file.flush()
-            os.fsync(handle)
-        draft.replace(folder / FILE)
+        write_text(folder / FILE, json.dumps(asdict(command), indent=2), mode=PRIVATE)
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",

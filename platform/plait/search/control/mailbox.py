@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from plait.errors import StorageError
+from plait.files import write_text
 
 Mode = Literal["running", "paused", "stopping", "cancelling"]
 POLL_SECONDS = 0.05
@@ -208,14 +208,8 @@ class Mailbox:
             return not desk.take()
 
     def _write(self, path: Path, content: object) -> None:
-        new = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("w", encoding="utf-8") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            write_text(path, json.dumps(content))
         except OSError as error:
             raise _unusable(path, error) from error
 

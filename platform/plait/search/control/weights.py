@@ -8,6 +8,7 @@ from pathlib import Path
 
 from plait.engine.saved import states
 from plait.errors import StorageError
+from plait.files import new_folder
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -30,11 +31,9 @@ def keep_weights(places: Sequence[Path], keep: Path) -> Path | None:
     found = next((folder for place in places for folder in _weights(place)), None)
     if found is None:
         return None
-    beside = keep.with_name(f".{keep.name}")
     try:
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(found, beside)
-        beside.rename(keep)
+        with new_folder(keep) as folder:
+            shutil.copytree(found, folder, dirs_exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"{keep}: {error.strerror or error}", "A warm clone keeps a copy of its first weights there."

@@ -1,0 +1,86 @@
+"""Files and folders that are whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from plait import files
+from plait.files import PRIVATE, new_file, new_folder, write_text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_takes_the_place_of_an_older_one_in_one_go(tmp_path: Path) -> None:
+    path = tmp_path / "below" / "file"
+    write_text(path, "old")
+    with new_file(path) as file:
+        file.write(b"ne")
+        assert path.read_text() == "old"
+        file.write(b"w")
+    assert path.read_text() == "new"
+    assert names(path.parent) == ["file"]
+
+
+def test_of_one_that_fails_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(ValueError, match="half"), new_file(path) as file:
+        raise ValueError(f"{file.write(b'half')} bytes, half of it")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            write_text(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_holds_a_secret_is_never_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with new_file(path, mode=PRIVATE):
+        (draft,) = tmp_path.iterdir()
+        assert stat.S_IMODE(draft.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    write_text(tmp_path / "open", "for all")
+    assert stat.S_IMODE((tmp_path / "open").stat().st_mode) & 0o444 == 0o444 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    for text in ("old", "new"):
+        with new_folder(path) as folder:
+            (folder / text).write_text(text)
+            assert text not in (names(path) if path.exists() else [])
+    assert names(path) == ["new"]
+    assert names(tmp_path) == ["folder"]
+
+
+def test_of_a_folder_that_fails_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "folder"
+    with new_folder(path) as folder:
+        (folder / "old").touch()
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), new_folder(path) as folder:
+        (folder / "new").touch()
+    assert names(path) == ["old"]
+    assert names(tmp_path) == ["folder"]
