@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from plait.engine.messages import (
     Evaluate,
     Export,
     Generate,
+    Generated,
+    GenerateJob,
     JobFailed,
     JobLoss,
     MicrobatchDone,
@@ -55,6 +58,7 @@ SHAPE = ActivationShape(
 ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj", "v_proj"))
 
 Curve = Callable[[JobSpec, int], float]
+Fault = Callable[[str, str, int], str | None]
 
 
 def lengths_data(train: Sequence[int], validation: Sequence[int] = (4,)) -> DataSpec:
@@ -72,23 +76,38 @@ def load_lengths(spec: DataSpec) -> TokenisedData:
     return TokenisedData(spec.options, split(options["train"]), split(options["validation"]))
 
 
+def no_fault(_kind: str, _job: str, _step: int) -> str | None:
+    """All goes well."""
+    return None
+
+
+def step_fault(wrong: Callable[[str, int], bool]) -> Fault:
+    """The gradient of these jobs' steps is not finite."""
+    return lambda kind, job, step: "its gradient is nan" if kind == "step" and wrong(job, step) else None
+
+
 @dataclass
 class CurveWorker:
     """Answers commands as a worker does.
 
     Attributes:
         curve: validation loss of a job after so many steps; a step's own loss is that before it.
-        fails: whether a step of a job goes wrong.
+        fault: what goes wrong with a job at a step; asked of each "run", "step", "evaluate" and "generate".
         room: most jobs in one RunMicrobatches before memory runs out.
+        attach_room: most jobs that are attached before memory runs out.
+        commands: all that came.
+        spent: seconds of everything that took some.
     """
 
-    curve: Curve
-    fails: Callable[[str, int], bool] = lambda _job, _step: False
+    curve: Curve = lambda _job, _step: 2.0
+    fault: Fault = no_fault
     room: int | None = None
+    attach_room: int | None = None
     memory_bytes: int = 2**30
     jobs: dict[str, JobSpec] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
 
     @property
     def facts(self) -> WorkerFacts:
@@ -109,31 +128,36 @@ class CurveWorker:
             case StepJobs():
                 return [self._step(step.job, step.step) for step in command.steps]
             case SaveState():
-                command.directory.mkdir(parents=True, exist_ok=True)
-                state = {"steps": self.steps[command.job], "tokens": command.cursor.tokens}
-                (command.directory / HEADER).write_text(json.dumps(state))
                 assert command.cursor.step == self.steps[command.job]
-                return [Saved(command.job, command.directory, command.cursor.step, exported=False)]
+                save(command.directory, command.cursor)
+                seconds = self._spend()
+                return [Saved(command.job, command.directory, command.cursor.step, False, seconds)]
             case Export():
-                return [Saved(command.job, command.directory, 0, exported=True)]
+                return [Saved(command.job, command.directory, 0, True, self._spend())]
             case Generate():
-                raise AssertionError("nothing is to be generated")
+                return [self._generate(each) for each in command.jobs]
+
+    def _spend(self) -> float:
+        """A little more each time, so that no two are mistaken for each other."""
+        self.spent.append(0.01 + 0.00137 * len(self.spent))
+        return self.spent[-1]
 
     def _attach(self, command: Attach) -> WorkerEvent:
         name = command.job.name
         assert name not in self.jobs
+        if self.attach_room is not None and len(self.jobs) >= self.attach_room:
+            return OutOfMemory("no room", self._spend())
         cursor, found = Cursor(), None
         if command.resume_from is not None:
             found = states(command.resume_from)[0]
-            state = json.loads((found / HEADER).read_text())
-            cursor = Cursor(state["steps"], state["tokens"])
+            cursor = Cursor(**json.loads((found / HEADER).read_text()))
         self.jobs[name], self.steps[name] = command.job, cursor.step
-        return Attached(name, cursor, found)
+        return Attached(name, cursor, found, seconds=self._spend())
 
     def _run(self, microbatches: Sequence[Microbatch], *, evaluation: bool) -> list[WorkerEvent]:
         names = {segment.job for each in microbatches for segment in each.segments}
         if not evaluation and self.room is not None and len(names) > self.room:
-            return [OutOfMemory("no room")]
+            return [OutOfMemory("no room", self._spend())]
         events: list[WorkerEvent] = []
         for each in microbatches:
             losses = []
@@ -142,12 +166,26 @@ class CurveWorker:
                 labelled = segment.tokens - len(segment.samples)
                 loss = self.curve(self.jobs[segment.job], self.steps[segment.job])
                 losses.append(JobLoss(segment.job, segment.step, loss * labelled, labelled, segment.tokens))
-            events.append(MicrobatchDone(each.index, tuple(losses), 0.01, None, evaluation))
+                if reason := self.fault("evaluate" if evaluation else "run", segment.job, segment.step):
+                    events.append(JobFailed(segment.job, segment.step, reason))
+            events.append(MicrobatchDone(each.index, tuple(losses), self._spend(), None, evaluation))
         return events
 
     def _step(self, job: str, step: int) -> WorkerEvent:
         assert step == self.steps[job] + 1
-        if self.fails(job, step):
-            return JobFailed(job, step, "its gradient is nan")
+        if reason := self.fault("step", job, step):
+            return JobFailed(job, step, reason, self._spend())
         self.steps[job] = step
-        return StepDone(job, step, 1.0, 0.001)
+        return StepDone(job, step, 1.0, self._spend())
+
+    def _generate(self, asked: GenerateJob) -> WorkerEvent:
+        """Answers are "a" and "b" in turn."""
+        if reason := self.fault("generate", asked.job, self.steps[asked.job]):
+            return JobFailed(asked.job, 0, reason, self._spend())
+        return Generated(asked.job, asked.samples, tuple("ab"[i % 2] for i in asked.samples), self._spend())
+
+
+def save(directory: Path, cursor: Cursor) -> None:
+    """Write a state that a :class:`CurveWorker` reads."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / HEADER).write_text(json.dumps(asdict(cursor)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +91,8 @@ class Bench:
     alive: int = 100_000  # iterations until the process is killed
     stop_at: int | None = None  # iteration at which it is interrupted
     owner: Callable[[StudyTrials, int], Orders] = lambda _study, _poll: Orders()
+    interrupted: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.monotonic
 
     def run(self) -> SearchResult:
         run = RunSettings(
@@ -106,6 +109,8 @@ class Bench:
                 run,
                 folder=self.folder,
                 states=source.states_folder,
+                clock=self.clock,
+                patient=True,
             )
             polls, asked = itertools.count(), itertools.count()
 
@@ -113,7 +118,7 @@ class Bench:
                 poll = next(polls)
                 if poll >= self.alive:
                     raise KilledError
-                return self.stop_at is not None and poll >= self.stop_at
+                return self.interrupted() or (self.stop_at is not None and poll >= self.stop_at)
 
             stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
             return SearchRun(

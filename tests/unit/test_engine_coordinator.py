@@ -4,67 +4,39 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker, lengths_data, load_lengths, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.engine.accounting import nanoseconds
-from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.memory_estimate import ActivationShape, adapter_bytes
+from plait.engine.memory_estimate import adapter_bytes
 from plait.engine.messages import (
-    Attach,
-    Attached,
-    Command,
     Cursor,
-    Detach,
     Evaluate,
     Event,
     Export,
     Generate,
-    Generated,
     GroupStep,
     JobAdmitted,
     JobEnded,
     JobEvaluated,
-    JobFailed,
     JobGenerated,
-    JobLoss,
     JobProgress,
-    MicrobatchDone,
-    ObservedPeak,
+    Notice,
     RunMicrobatches,
-    Saved,
     SaveState,
-    StepDone,
     StepJobs,
-    WorkerEvent,
 )
 from plait.errors import CapacityError, ConfigError, ModelError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.models.targets import LinearInfo
-from plait.plans import Microbatch
-from plait.samples import Sample, Split, TokenisedData
+from plait.jobs import DataSpec, JobSpec, TrainSpec
 from plait.settings import EngineSettings, PlannerSettings, RunSettings
-
-LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 8, 8) for i in range(2) for name in ("q_proj", "v_proj"))
-SHAPE = ActivationShape(
-    layers=2,
-    hidden=8,
-    heads=2,
-    vocabulary=16,
-    linear_features=64,
-    weight_bytes=10_000,
-    element_bytes=4,
-    logit_rows=1024,
-    keep_up_to=256,
-)
-ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj", "v_proj"))
 
 
 @pytest.fixture(autouse=True)
@@ -72,93 +44,11 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(tmp_path)
 
 
-def split(lengths: Sequence[int]) -> Split:
-    return Split.of([Sample(np.ones(n, np.int32), np.ones(n, np.bool_)) for n in lengths])
-
-
-def data(spec: DataSpec) -> TokenisedData:
-    options = spec.mapping()
-    return TokenisedData(spec.options, split(options["train"]), split(options.get("validation", [])))
-
-
-@dataclass
-class ScriptedWorker:
-    """Answers every command as a worker would; ``faults`` says what goes wrong and when."""
-
-    memory_bytes: int = 2**30
-    faults: dict[tuple[str, str, int], str] = field(default_factory=dict)
-    commands: list[Command] = field(default_factory=list)
-    attached: set[str] = field(default_factory=set)
-    seconds: list[float] = field(default_factory=list)
-    resumed: Cursor = field(default_factory=Cursor)
-
-    @property
-    def facts(self) -> WorkerFacts:
-        return WorkerFacts(SHAPE, LINEARS, max_length=64, memory_bytes=self.memory_bytes)
-
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
-        self.commands.append(command)
-        match command:
-            case Attach():
-                self.attached.add(command.job.name)
-                cursor = self.resumed if command.resume_from else Cursor()
-                return [Attached(command.job.name, cursor, seconds=self._spend())]
-            case Detach():
-                self.attached.remove(command.job)
-                return []
-            case RunMicrobatches():
-                return self._run(command.microbatches, "run", evaluation=False)
-            case Evaluate():
-                return self._run(command.microbatches, "evaluate", evaluation=True)
-            case StepJobs():
-                return [self._step(step.job, step.step) for step in command.steps]
-            case Generate():
-                return [
-                    Generated(each.job, each.samples, tuple("ab"[i % 2] for i in each.samples), self._spend())
-                    for each in command.jobs
-                ]
-            case SaveState() | Export():
-                return [Saved(command.job, command.directory, 0, isinstance(command, Export), self._spend())]
-
-    def _spend(self) -> float:
-        self.seconds.append(0.1 + 0.0137 * len(self.seconds))
-        return self.seconds[-1]
-
-    def _step(self, job: str, step: int) -> WorkerEvent:
-        if reason := self.faults.get(("step", job, step)):
-            return JobFailed(job, step, reason, self._spend())
-        return StepDone(job, step, 1.0, self._spend())
-
-    def _run(self, batches: Sequence[Microbatch], kind: str, *, evaluation: bool) -> list[WorkerEvent]:
-        events: list[WorkerEvent] = []
-        for batch in batches:
-            assert batch.tokens <= 16
-            assert {segment.job for segment in batch.segments} <= self.attached
-            events += [
-                JobFailed(each.job, each.step, self.faults[kind, each.job, each.step])
-                for each in batch.segments
-                if (kind, each.job, each.step) in self.faults
-            ]
-            peak = ObservedPeak(10_000, (("backward", 10_000 + 50 * batch.tokens),))
-            losses = tuple(
-                JobLoss(
-                    each.job,
-                    each.step,
-                    2.0 * (each.tokens - len(each.samples)),
-                    each.tokens - len(each.samples),
-                    each.tokens,
-                )
-                for each in batch.segments
-            )
-            events.append(MicrobatchDone(batch.index, losses, self._spend(), peak, evaluation))
-        return events
-
-
 def job(
     name: str, *, lengths: Sequence[int] = (3, 5, 8), validation: Sequence[int] = (), **train: object
 ) -> JobSpec:
-    spec = DataSpec.of("lengths", train=list(lengths), validation=list(validation))
-    return JobSpec(name, ADAPTER, TrainSpec(**{"steps": 3, "batch_size": 2} | train), spec)  # type: ignore[arg-type]
+    spec = TrainSpec(**{"steps": 3, "batch_size": 2} | train)  # type: ignore[arg-type]
+    return JobSpec(name, ADAPTER, spec, lengths_data(lengths, validation))
 
 
 class Clock:
@@ -171,10 +61,12 @@ class Clock:
 
 
 def coordinator(
-    worker: ScriptedWorker, *, max_jobs: int | None = None, catalogue: DataCatalogue | None = None
+    worker: CurveWorker, *, max_jobs: int | None = None, catalogue: DataCatalogue | None = None
 ) -> Coordinator:
     run = RunSettings(engine=EngineSettings(capacity=16), planner=PlannerSettings(max_jobs=max_jobs))
-    return Coordinator(worker, catalogue or DataCatalogue(data), run, folder=Path("run"), clock=Clock())
+    return Coordinator(
+        worker, catalogue or DataCatalogue(load_lengths), run, folder=Path("run"), clock=Clock()
+    )
 
 
 def drain(made: Coordinator, between: Callable[[int], None] = lambda _: None) -> list[Event]:
@@ -192,7 +84,7 @@ def of(kind: type, events: Sequence[Event], name: str | None = None) -> list:  #
 
 
 def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
-    made = coordinator(worker := ScriptedWorker())
+    made = coordinator(worker := CurveWorker())
     made.submit(job("a", steps=2))
     made.submit(job("b", steps=5, batch_size=3))
     events = drain(made)
@@ -205,7 +97,7 @@ def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
         "b": ("finished", 5),
     }
     assert ends["b"].adapter == Path("run/adapters/b")
-    assert worker.attached == set()
+    assert worker.jobs == {}
     assert [e.jobs for e in of(GroupStep, events)] == [("a", "b")] * 2 + [("b",)] * 3
 
 
@@ -221,19 +113,22 @@ def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
 def test_device_time_is_attributed_to_the_last_nanosecond(
     jobs: list[tuple[list[int], int, int]], max_jobs: int
 ) -> None:
-    made = coordinator(worker := ScriptedWorker(), max_jobs=max_jobs)
+    made = coordinator(worker := CurveWorker(), max_jobs=max_jobs)
     for place, (lengths, batch_size, steps) in enumerate(jobs):
         made.submit(job(f"j{place}", lengths=lengths, validation=lengths, batch_size=batch_size, steps=steps))
     ends = of(JobEnded, drain(made))
-    total = sum(nanoseconds(seconds) for seconds in worker.seconds)
+    total = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == total
+    for command in worker.commands:
+        if isinstance(command, RunMicrobatches | Evaluate):
+            assert max(each.tokens for each in command.microbatches) <= 16
     assert sum(round(end.device_seconds * 1e9) for end in ends) == total
     assert len(ends) == len(jobs)
 
 
 def test_a_failure_ends_its_own_job_only() -> None:
     faults = {("run", "bad", 2): "its loss is nan", ("step", "worse", 3): "its gradient is inf"}
-    made = coordinator(worker := ScriptedWorker(faults=faults))
+    made = coordinator(worker := CurveWorker(fault=lambda *at: faults.get(at)))
     for name in ("good", "bad", "worse"):
         made.submit(job(name, steps=4))
     events = drain(made)
@@ -247,7 +142,9 @@ def test_a_failure_ends_its_own_job_only() -> None:
 
 
 def test_a_failed_evaluation_ends_the_job() -> None:
-    made = coordinator(ScriptedWorker(faults={("evaluate", "a", 2): "its loss is nan"}))
+    made = coordinator(
+        CurveWorker(fault=lambda *at: "its loss is nan" if at == ("evaluate", "a", 2) else None)
+    )
     made.submit(job("a", validation=(4,), eval_every=2))
     made.submit(job("b", validation=(4,), eval_every=2))
     events = drain(made)
@@ -255,7 +152,7 @@ def test_a_failed_evaluation_ends_the_job() -> None:
 
 
 def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
-    made = coordinator(worker := ScriptedWorker())
+    made = coordinator(worker := CurveWorker())
     made.submit(job("a", steps=5, eval_every=2, validation=(4, 4)))
     made.submit(job("b", steps=4, eval_every=0, validation=(6,)))
     events = drain(made)
@@ -271,7 +168,7 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
 
 
 def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
-    made = coordinator(ScriptedWorker(), max_jobs=2)
+    made = coordinator(CurveWorker(), max_jobs=2)
     assert made.places() == 2
     for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
         made.submit(job(name, priority=priority, steps=steps))
@@ -283,27 +180,27 @@ def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -
 
 def test_memory_limits_the_group_and_refuses_a_job_that_never_fits() -> None:
     one = adapter_bytes(2, LINEARS, 4)
-    assert one == 4 * 2 * (8 + 8) * 16
-    admission = Admission(ScriptedWorker().facts, RunSettings(engine=EngineSettings(capacity=16)))
+    assert one == 4 * 2 * (64 + 64) * 16
+    admission = Admission(CurveWorker().facts, RunSettings(engine=EngineSettings(capacity=16)))
     activations = admission.predicted([admission.demand(ADAPTER, 8)]) - one
     assert activations > SHAPE.weight_bytes
-    made = coordinator(ScriptedWorker(memory_bytes=int((activations + 2.5 * one) / 0.8)))
+    made = coordinator(CurveWorker(memory_bytes=int((activations + 2.5 * one) / 0.8)))
     for name in "abc":
         made.submit(job(name, steps=1))
     assert [e.jobs for e in of(GroupStep, drain(made))] == [("a", "b"), ("c",)]
-    small = coordinator(ScriptedWorker(memory_bytes=int((activations + 0.5 * one) / 0.8)))
+    small = coordinator(CurveWorker(memory_bytes=int((activations + 0.5 * one) / 0.8)))
     with pytest.raises(CapacityError, match=r"engine\.capacity"):
         small.submit(job("a"))
 
 
 def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
-    made = coordinator(ScriptedWorker())
+    made = coordinator(CurveWorker())
     with pytest.raises(CapacityError, match="a sample of 17 tokens"):
         made.submit(job("long", lengths=(17,)))
     with pytest.raises(ModelError, match="q_proj, v_proj"):
         made.submit(replace(job("off"), adapter=replace(ADAPTER, target_modules=("k_proj",))))
-    with pytest.raises(ModelError, match="at most 8"):
-        made.submit(replace(job("wide"), adapter=replace(ADAPTER, rank=9)))
+    with pytest.raises(ModelError, match="at most 64"):
+        made.submit(replace(job("wide"), adapter=replace(ADAPTER, rank=65)))
     made.submit(job("twin"))
     with pytest.raises(ConfigError, match="its own"):
         made.submit(job("twin"))
@@ -311,7 +208,7 @@ def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
 
 
 def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None:
-    made = coordinator(worker := ScriptedWorker())
+    made = coordinator(worker := CurveWorker())
     made.submit(job("a", steps=6))
     made.submit(job("b", steps=6))
 
@@ -331,7 +228,7 @@ def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None
 
 
 def test_stop_saves_live_jobs_and_ends_all() -> None:
-    made = coordinator(worker := ScriptedWorker(), max_jobs=1)
+    made = coordinator(worker := CurveWorker(), max_jobs=1)
     made.submit(job("a", steps=9))
     made.submit(job("b", steps=9))
     made.advance()
@@ -344,12 +241,13 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     assert ends["b"].checkpoint is None
     saved = next(c for c in worker.commands if isinstance(c, SaveState))
     assert saved.cursor.step == 1
-    assert saved.cursor.device_ns == made.device_ns - nanoseconds(worker.seconds[-1])  # all but the saving
+    assert saved.cursor.device_ns == made.device_ns - nanoseconds(worker.spent[-1])  # all but the saving
     assert nanoseconds(ends["a"].device_seconds) == made.device_ns
 
 
 def test_a_resumed_job_goes_on_from_its_cursor() -> None:
-    made = coordinator(ScriptedWorker(resumed=Cursor(2, 100, 5_000_000_000)))
+    save(Path("saved", "step-00000002"), Cursor(2, 100, 5_000_000_000))
+    made = coordinator(CurveWorker())
     made.submit(job("a", steps=4), resume_from=Path("saved"))
     made.submit(job("over", steps=2, validation=(4,)), resume_from=Path("saved"))
     events = drain(made)
@@ -368,8 +266,8 @@ def test_answers_are_generated_and_judged_at_the_end() -> None:
         asked["rows"] += rows
         return [1.0 if text == "a" else 0.0 for text in texts]
 
-    catalogue = DataCatalogue(data, generation_limit=lambda _: 8, judge=judge)
-    made = coordinator(worker := ScriptedWorker(), catalogue=catalogue)
+    catalogue = DataCatalogue(load_lengths, generation_limit=lambda _: 8, judge=judge)
+    made = coordinator(worker := CurveWorker(), catalogue=catalogue)
     made.submit(job("a", steps=1, validation=(4, 4, 4, 4)))
     made.submit(job("b", steps=1, validation=(4, 4)))
     events = drain(made)
@@ -377,4 +275,25 @@ def test_answers_are_generated_and_judged_at_the_end() -> None:
     assert asked["rows"] == [0, 1, 2, 3, 0, 1]
     (command,) = [c for c in worker.commands if isinstance(c, Generate)]
     assert (command.max_new_tokens, [each.job for each in command.jobs]) == (8, ["a", "b"])
+    assert sum(round(e.device_seconds * 1e9) for e in of(JobEnded, events)) == made.device_ns
+
+
+def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -> None:
+    """What it learned is kept; that its accuracy is missing is said with the reason."""
+    catalogue = DataCatalogue(
+        load_lengths, generation_limit=lambda _: 8, judge=lambda _spec, rows, _texts: [1.0] * len(rows)
+    )
+    worker = CurveWorker(fault=lambda kind, name, _: "no room" if (kind, name) == ("generate", "a") else None)
+    made = coordinator(worker, catalogue=catalogue)
+    for name in "ab":
+        made.submit(job(name, steps=1, validation=(4, 4)))
+    events = drain(made)
+    assert [(e.job, e.accuracy) for e in of(JobGenerated, events)] == [("b", 1.0)]
+    ends = {e.job: (e.state, e.reason, e.adapter) for e in of(JobEnded, events)}
+    unjudged = "budget spent; its answers were not judged: no room"
+    assert ends == {
+        "a": ("finished", unjudged, Path("run/adapters/a")),
+        "b": ("finished", "budget spent", Path("run/adapters/b")),
+    }
+    assert [e.text for e in of(Notice, events)] == ["a: its answers could not be generated: no room"]
     assert sum(round(e.device_seconds * 1e9) for e in of(JobEnded, events)) == made.device_ns

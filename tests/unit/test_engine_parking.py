@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 
+from plait.engine.accounting import nanoseconds
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
@@ -22,6 +23,7 @@ from plait.engine.messages import (
     JobEvaluated,
     JobParked,
     JobProgress,
+    Notice,
     RunMicrobatches,
 )
 from plait.errors import ConfigError
@@ -272,3 +274,62 @@ def test_a_job_that_runs_out_of_memory_alone_fails(make: Any) -> None:
     made.submit(job("b"))
     ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobEnded)}
     assert ends == dict.fromkeys("ab", ("failed", "out of memory while it trained alone: no room"))
+
+
+# ---- memory that runs out while a job is taken in ----------------------------------------------------------
+
+
+def test_a_job_for_which_there_is_no_room_waits_until_there_is(make: Any) -> None:
+    made, worker = make(attach_room=2)
+    for name in "abcd":
+        made.submit(job(name, steps=3))
+    events = drain(made)
+    assert groups(events) == [("a", "b")] * 3 + [("c", "d")] * 3
+    for name in "abcd":
+        assert steps(events, name) == [1, 2, 3]
+    assert {e.job: e.state for e in events if isinstance(e, JobEnded)} == dict.fromkeys("abcd", "finished")
+    turned_away = [e.text for e in events if isinstance(e, Notice)]
+    assert turned_away[0] == "c waits for room: out of memory while it was taken in (no room)"
+    assert len(turned_away) <= 3  # once at the start, then after ends, and not in every iteration
+    spent = sum(nanoseconds(seconds) for seconds in worker.spent)
+    assert made.device_ns == spent
+    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobEnded)) == spent
+
+
+def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any) -> None:
+    made, _ = make(attach_room=0)
+    for name in "ab":
+        made.submit(job(name))
+    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobEnded)}
+    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was taken in alone: no room"))
+
+
+def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: Any) -> None:
+    """It comes in when one of the others has been parked for it, and that one goes on exactly."""
+    made, _ = make(attach_room=2)
+    for name in "ab":
+        made.submit(job(name))
+    events = [*made.advance(), *made.advance()]
+    made.submit(job("urgent", priority=1, steps=2))
+    events += drain(made)
+    assert parked(events) == [("b", 3, DISPLACED)]
+    assert groups(events)[2:6] == [("a", "b")] + [("a", "urgent")] * 2 + [("a", "b")]
+    for name in "ab":
+        assert steps(events, name) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_parked_job_that_finds_no_room_keeps_its_state_and_its_account(make: Any) -> None:
+    made, worker = make(attach_room=2)
+    made.submit(job("a"))
+    made.submit(job("b"))
+    events = [*made.advance(), *made.advance()]
+    made.park("a")
+    made.submit(job("c", steps=2))
+    events += made.advance()
+    made.unpark("a")
+    events += drain(made)
+    for name in "ab":
+        assert steps(events, name) == [1, 2, 3, 4, 5, 6]
+    assert any(isinstance(e, Notice) and e.text.startswith("a waits for room") for e in events)
+    spent = sum(nanoseconds(seconds) for seconds in worker.spent)
+    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobEnded)) == spent

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from curve_worker import CurveWorker
+from curve_worker import CurveWorker, step_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
@@ -133,7 +133,7 @@ def test_nor_one_in_which_too_many_fail(tmp_path: Path) -> None:
         return RUNNING
 
     search = replace(halving(trials=12, parallel=2, cohort=6), max_failure_rate=0.0)
-    fails = {"fails": lambda job, _: job == "trial-0001"}
+    fails = {"fault": step_fault(lambda job, _: job == "trial-0001")}
     bench = Bench(tmp_path, search, worker=fails, owner=owner, alive=60)
     bench.run()
     assert [state.name for state, _ in states(bench)] == ["COMPLETE", "FAIL", "WAITING"]
@@ -142,7 +142,7 @@ def test_nor_one_in_which_too_many_fail(tmp_path: Path) -> None:
 def test_a_search_that_gives_up_ends_what_an_earlier_process_began(tmp_path: Path) -> None:
     """Its cohort would wait for it for ever."""
     search = replace(halving(trials=12, parallel=3, cohort=6), max_failure_rate=0.0)
-    bench = Bench(tmp_path, search, worker={"fails": lambda job, _: job == "trial-0001"})
+    bench = Bench(tmp_path, search, worker={"fault": step_fault(lambda job, _: job == "trial-0001")})
     with pytest.raises(KilledError):
         replace(bench, alive=1, worker={}).run()
     assert len(bench.trials) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curve_worker import load_lengths
+from curve_worker import load_lengths, step_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
@@ -149,14 +149,14 @@ def test_a_cohort_larger_than_the_search_decides(tmp_path: Path) -> None:
 
 
 def test_a_cohort_of_which_most_fail_decides(tmp_path: Path) -> None:
-    fails = {"fails": lambda job, _: job in ("trial-0000", "trial-0001", "trial-0002")}
+    fails = {"fault": step_fault(lambda job, _: job in ("trial-0000", "trial-0001", "trial-0002"))}
     bench = Bench(tmp_path, halving(trials=4, cohort=4), worker=fails)
     bench.run()
     assert [state.name for state, _ in states(bench)] == ["FAIL", "FAIL", "FAIL", "COMPLETE"]
 
 
 def test_a_search_that_gives_up_decides_with_the_trials_it_has(tmp_path: Path) -> None:
-    fails = {"fails": lambda job, _: job == "trial-0001"}
+    fails = {"fault": step_fault(lambda job, _: job == "trial-0001")}
     search = replace(halving(trials=12, parallel=2, cohort=6), max_failure_rate=0.0)
     bench = Bench(tmp_path, search, worker=fails)
     bench.run()
@@ -205,7 +205,7 @@ def test_a_search_always_ends(
     bench = Bench(
         tmp_path_factory.mktemp("search"),
         search,
-        worker={"fails": lambda job, step: (int(job[6:]), step) in failing, "room": room},
+        worker={"fault": step_fault(lambda job, step: (int(job[6:]), step) in failing), "room": room},
         max_jobs=max_jobs,
         alive=400,
     )

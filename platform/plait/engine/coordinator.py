@@ -6,8 +6,7 @@ Pure Python. It owns no tensor: it sends commands to a worker and turns what com
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -16,21 +15,17 @@ from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpointing import Checkpointing
+from plait.engine.evaluation import evaluate
+from plait.engine.finishing import Finishing
 from plait.engine.ledger import Ledger, Outcome, Tally, Worker
 from plait.engine.live import DISPLACED, PAUSED, LiveJob
 from plait.engine.messages import (
     Attach,
     Command,
     Detach,
-    Evaluate,
     Event,
-    Export,
-    Generate,
-    GenerateJob,
     GroupStep,
     JobAdmitted,
-    JobEvaluated,
-    JobGenerated,
     JobParked,
     JobProgress,
     Notice,
@@ -68,6 +63,7 @@ class Coordinator:
         states: folder for saved states instead of ``checkpoints/``.
         profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
+        patient: whether a finished job waits for a disk that cannot take its adapter.
     """
 
     def __init__(
@@ -80,6 +76,7 @@ class Coordinator:
         states: Path | None = None,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        patient: bool = False,
     ) -> None:
         self._ledger = Ledger(worker)
         self._tile = worker.facts.tile
@@ -87,8 +84,8 @@ class Coordinator:
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
         self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
+        self._finishing = Finishing(data, folder / "adapters", self._send, clock, patient=patient)
         self._capacity = settings.engine.capacity_or_usual
-        self._folder = folder
         self._clock = clock
         self.checkpointing = Checkpointing(
             settings.engine, states or folder / "checkpoints", self._send, clock
@@ -243,25 +240,36 @@ class Coordinator:
             return events  # one could not be saved, so its place is not free
         for name in chosen.started:
             events += self._attach(jobs[name])
+            if jobs[name] in self._roster.waiting:
+                return events  # turned away: there is no room for more
         return events
 
     def _attach(self, job: LiveJob) -> list[Event]:
         self._roster.start(job)
         outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from, job.warm_from))
+        if outcome.out_of_memory is not None:
+            return self._turn_away(job, outcome.out_of_memory)
         events: list[Event] = []
         if job.name in outcome.attached:
             attached = outcome.attached[job.name]
-            # The state has the device time up to its saving; what was spent since stays on the account.
-            spent = max(job.cursor.device_ns, attached.cursor.device_ns)
-            job.cursor = replace(attached.cursor, device_ns=spent)
+            job.go_on_from(attached.cursor)
             self._ledger.charge(job, attached.seconds)
-            job.reach()
             self.checkpointing.admitted(job, attached.state)
             events += [Notice(f"{job.name}: {text}") for text in attached.notices]
             if job.name not in self._joined:
                 self._joined.append(job.name)
             events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
-        return [*events, *self._end_failed(outcome)]
+        return [*events, *self._end_failed(outcome.failures)]
+
+    def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
+        """Memory ran out while a job was taken in: it waits until fewer train; where none does, it fails."""
+        alone = len(self._live) == 1
+        if not alone:
+            self._roster.shrink()
+        self._roster.queue(job)
+        if alone:
+            return [self._end(job, "failed", f"out of memory while it was taken in alone: {detail}")]
+        return [Notice(f"{job.name} waits for room: out of memory while it was taken in ({detail})")]
 
     def _park(
         self, job: LiveJob, reason: str, move: Callable[[LiveJob], None], *, urgent: bool = False
@@ -279,8 +287,8 @@ class Coordinator:
         move(job)
         return [*events, JobParked(job.name, job.step, reason)]
 
-    def _end_failed(self, outcome: Outcome) -> list[Event]:
-        return [self._end(self._live[name], "failed", reason) for name, reason in outcome.failures.items()]
+    def _end_failed(self, failures: Mapping[str, str]) -> list[Event]:
+        return [self._end(self._live[name], "failed", reason) for name, reason in failures.items()]
 
     def _interrupt(self) -> list[Event]:
         jobs = self._roster.all()
@@ -301,6 +309,7 @@ class Coordinator:
             self._send(Detach(job.name))
         self._roster.end(job)
         self.checkpointing.left(job.name)
+        self._finishing.left(job.name)
         return job.ended(state, reason, self._clock(), adapter=adapter, checkpoint=checkpoint)
 
     # ---- one iteration --------------------------------------------------------------------------------
@@ -348,7 +357,7 @@ class Coordinator:
         ]
         stepped = self._send(StepJobs(tuple(due)))
         seconds = self._clock() - started
-        events = [*self._end_failed(run), *self._end_failed(stepped)]
+        events = [*self._end_failed(run.failures), *self._end_failed(stepped.failures)]
         for step in due:
             if step.job in stepped.steps:
                 job, tally = jobs[step.job], run.tallies[step.job]
@@ -374,52 +383,15 @@ class Coordinator:
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""
-        return self._evaluate_jobs([job for job in self._live.values() if job.evaluation_due])
-
-    def _evaluate_jobs(self, due: Sequence[LiveJob]) -> list[Event]:
-        """As :meth:`_evaluate`; where memory runs out, in two parts."""
-        if not due:
-            return []
-        outcome = self._send(Evaluate(self._pack([job.validation_batch() for job in due])))
-        if outcome.out_of_memory is not None:
-            if len(due) == 1:
-                reason = f"out of memory while it was evaluated alone: {outcome.out_of_memory}"
-                return [self._end(due[0], "failed", reason)]
-            half = len(due) // 2
-            return [*self._evaluate_jobs(due[:half]), *self._evaluate_jobs(due[half:])]
-        events = self._end_failed(outcome)
-        for job in due:
-            if job.name not in outcome.failures:
-                tally = outcome.tallies[job.name]
-                job.eval_loss, job.evaluated = tally.mean, job.step
-                events.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens))
-        return events
+        due = [job for job in self._live.values() if job.evaluation_due]
+        measured, failed = evaluate(due, self._send, self._pack)
+        return [*self._end_failed(failed), *measured]
 
     def _finish(self) -> list[Event]:
         """Generate with, export and let go every job whose budget is spent."""
-        done = [job for job in self._live.values() if job.done]
-        events = self._generate(done)
-        for job in done:
-            adapter = self._folder / "adapters" / job.name
-            self._send(Export(job.name, adapter))
-            events.append(self._end(job, "finished", "budget spent", adapter=adapter))
-        return events
-
-    def _generate(self, jobs: Sequence[LiveJob]) -> list[Event]:
-        """Answers to the validation prompts of every job that asks for them, together, judged."""
-        asking: dict[int, list[LiveJob]] = {}
-        for job in jobs:
-            limit = self._data.generation_limit(job.spec.data)
-            if limit is not None and len(job.data.validation) > 0:
-                asking.setdefault(limit, []).append(job)
-        events: list[Event] = []
-        for limit, group in asking.items():
-            wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
-            answers = self._send(Generate(tuple(wanted), limit)).generated
-            for job in group:
-                scores = self._data.scores(job.spec.data, job.data, answers[job.name])
-                events.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
-        return events
+        events, finished = self._finishing.finish([job for job in self._live.values() if job.done])
+        ends = [self._end(each.job, "finished", each.reason, adapter=each.adapter) for each in finished]
+        return [*events, *ends]
 
 
 def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:

@@ -10,6 +10,7 @@ from plait.engine.accounting import nanoseconds, share
 from plait.engine.admission import WorkerFacts
 from plait.engine.live import LiveJob
 from plait.engine.messages import (
+    Attach,
     Attached,
     Command,
     Evaluate,
@@ -121,8 +122,11 @@ class Ledger:
         job.charge(spent)
 
     def _wasted(self, command: Command, seconds: float, jobs: Mapping[str, LiveJob]) -> None:
-        """Share a microbatch that did not get through out to the jobs of its command, by their tokens."""
-        assert isinstance(command, RunMicrobatches | Evaluate)
+        """Share what ran out of memory out to the jobs of its command: a microbatch by their tokens."""
+        assert isinstance(command, Attach | RunMicrobatches | Evaluate)
+        if isinstance(command, Attach):
+            self.charge(jobs[command.job.name], seconds)
+            return
         tokens: dict[str, int] = {}
         for segment in (each for item in command.microbatches for each in item.segments):
             tokens[segment.job] = tokens.get(segment.job, 0) + segment.tokens

@@ -35,6 +35,7 @@ class LiveJob:
         holds: why it may not train now; empty while it may.
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it begins with; None for fresh ones.
+        begun: whether this process has trained it.
     """
 
     spec: JobSpec
@@ -53,6 +54,7 @@ class LiveJob:
     holds: set[str] = field(default_factory=set)
     evaluated: int | None = None
     warm_from: Path | None = None
+    begun: bool = False
 
     @property
     def name(self) -> str:
@@ -115,6 +117,17 @@ class LiveJob:
         self.holds.discard(hold)
         if hold == AT_RUNG:
             self.passed = self.step
+
+    def go_on_from(self, cursor: Cursor) -> None:
+        """Take up a job where its state says.
+
+        The state has the device time up to its saving. This process's account has that too if it trained the
+        job before, with what was spent since; else only what was spent on taking it in, in vain.
+        """
+        before = self.cursor.device_ns
+        spent = max(before, cursor.device_ns) if self.begun else before + cursor.device_ns
+        self.cursor, self.begun = Cursor(cursor.step, cursor.tokens, spent), True
+        self.reach()
 
     def charge(self, device_ns: int) -> None:
         """Add device time."""

@@ -185,9 +185,11 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A loss or gradient was not finite, or the job's data or state cannot be used; others go on.
+    """A loss or gradient was not finite, or the job's data or state cannot be used, or there is no memory for
+    one of its answers; others go on.
 
-    ``seconds`` are those that no other event has: of a step that was not taken, or of taking the job in.
+    ``seconds`` are those that no other event has: of a step that was not taken, of taking the job in, or of
+    generating.
     """
 
     job: str
@@ -219,9 +221,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again.
+    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again; a
+    job that was to be taken in has left nothing.
 
-    ``seconds`` are those of the microbatch that did not get through.
+    ``seconds`` are those of the microbatch, or the job, that did not get through.
     """
 
     detail: str

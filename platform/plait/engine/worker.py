@@ -39,7 +39,7 @@ from plait.engine.messages import (
     WorkerEvent,
 )
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
-from plait.engine.out_of_memory import give_back, ran_out
+from plait.engine.out_of_memory import attempt, give_back
 from plait.engine.peaks import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, device_bytes
 from plait.engine.warm import load_warm
 from plait.errors import CheckpointError
@@ -137,7 +137,19 @@ class LocalWorker:
     # ---- jobs come and go -----------------------------------------------------------------------------
 
     def _attach(self, command: Attach) -> WorkerEvent:
+        """Take a job in; where memory runs out, nothing of it stays."""
         started = self._clock()
+        event, detail = attempt(lambda: self._take_in(command, started))
+        if event is not None:
+            return event
+        name = command.job.name
+        self._jobs.pop(name, None)
+        if name in self.bank.blocks:
+            self.bank.detach(name)
+        give_back(self._model.device)
+        return OutOfMemory(detail or "", self._clock() - started)
+
+    def _take_in(self, command: Attach, started: float) -> WorkerEvent:
         job = command.job
         sites = check_rank(job.adapter, self._model.linears)
         self.bank.attach(
@@ -206,17 +218,16 @@ class LocalWorker:
         events: list[WorkerEvent] = []
         observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
         started = self._clock()
-        try:
+
+        def run_all() -> None:
+            nonlocal started, events
             for microbatch in microbatches:
                 started = self._clock()
                 events += self._run(microbatch, training=training, observed=observed)
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
-                raise
-            detail = str(error).partition("\n")[0]
-        else:
+
+        _, detail = attempt(run_all)
+        if detail is None:
             return events
-        # Here and not above: while the error is alive, its traceback keeps the activations.
         self.bank.zero_gradients()
         give_back(self._model.device)
         return [*events, OutOfMemory(detail, self._clock() - started)]
@@ -321,15 +332,15 @@ class LocalWorker:
         answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
         whole = sum(each.tokens for each in answers.values())
-        return [
-            Generated(
-                each.job,
-                each.samples,
-                answers[each.job].texts,
-                seconds * answers[each.job].tokens / whole,
-            )
-            for each in command.jobs
-        ]
+        events: list[WorkerEvent] = []
+        for each in command.jobs:
+            own = answers[each.job]
+            spent = seconds * (own.tokens / whole if whole else 1 / len(answers))
+            if own.trouble:
+                events.append(JobFailed(each.job, 0, own.trouble, spent))
+            else:
+                events.append(Generated(each.job, each.samples, own.texts, spent))
+        return events
 
 
 def local_worker(settings: RunSettings, data: DataCatalogue, *, cache: Path) -> LocalWorker:

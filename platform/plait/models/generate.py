@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
@@ -120,17 +121,18 @@ def generate(
     found: dict[int, list[int]] = {}
     start = 0
     while start < len(order):
-        chunk: list[int] = []
-        tokens = 0
-        for index in order[start:]:
-            tokens += len(prompts[index].tokens) + max_new_tokens
-            if chunk and tokens > capacity:
-                break
-            chunk.append(index)
+        waiting = order[start:]
+        chunk = waiting[: in_work([prompts[index] for index in waiting], max_new_tokens, capacity)]
         start += len(chunk)
         texts = _continue([prompts[index] for index in chunk], base, bank, max_new_tokens, ending)
         found |= dict(zip(chunk, texts, strict=True))
     return [tuple(found[index]) for index in range(len(prompts))]
+
+
+def in_work(prompts: Sequence[Prompt], max_new_tokens: int, capacity: int) -> int:
+    """How many of the first prompts :func:`generate` has in work at a time: one at the least."""
+    tokens = accumulate(len(prompt.tokens) + max_new_tokens for prompt in prompts)
+    return max(1, sum(1 for _ in takewhile(lambda total: total <= capacity, tokens)))
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from plait.engine.finishing import SPENT
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
@@ -352,7 +353,8 @@ class SearchRun:
         """A job that came to its end is complete where every objective and constraint was measured."""
         score = self._observed.score(event.job, self.settings)
         if score.missing:
-            return Outcome("failed", None, score.missing)
+            reason = score.missing if event.reason == SPENT else f"{score.missing}: {event.reason}"
+            return Outcome("failed", None, reason)
         broken = [text for text, amount in score.violations.items() if amount > 0]
         reason = f"does not keep {', '.join(broken)}" if broken else event.reason
         first, *others = score.values

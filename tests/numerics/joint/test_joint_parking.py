@@ -10,11 +10,13 @@ import pytest
 import torch
 from laboratory import History, Laboratory
 
+import plait.engine.worker as engine_worker
 from plait.engine.coordinator import Coordinator
 from plait.engine.live import DISPLACED
-from plait.engine.messages import Command, Evaluate, GroupStep, JobParked, RunMicrobatches
+from plait.engine.messages import Command, Evaluate, GroupStep, JobParked, Notice, RunMicrobatches
 from plait.engine.worker import LocalWorker
 from plait.jobs import JobSpec
+from plait_kernels import Bank
 
 STEPS = 6
 
@@ -148,6 +150,32 @@ def _fail_once(worker: LocalWorker, *, after: int) -> None:
         return forward(*arguments)
 
     worker.__dict__["_forward"] = failing
+
+
+@pytest.mark.parametrize("planted", ["attach", "initialise"])
+def test_a_job_that_runs_out_of_memory_as_it_is_taken_in_comes_later(
+    lab: Laboratory,
+    jobs: list[JobSpec],
+    alone: dict[str, History],
+    planted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before its block is there, or when it is: nothing of it stays, and the others go on."""
+    home = {"attach": (Bank, "attach"), "initialise": (engine_worker, "initialise")}[planted]
+    whole, planted_for = getattr(*home), {jobs[2].name}
+
+    def failing(*arguments: Any, **more: Any) -> None:
+        if named := planted_for.intersection(argument for argument in arguments if isinstance(argument, str)):
+            planted_for.difference_update(named)
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        whole(*arguments, **more)
+
+    monkeypatch.setattr(*home, failing)
+    together = lab.run(jobs)
+    notices = [event.text for event in together.events if isinstance(event, Notice)]
+    said = f"{jobs[2].name} waits for room: out of memory while it was taken in (tried to allocate 20.00 GiB)"
+    assert notices == [said]
+    _same_as_alone(alone, jobs, together)
 
 
 def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(

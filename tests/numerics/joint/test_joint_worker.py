@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.memory_estimate import adapter_bytes
-from plait.engine.messages import Attach, Generate, GenerateJob, GroupStep, JobGenerated, Notice
+from plait.engine.messages import Attach, Generate, GenerateJob, GroupStep, JobFailed, JobGenerated, Notice
 from plait.engine.microbatches import load_microbatch
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.run import train_jobs
@@ -22,6 +22,7 @@ from plait.engine.worker import LocalWorker
 from plait.errors import ConfigError, StorageError
 from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models import transformers_model
+from plait.models.generate import generate
 from plait.planner.packing import pack
 from plait.settings import EngineSettings, ModelSettings, RunSettings
 
@@ -85,6 +86,38 @@ def test_answers_of_a_batch_are_those_of_each_job_alone(laboratory: Any) -> None
     assert [answers.texts for answers in together] == [answers.texts for answers in alone]
     assert len({answers.texts for answers in together}) == 3
     assert all(answers.seconds > 0 for answers in together)
+
+
+def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
+    laboratory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to one; where that is too much, that job has no answers, and the others have theirs."""
+    lab = laboratory("llama")
+    jobs = lab.group()[:3]
+    worker, _ = attached(lab, jobs)
+    asked = Generate(tuple(GenerateJob(job.name, (0, 1, 2)) for job in jobs), 6)
+    whole = worker.handle(asked)
+    at_once: list[int] = []
+    never = ""
+
+    def short(base: Any, prompts: Any, *arguments: Any, **more: Any) -> Any:
+        at_once.append(len(prompts))
+        if len(prompts) > 2 or any(prompt.adapter == never for prompt in prompts):
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        return generate(base, prompts, *arguments, **more)
+
+    monkeypatch.setattr("plait.engine.answers.generate", short)
+    found = worker.handle(asked)
+    assert [each.texts for each in found] == [each.texts for each in whole]
+    assert at_once[-4:] == [2, 2, 2, 1]
+
+    never = jobs[1].name
+    first, second, third = worker.handle(asked)
+    assert (first.texts, third.texts) == (whole[0].texts, whole[2].texts)
+    assert isinstance(second, JobFailed)
+    assert second.job == never
+    assert second.reason.startswith("out of memory for a prompt of ")
+    assert second.reason.endswith(" tokens alone: tried to allocate 20.00 GiB")
 
 
 def test_the_exported_adapter_gives_the_same_logits_in_peft(laboratory: Any, tmp_path: Path) -> None:
