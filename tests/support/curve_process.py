@@ -1,0 +1,71 @@
+"""One worker process of a search on curves, on a study that others may share.
+
+Takes the folder as its argument, and "leaves" where it is to get a Ctrl-C after its first step. Prints
+"ready", waits for a line, searches, and prints each step that it trained as a line "JOB STEP".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from curve_worker import CurveWorker
+from rung_bench import Bench, Notes, halving
+
+from plait.engine.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
+from plait.search.interrupt import Interrupts
+from plait.search.storage import open_storage, quiet
+from plait.settings import SearchSettings
+
+TRIALS = 12
+STEP_SECONDS = 0.02
+
+
+def search() -> SearchSettings:
+    """Two places in each process, cohorts larger than what one of them trains at a time."""
+    return halving(trials=TRIALS, parallel=2, cohort=6)
+
+
+class SlowWorker(CurveWorker):
+    """Takes some time for a step, so that processes that share a search meet."""
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, RunMicrobatches):
+            time.sleep(STEP_SECONDS)
+        return super().handle(command)
+
+
+@dataclass
+class Told(Notes):
+    """Prints the steps that were trained."""
+
+    leaves: bool = False
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, JobProgress):
+            print(event.job, event.step, flush=True)
+            if self.leaves:
+                self.leaves = False
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+def bench(folder: Path) -> Bench:
+    """The search as this process sees it."""
+    return Bench(folder / "search", search(), storage=open_storage(None, folder), make_worker=SlowWorker)
+
+
+if __name__ == "__main__":
+    quiet()
+    own = bench(Path(sys.argv[1]))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with Interrupts(lambda: None) as interrupts:
+        own.notes = Told(leaves="leaves" in sys.argv)
+        own.interrupted = lambda: interrupts.requested
+        result = own.run()
+    print("interrupted" if result.interrupted else "done", flush=True)

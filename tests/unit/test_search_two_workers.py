@@ -1,0 +1,121 @@
+"""Two real processes on one study, with cohorts that neither can fill alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import curve_process
+import optuna
+import pytest
+from curve_worker import CurveWorker
+from rung_bench import Bench, states
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / name) for name in ("platform", "kernels", "tests/support")]
+
+
+class Process:
+    """One worker process, ready to search."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, curve_process.__file__, str(folder), *more],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.steps: list[tuple[str, int]] = []
+        self.last = ""
+
+    def wait_until_ready(self) -> None:
+        assert self._next() == "ready"
+
+    def go(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def read(self) -> None:
+        """Take in the steps that it trains, up to its end."""
+        while (line := self._next()) not in ("done", "interrupted"):
+            job, step = line.split()
+            self.steps.append((job, int(step)))
+        self.last = line
+        assert self._process.wait() == 0
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _next(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture(params=[[]])
+def processes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Process, Process]]:
+    both = Process(tmp_path, *request.param), Process(tmp_path)
+    for each in both:
+        each.wait_until_ready()
+    for each in both:
+        each.go()
+    for each in both:
+        each.read()
+    yield both
+    for each in both:
+        each.kill()
+
+
+@pytest.fixture
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """The same search in one process."""
+    bench = Bench(tmp_path_factory.mktemp("alone"), curve_process.search(), make_worker=CurveWorker)
+    bench.run()
+    return bench
+
+
+def shared(tmp_path: Path) -> Bench:
+    return curve_process.bench(tmp_path)
+
+
+def check(bench: Bench, undisturbed: Bench, processes: tuple[Process, Process]) -> None:
+    """All is decided as in one process, and each step of each trial was trained once, by one of the two."""
+    assert states(bench) == states(undisturbed)
+    assert {state.name for state, _ in states(bench)} == {"COMPLETE", "PRUNED"}
+    trained = Counter(processes[0].steps + processes[1].steps)
+    assert set(trained.values()) == {1}
+    for trial in bench.trials:
+        done = 8 if trial.state == optuna.trial.TrialState.COMPLETE else max(trial.intermediate_values)
+        name = f"trial-{trial.number:04d}"
+        assert sorted(step for job, step in trained if job == name) == list(range(1, done + 1))
+
+
+def test_cohorts_over_two_processes_decide_as_in_one(
+    processes: tuple[Process, Process], undisturbed: Bench, tmp_path: Path
+) -> None:
+    assert [each.last for each in processes] == ["done", "done"]
+    check(shared(tmp_path), undisturbed, processes)
+    one, other = ({job for job, _ in each.steps} for each in processes)
+    assert one
+    assert other
+    assert not one & other
+
+
+@pytest.mark.parametrize("processes", [["leaves"]], indirect=True)
+def test_who_leaves_gives_its_trials_to_the_others(
+    processes: tuple[Process, Process], undisturbed: Bench, tmp_path: Path
+) -> None:
+    """At the first Ctrl-C: saved, told to nobody, and gone on with by the other, to the same end."""
+    leaving, staying = processes
+    assert [each.last for each in processes] == ["interrupted", "done"]
+    check(shared(tmp_path), undisturbed, processes)
+    left = {job for job, _ in leaving.steps}
+    assert {(job, 1) for job in left} == set(leaving.steps)
+    assert {(job, 2) for job in left} <= set(staying.steps)
