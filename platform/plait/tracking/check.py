@@ -19,6 +19,7 @@ from plait.addresses import redact
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
 from plait.tracking.location import Location, locate
+from plait.tracking.sqlite_file import make_database
 from plait.tracking.store import Store
 
 ANSWER_SECONDS = 5
@@ -76,6 +77,8 @@ def open_store(location: Location, experiment: str) -> Store:
         _check_server(location)
     elif location.sqlite_file is not None:
         check_folder(location.sqlite_file.parent, "tracking.uri")
+        with storage_errors(location):
+            make_database(location.sqlite_file)
     else:
         _check_database(location)
     with storage_errors(location):
