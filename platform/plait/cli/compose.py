@@ -11,6 +11,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from plait.addresses import redact
 from plait.config import Config, job_of, plain
 from plait.errors import StorageError
 from plait.jobs import JobSpec
@@ -98,8 +99,27 @@ class TrialComposer:
             save_all(directory / composed.hydra.output_subdir, files)
 
 
+def without_passwords(folder: Path) -> None:
+    """Take the passwords out of the addresses in what Hydra itself has written about a run.
+
+    Raises:
+        StorageError: the files cannot be written.
+    """
+    try:
+        for path in folder.glob("*.yaml"):
+            text = path.read_text(encoding="utf-8")
+            if redact(text) != text:
+                path.write_text(redact(text), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror or error}",
+            "The run's configuration is kept there, without passwords.",
+            "Free some space, or choose another folder with hydra.run.dir=FOLDER.",
+        ) from error
+
+
 def save_all(folder: Path, files: dict[str, object]) -> None:
-    """Write configurations as YAML files.
+    """Write configurations as YAML files, addresses without their passwords.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -107,7 +127,7 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, node in files.items():
-            (folder / f"{name}.yaml").write_text(OmegaConf.to_yaml(node), encoding="utf-8")
+            (folder / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(node)), encoding="utf-8")
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",

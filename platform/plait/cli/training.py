@@ -9,6 +9,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from plait.cli.app import command_words
+from plait.cli.compose import without_passwords
 from plait.cli.traces import keep
 from plait.config import job_of, plain, settings_of
 from plait.errors import ConfigError
@@ -32,6 +33,8 @@ def train(config: DictConfig) -> int:
             "Only Plait's own sweeper trains the adapters of a search together.",
             "Leave hydra/sweeper out; search.sampler=grid tries every combination.",
         )
+    if hydra.output_subdir is not None:
+        without_passwords(Path(hydra.runtime.output_dir) / hydra.output_subdir)
     composed = plain(config)
     settings = settings_of(composed)
     if composed["mode"] != "train":
