@@ -6,7 +6,6 @@ error names the key, what was found and what would do.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
@@ -15,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from plait.errors import ConfigError, choices
+from plait.spelling import did_you_mean
 
 T = TypeVar("T")
 MISSING = "???"
@@ -46,12 +46,17 @@ def _is_required(field: Field[Any]) -> bool:
     return field.default is NO_DEFAULT and field.default_factory is NO_DEFAULT
 
 
-def unknown_key(key: str, known: Sequence[str]) -> ConfigError:
-    """The error for a key that does not exist, with the nearest right one first."""
-    near = difflib.get_close_matches(key, known, n=1)
-    remedy = f"Did you mean {near[0]}? " if near else ""
+def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+    """The error for a key that does not exist, with the nearest right one first.
+
+    Args:
+        key: as given.
+        known: what could stand in its place.
+        elsewhere: further keys that may be meant, not listed.
+    """
+    meant = did_you_mean(key, [*known, *elsewhere])
     return ConfigError(
-        f"unknown key {key}", "There is no such key.", f"{remedy}There are: {choices(list(known))}."
+        f"unknown key {key}", "There is no such key.", f"{meant}There are: {choices(list(known))}."
     )
 
 

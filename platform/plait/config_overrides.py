@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -32,6 +31,7 @@ from plait.config import JOB_GROUPS, RUN_GROUPS, is_whole
 from plait.errors import ConfigError, SearchError
 from plait.jobs import AdapterSpec, TrainSpec
 from plait.search.space import Choice, Dimension, Domain, Real, Space, Value, Whole
+from plait.spelling import alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +128,22 @@ def _check_scope(name: str) -> None:
             f"{root} belongs to the run, not to a job: {', '.join(JOB_GROUPS)} can be swept.",
             f"Start one sweep for each value of {name}.",
         )
-    near = _nearest(name)
-    raise ConfigError(
-        f"{name} is swept",
-        f"Only keys of {', '.join(JOB_GROUPS)} can be swept.",
-        f"Did you mean {near}?" if near else "",
-    )
+    near = alike(name, [*_job_keys(), *JOB_GROUPS, *RUN_GROUPS])
+    remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+    if any(each in RUN_GROUPS for each in near):
+        remedy += " It belongs to the run: start one sweep for each of its values."
+    raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy)
 
 
-def _nearest(name: str) -> str | None:
-    """The key or group of a job that a misspelt name, or one without its group, most likely means."""
+def _job_keys() -> list[str]:
+    """All keys that can be swept, whatever the source of the data."""
     from plait.data import SOURCES
 
     specs = {"adapter": (AdapterSpec,), "train": (TrainSpec,), "data": tuple(SOURCES.values())}
     keys = [
         f"{group}.{field.name}" for group in JOB_GROUPS for spec in specs[group] for field in fields(spec)
     ]
-    last = [key for key in keys if key.partition(".")[2] == name]
-    return next(iter(last or get_close_matches(name, [*keys, *JOB_GROUPS], n=1)), None)
+    return list(dict.fromkeys(keys))
 
 
 def _domain(override: Override, *, whole: bool) -> Domain:

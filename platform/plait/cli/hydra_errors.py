@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -17,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from plait.config_fields import unknown_key
 from plait.errors import ConfigError, choices
 from plait.paths import conf_dir
+from plait.spelling import did_you_mean
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
@@ -47,7 +47,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             parent = key.rpartition(".")[0]
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")
-        unknown = unknown_key(key, there)
+        unknown = unknown_key(key, there, _all_keys(key, arguments))
         added = _MISSING_PLUS.search(text)
         extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
         return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
@@ -67,10 +67,9 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
 def _unknown_choice(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = list(error.options or ())
-    near = get_close_matches(name, options, n=1, cutoff=0.5)
-    remedy = f"Did you mean {group}={near[0]}? " if near else ""
+    meant = did_you_mean(name, options, before=f"{group}=", cutoff=0.5)
     return ConfigError(
-        f"{group}={name}", f"{group} has no such choice.", f"{remedy}There are: {choices(options)}."
+        f"{group}={name}", f"{group} has no such choice.", f"{meant}There are: {choices(options)}."
     )
 
 
@@ -85,6 +84,27 @@ def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:
         node = node[part]
     prefix = "".join(f"{part}." for part in path)
     return [f"{prefix}{name}" for name in node if path or name != "hydra"]
+
+
+def _all_keys(key: str, arguments: Sequence[str]) -> list[str]:
+    """Every key of this command line's configuration and every config group; Hydra's own only where ``key``
+    is one."""
+    config = OmegaConf.to_container(_without(key, arguments), resolve=False)
+    assert isinstance(config, dict)
+    if not key.startswith("hydra"):
+        del config["hydra"]
+    folders = (path for path in sorted(conf_dir().rglob("*")) if path.is_dir())
+    groups = [path.relative_to(conf_dir()).as_posix() for path in folders]
+    return [*map(str, config), *groups, *_dotted(config)]
+
+
+def _dotted(node: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in node.items():
+        if "." in str(name):  # a search space by key, which is no path of the configuration
+            continue
+        yield f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
 
 
 def _without(key: str, arguments: Sequence[str]) -> DictConfig:

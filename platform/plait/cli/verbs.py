@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from plait.errors import ConfigError, choices
+from plait.spelling import did_you_mean
 
 GROUP = "plait.verbs"
 Main = Callable[[Sequence[str]], int]
@@ -78,5 +79,6 @@ def find(name: str) -> Verb:
     """
     known = verbs()
     if name not in known:
-        raise ConfigError(f"plait {name}", "There is no such verb.", f"There are: {choices(known)}.")
+        meant = did_you_mean(name, known, before="plait ")
+        raise ConfigError(f"plait {name}", "There is no such verb.", f"{meant}There are: {choices(known)}.")
     return known[name]
