@@ -1,10 +1,27 @@
-"""``python -m plait``: a Hydra application: one adapter, or a search with ``-m``."""
+"""``python -m plait VERB``: as `plait VERB`. Without a verb it is a Hydra application: one adapter, or a
+search with ``-m``."""
 
 import sys
+from collections.abc import Sequence
 
-from plait.cli.main import main
+from plait.cli.main import ALONE, main
+from plait.cli.verbs import verbs
+
+MULTIRUN = ("-m", "--multirun")
+
+
+def words(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `plait` that these stand for."""
+    if arguments and (arguments[0] in verbs() or arguments[0] in ALONE or _is_word(arguments[0])):
+        return list(arguments)
+    rest = [argument for argument in arguments if argument not in MULTIRUN]
+    return ["sweep" if len(rest) < len(arguments) else "train", *rest]
+
+
+def _is_word(argument: str) -> bool:
+    """Neither a flag nor an override: a verb that is misspelt."""
+    return not argument.startswith("-") and "=" not in argument and argument.isidentifier()
+
 
 if __name__ == "__main__":
-    multirun = {"-m", "--multirun"} & set(sys.argv[1:])
-    words = [argument for argument in sys.argv[1:] if argument not in ("-m", "--multirun")]
-    sys.exit(main(["sweep" if multirun else "train", *words]))
+    sys.exit(main(words(sys.argv[1:])))

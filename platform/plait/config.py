@@ -24,7 +24,7 @@ JOB_GROUPS = ("adapter", "train", "data")
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
 # What a file of sweeps/ says about itself, beside the groups.
-SWEEP_KEYS = ("mode", "description", "published", "bench")
+SWEEP_KEYS = ("mode", "description", "takes", "published", "bench")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from plait import __version__
+from plait.__main__ import words
 from plait.cli import verbs as verb_module
 from plait.cli.main import main
 from plait.cli.verbs import OWN, find, verbs
 from plait.errors import ConfigError
+from plait.paths import sweeps_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,6 +137,12 @@ HEAVY = ("torch", "transformers", "mlflow", "optuna")
         (["--help"], 0),
         (["bench"], 0),
         (["sweep", "--help"], 0),
+        (["plan", "--help"], 0),
+        (["profile", "--help"], 0),
+        (["train", "--help"], 0),
+        (["control", "--help"], 0),
+        (["control"], 0),
+        (["resume"], 0),
         (["sweep", "--cfg", "job"], 0),
         (["leaderboard", "--help"], 0),
         (["sweep", "adapter.rnak=3"], 2),
@@ -184,3 +192,57 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
 def test_finding_a_verb_that_is_not_there() -> None:
     with pytest.raises(ConfigError):
         find("nothing")
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        ("train", "Train one adapter"),
+        ("plan", "--timeline FILE"),
+        ("profile", "--without-weights"),
+        ("bench", "bench.options.KEY=VALUE"),
+        ("sweep", "tag(log,interval"),
+        ("control", "plait control NAME stop TRIAL"),
+        ("resume", "plait resume NAME"),
+        ("leaderboard", "--sort COLUMN"),
+        ("export", "--to DIR"),
+        ("ui", "--port"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_each_verb_says_what_it_takes(
+    verb: str, said: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main([verb, flag])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out = capsys.readouterr().out
+    assert (status, said in out) == (0, True)
+    if verb != "sweep":
+        assert max(map(len, out.splitlines())) <= 100
+        assert f"plait {verb}" in out
+
+
+def test_help_of_one_benchmark_is_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tracking_scale", "--help"]) == 0
+    assert capsys.readouterr().out == (sweeps_dir() / "tracking_scale.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("", "train"),
+        ("adapter.rank=3 --cfg job", "train adapter.rank=3 --cfg job"),
+        ("-m adapter.rank=3,4", "sweep adapter.rank=3,4"),
+        ("adapter.rank=3,4 --multirun", "sweep adapter.rank=3,4"),
+        ("sweep adapter.rank=3,4", "sweep adapter.rank=3,4"),
+        ("leaderboard -h", "leaderboard -h"),
+        ("swep", "swep"),
+        ("--version", "--version"),
+        ("--help", "--help"),
+        ("--hydra-help", "train --hydra-help"),
+    ],
+)
+def test_as_a_module_it_takes_verbs_or_is_a_hydra_application(given: str, meant: str) -> None:
+    assert words(given.split()) == meant.split()

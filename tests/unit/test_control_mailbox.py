@@ -197,6 +197,7 @@ def _clerk(folder: Path, study: Study) -> Clerk:
         save=study.save,
         describe=lambda mode: f"{mode}: 2 trials",
         say=study.said.append,
+        name="a search",
     )
 
 

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
 
+from plait.cli.helps import HELP
 from plait.errors import EXIT_DONE, ConfigError, choices
 from plait.paths import sweeps_dir
+from plait.spelling import did_you_mean
+
+FOOTER = (
+    "Times are rough, of two cores that do nothing else. train: a search; simulate: nothing is measured;",
+    "bench: measured or computed here, as each figure says. `plait bench NAME` runs one, with further",
+    "arguments as of `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A file of sweeps/: its name is its path without the suffix."""
+    """A file of sweeps/: its name is its path without the suffix.
+
+    Attributes:
+        takes: how long it roughly takes on two cores, in words; "" where the file does not say.
+    """
 
     name: str
     mode: str
     description: str
+    takes: str = ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,13 +46,14 @@ def main(arguments: Sequence[str]) -> int:
         return run_sweep(arguments)
     known = [named.name for named in named_sweeps(sweeps_dir())]
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"plait bench {name}",
             "There is no such file in sweeps/.",
-            f"{remedy}There are: {choices(known)}.",
+            f"{did_you_mean(name, known)}There are: {choices(known)}.",
         )
+    if set(rest) & set(HELP):
+        print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
+        return EXIT_DONE
     return run_sweep([f"+sweeps={name}", *rest])
 
 
@@ -61,15 +74,18 @@ def _read(path: Path, folder: Path) -> Named:
         raise ConfigError(f"sweeps/{name}.yaml", f"It is not YAML: {error}") from error
     if not isinstance(content, dict) or "mode" not in content:
         raise ConfigError(f"sweeps/{name}.yaml", "It must say its mode: train, simulate or bench.")
-    return Named(name, str(content["mode"]), " ".join(str(content.get("description", "")).split()))
+    description = " ".join(str(content.get("description", "")).split())
+    return Named(name, str(content["mode"]), description, str(content.get("takes", "")))
 
 
 def listing(entries: Sequence[Named]) -> str:
     """One line for each, in columns."""
     if not entries:
         return "There is nothing in sweeps/."
-    width = max(len(entry.name) for entry in entries)
-    lines = [f"  {entry.name:<{width}}  {entry.mode:<8}  {entry.description}" for entry in entries]
-    return "\n".join(
-        [*lines, "", "Run one with `plait bench NAME`; further arguments are those of `plait sweep`."]
-    )
+    name = max(len(item.name) for item in entries)
+    takes = max(len(item.takes) for item in entries)
+    lines = [
+        f"  {item.name:<{name}}  {item.mode:<8}  {item.takes:>{takes}}  {item.description}"
+        for item in entries
+    ]
+    return "\n".join([*lines, "", *FOOTER])

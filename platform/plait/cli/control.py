@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,11 @@ from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, choices
 from plait.paths import search_folder, search_names
 from plait.search.control import Answer, Mailbox, Request
 from plait.settings import TrackingSettings
+from plait.spelling import did_you_mean
 
 USAGE = """
-plait control NAME status                          what runs, what is over, the best so far
+plait control                                      which searches train now
+plait control NAME [status]                        what runs, what is over, the best so far
 plait control NAME pause | resume                  park all jobs; go on
 plait control NAME stop | cancel                   start no further trial; end at once
 plait control NAME stop TRIAL                      end one trial
@@ -27,60 +30,94 @@ PATIENCE_SECONDS = 30.0
 def main(arguments: Sequence[str]) -> int:
     """Steer a search while it runs."""
     known = _parser().parse_intermixed_args(arguments)
+    if known.name is None:
+        print(listing(known.root))
+        return EXIT_DONE
     folder = search_folder(known.root, known.name)
     if not folder.is_dir():
-        raise ConfigError(
-            f"plait control {known.name}: no search of this name below {known.root}",
-            f"There are: {choices(search_names(known.root)) or 'none'}.",
-            "Give the folder of its runs with --root FOLDER.",
-        )
+        raise _no_such_search(known.root, [known.name, *([known.verb] if known.verb else []), *known.rest])
     mailbox = Mailbox(folder / "control")
-    request = read_request(known.verb, known.rest, warm=known.warm)
+    request = read_request(known.verb or "status", known.rest, warm=known.warm, name=known.name)
     if request.verb == "status" and not mailbox.attended:
         print(f"{known.name} does not run now (orders: {mailbox.orders.mode}).")
-        print(f"`plait leaderboard {known.name}` shows its trials, `plait resume {known.name}` goes on.")
+        quoted = shlex.quote(known.name)
+        print(f"`plait leaderboard {quoted}` shows its trials, `plait resume {quoted}` goes on.")
         return EXIT_DONE
-    return _ask(mailbox, request, known.wait)
+    return _ask(mailbox, request, known.wait, known.name)
 
 
-def read_request(verb: str, rest: Sequence[str], *, warm: bool = False) -> Request:
-    """The request that the words of a command line stand for.
+def running(root: Path) -> list[str]:
+    """Names of the searches below ``tracking.root`` that train now, in order."""
+    return [name for name in search_names(root) if Mailbox(search_folder(root, name) / "control").attended]
+
+
+def listing(root: Path) -> str:
+    """The searches that train now, with their orders where there are any; what else there is."""
+    names = running(root)
+    if not names:
+        return f"No search below {root} trains now; `plait resume` lists those that can go on."
+    modes = {name: Mailbox(search_folder(root, name) / "control").orders.mode for name in names}
+    lines = [f"{name}\t{mode}" for name, mode in modes.items()]
+    return "\n".join([*lines, f"`plait control {shlex.quote(names[0])} status` says how it stands."])
+
+
+def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
+    """The error for a name that no search has; or for a command without a name."""
+    name, names = words[0], running(root)
+    if name in VERBS:
+        said = shlex.join(words)
+        meant = [f"`plait control {shlex.quote(each)} {said}`" for each in names]
+        return ConfigError(
+            f"plait control {said}: no search is named",
+            "The name of a search comes first.",
+            f"Type {' or '.join(meant)}." if meant else f"No search below {root} trains now.",
+        )
+    there = search_names(root)
+    return ConfigError(
+        f"plait control {name}: no search of this name below {root}",
+        f"{did_you_mean(name, there)}There are: {choices(there) or 'none'}.",
+        "Give the folder of its runs with --root FOLDER.",
+    )
+
+
+def read_request(verb: str, rest: Sequence[str], *, warm: bool = False, name: str = "NAME") -> Request:
+    """The request that the words of a command line stand for, to the search called ``name``.
 
     Raises:
         ConfigError: an unknown verb, a trial that is missing or no number, a value that is not KEY=VALUE.
     """
+    command = f"plait control {shlex.quote(name)} {verb}"
     if verb not in VERBS:
-        raise ConfigError(
-            f"plait control NAME {verb}", "There is no such command.", f"There are: {choices(VERBS)}."
-        )
+        meant = did_you_mean(verb, VERBS)
+        raise ConfigError(command, "There is no such command.", f"{meant}There are: {choices(VERBS)}.")
     if warm and verb != "clone":
         raise ConfigError("--warm", "A warm start begins with the weights of the trial that is cloned.")
     words = list(rest)
     trial = None
     if verb == "clone" or (verb == "stop" and words):
-        trial = _number(verb, words.pop(0) if words else "")
+        trial = _number(command, words.pop(0) if words else "")
     wanted = verb in ("add", "clone")
     if words and not wanted:
-        raise ConfigError(f"plait control NAME {verb}: {' '.join(words)}", "It takes no further words.")
+        raise ConfigError(f"{command}: {' '.join(words)}", "It takes no further words.")
     if not words and verb == "add":
-        raise ConfigError(f"plait control NAME {verb}", "Give at least one KEY=VALUE of the searched keys.")
+        raise ConfigError(command, "Give at least one KEY=VALUE of the searched keys.")
     for word in words:
         if "=" not in word:
-            raise ConfigError(f"plait control NAME {verb}: {word!r}", "A value is given as KEY=VALUE.")
+            raise ConfigError(f"{command}: {word!r}", "A value is given as KEY=VALUE.")
     return Request(verb, trial, tuple(words), warm)
 
 
-def _number(verb: str, text: str) -> int:
+def _number(command: str, text: str) -> int:
     digits = text.removeprefix("trial-")
     if not digits.isdecimal():
         raise ConfigError(
-            f"plait control NAME {verb} {text}".rstrip(),
+            f"{command} {text}".rstrip(),
             "A trial is given by its number, as in `plait leaderboard`.",
         )
     return int(digits)
 
 
-def _ask(mailbox: Mailbox, request: Request, seconds: float) -> int:
+def _ask(mailbox: Mailbox, request: Request, seconds: float, name: str) -> int:
     mailbox.post(request)
     if not mailbox.attended:
         print("The search does not run now; it will do this when it goes on.")
@@ -89,7 +126,7 @@ def _ask(mailbox: Mailbox, request: Request, seconds: float) -> int:
     if answer is None:
         print(f"No answer after {seconds:g} s: the search is in the middle of a step and reads this then.")
         if request.verb != "status":
-            print("`plait control NAME status` shows afterwards whether it was done.")
+            print(f"`plait control {shlex.quote(name)} status` shows afterwards whether it was done.")
         return EXIT_DONE
     return _say(answer)
 
@@ -109,8 +146,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Steer a search while it runs.",
         usage=USAGE,
     )
-    parser.add_argument("name", help="of the search, as `plait sweep` prints it")
-    parser.add_argument("verb", help=", ".join(VERBS))
+    parser.add_argument("name", nargs="?", help="of the search, as `plait sweep` prints it")
+    parser.add_argument("verb", nargs="?", help=f"{', '.join(VERBS)}; status where it is left out")
     parser.add_argument("rest", nargs="*", metavar="TRIAL | KEY=VALUE")
     parser.add_argument("--warm", action="store_true", help="clone: start from the trial's weights")
     parser.add_argument(

@@ -12,10 +12,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from plait.cli.helps import help_for
 from plait.cli.verbs import find, verbs
 from plait.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
 
 HELP = ("-h", "--help", "help")
+ALONE = (*HELP, "--version")  # what stands for itself, without a verb
 EXIT_NOBODY_READS = 141  # as a shell says of what SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -60,7 +62,12 @@ def _dispatch(given: list[str]) -> int:
         from plait.cli.completion import complete
 
         return complete(given)
-    return find(given[0]).load()(given[1:])
+    verb = find(given[0])
+    text = help_for(verb.name, given[1:])
+    if text is not None:
+        print(text, end="")
+        return EXIT_DONE
+    return verb.load()(given[1:])
 
 
 def overview() -> str:
@@ -74,7 +81,8 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "`plait sweep` alone runs a real search here; `plait sweep --help` shows every setting.",
+            "`plait sweep` alone runs a real search here; `plait sweep --help` shows every setting, and",
+            "`plait VERB --help` what a verb takes.",
         )
     )
 

@@ -8,17 +8,18 @@ from contextlib import chdir, nullcontext
 from pathlib import Path
 
 from plait.addresses import redact
+from plait.cli.control import running
 from plait.errors import EXIT_DONE, ConfigError
 from plait.search.recorded import RecordedCommand, key_of, known_command, quoted, recorded_commands
 from plait.settings import TrackingSettings
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 
-Goes on with a search that was killed or interrupted, with the settings that it was started with. Settings
-that do not change what is searched may be given anew, as in engine.threads=4 or search.trials=64. Searches
-are looked for in tracking.root.
+Goes on with a search that was killed or interrupted, with the settings that it was
+started with. Settings that do not change what is searched may be given anew, as in
+engine.threads=4 or search.trials=64. Searches are looked for in tracking.root.
 
-plait resume alone lists the searches that can go on."""
+`plait resume` alone lists the searches that can go on."""
 ROOT = "tracking.root"
 
 
@@ -45,11 +46,16 @@ def _root(overrides: Sequence[str]) -> Path:
 
 
 def _list(root: Path) -> None:
+    """The searches that can go on, each with its command; then those that a process trains now."""
     unfinished = [command for command in recorded_commands(root) if not command.finished]
-    if not unfinished:
-        print(f"No search in {root} is unfinished.")
-    for command in unfinished:
+    now = running(root)
+    waiting = [command for command in unfinished if command.name not in now]
+    if not waiting:
+        print(f"No{' other' if now else ''} search in {root} is unfinished.")
+    for command in waiting:
         print(f"{command.name}\t{redact(shlex.join(('plait', command.verb, *command.arguments)))}")
+    if now:
+        print(f"Training now: {', '.join(now)} (`plait control` steers them).")
 
 
 def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:

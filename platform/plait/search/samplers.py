@@ -105,10 +105,13 @@ def drawn_beside(
         item: the trial that the values are for; those that it was enqueued with stand.
         space: what is searched.
     """
+    fixed = item.system_attrs.get("fixed_params")
+    if fixed is not None and isinstance(sampler, _Grid) and fixed.keys() < space.keys():
+        sampler = optuna.samplers.RandomSampler(item.number)  # a grid completes no point that was begun
     beside = optuna.create_study(directions=directions, sampler=sampler)
     beside.add_trials(known)
-    if "fixed_params" in item.system_attrs:
-        beside.enqueue_trial(item.system_attrs["fixed_params"])
+    if fixed is not None:
+        beside.enqueue_trial(fixed)
     beside.ask(space)
     return beside.get_trials(deepcopy=False)[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ class Clerk:
         save: has a live trial of this process saved at the next boundary; False for any other.
         describe: how the search stands.
         say: shown where the search runs, since who asked may have stopped waiting.
+        name: of the search, for what its owner may type next.
+        whole: a point must name every searched key, since the sampler draws none: a grid's.
     """
 
     mailbox: Mailbox
@@ -47,6 +50,8 @@ class Clerk:
     save: Callable[[int], bool]
     describe: Callable[[Mode], str]
     say: Callable[[str], None]
+    name: str
+    whole: bool = False
     _awaited: set[str] = field(default_factory=set)  # requests that a state was asked for, once
 
     def attend(self) -> Orders:
@@ -93,7 +98,7 @@ class Clerk:
         if self.mailbox.orders.mode == mode:
             return Answer(True, f"The search is {mode} already.")
         self.mailbox.set_mode(mode)
-        return Answer(True, text)
+        return Answer(True, text.format(name=shlex.quote(self.name)))
 
     def _stop_trial(self, number: int) -> str:
         state = self._known(number)
@@ -105,6 +110,13 @@ class Clerk:
 
     def _add(self, request: Request, values: Mapping[str, Value], warm_from: Path | None = None) -> str:
         point = {**values, **read_point(self.space, request.overrides)}
+        keys = [dimension.name for dimension in self.space.dimensions]
+        if self.whole and (missing := [key for key in keys if key not in point]):
+            raise SearchError(
+                f"{' '.join(request.overrides)}: without {', '.join(missing)}",
+                "A grid (search.sampler=grid) draws no values for what is left open.",
+                f"Give every key: {', '.join(keys)}.",
+            )
         number = self.study.enqueue(point, request=request.id, warm_from=warm_from)
         return f"Trial {number} comes next, as soon as a place is free."
 
@@ -144,7 +156,7 @@ def _check_warm(overrides: Sequence[str]) -> None:
 
 
 _MODES: dict[str, tuple[Mode, str]] = {
-    "pause": ("paused", "All jobs are parked after this step; `plait control NAME resume` goes on."),
+    "pause": ("paused", "All jobs are parked after this step; `plait control {name} resume` goes on."),
     "resume": ("running", "The search goes on."),
     "stop": ("stopping", "No further trial starts; those that run are trained to their end."),
     "cancel": ("cancelling", "Every trial ends after this step, and the search with them."),

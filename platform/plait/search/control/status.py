@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from plait.search.control.mailbox import Mode
 from plait.terminal_rows import best_line, number, settings_line, shown_first, status_line
 from plait.tracking.board import Board
@@ -10,8 +12,9 @@ from plait.tracking.leaderboard import varying
 MOST_JOBS = 40
 
 
-def describe_status(board: Board, mode: Mode) -> str:
-    """One line on the whole, the best so far, and a line for each job, live ones first."""
+def describe_status(board: Board, mode: Mode, name: str) -> str:
+    """How the search ``name`` stands: a line on the whole, the best so far, a line for each job, live ones
+    first."""
     lines = [f"{mode}: {status_line(board, None)}"]
     lines += [line for line in (best_line(board),) if line]
     records = shown_first(list(board.jobs.values()))
@@ -21,8 +24,8 @@ def describe_status(board: Board, mode: Mode) -> str:
         if record.steps:
             parts.append(f"step {record.step}/{record.steps}")
         losses = (("loss", record.loss), ("eval loss", record.eval_loss), ("objective", record.objective))
-        parts += [f"{name} {number(value)}" for name, value in losses if value is not None]
+        parts += [f"{label} {number(value)}" for label, value in losses if value is not None]
         lines.append("  ".join([*parts, settings_line(record, keys)]).rstrip())
     if len(records) > MOST_JOBS:
-        lines.append(f"... {len(records) - MOST_JOBS} more: `plait leaderboard`")
+        lines.append(f"... {len(records) - MOST_JOBS} more: `plait leaderboard {shlex.quote(name)}`")
     return "\n".join(lines)
