@@ -47,10 +47,10 @@ from plait.search.run import SearchResult, SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
-from plait.search.trials import Trial
+from plait.search.trials import Finished, Trial
 from plait.settings import ClusterSettings
 from plait.terminal import Terminal, print_summary
-from plait.tracking import SearchFacts, Tracker, check_tracking, send_left
+from plait.tracking import Judged, SearchFacts, Tracker, check_tracking, send_left
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.names import FINISHED, INTERRUPTED
@@ -90,7 +90,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     _tell(console, [line])
     if len(done.finished) >= source.total:
         _remember(command, source.name, finished=True)
-        _tell(console, send_left(settings.tracking, source.name))
+        _tell(console, send_left(settings.tracking, source.name, judged(done.finished)))
         write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
@@ -156,6 +156,22 @@ def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:
     return {f"data {spec.source} {spec.options}": data.catalogue.of(spec).digest for spec in specs}
 
 
+def judged(finished: Sequence[Finished]) -> list[Judged]:
+    """Trials that are over, in tracking's words."""
+    return [
+        Judged(
+            item.trial.name,
+            item.trial.number,
+            FINISHED if item.outcome.state == "complete" else item.outcome.state,
+            item.outcome.values,
+            item.outcome.feasible,
+            item.outcome.reason,
+            item.trial.values,
+        )
+        for item in finished
+    ]
+
+
 def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> None:
     """Keep the command with the search, for `plait resume`."""
     folder = search_folder(command.settings.tracking.root, name)
@@ -216,7 +232,7 @@ class _Launch:
         _tell(self._console, [_chosen(coordinator.plan().choices)])
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
-            tracker.others = self._others
+            tracker.others, tracker.over = self._others, self._over
             with self._source.exclusive():  # one run for all processes
                 run_id = tracker.start_search(self._facts())
                 self._source.link(run_id)
@@ -232,11 +248,22 @@ class _Launch:
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
-            figures.publish(final=True)
+            self._conclude(tracker, figures)
         write_result(result, self._settings.search, self._command.directory)
         self._report(result, tracker, figures.trouble)
         _tell(self._console, tracker.notices)
         return result
+
+    def _conclude(self, tracker: Tracker, figures: Figures) -> None:
+        """What is said of the whole search: by one process at a time, so that the last one has the others'
+        jobs, too, and not while others train."""
+        try:
+            with self._source.exclusive():
+                if not self._others():
+                    tracker.conclude(judged(self._source.finished()))
+                    figures.publish(final=True)
+        except StorageError as error:
+            tracker.notices.append(error.value)
 
     def _train(self, coordinator: Coordinator, tracker: Tracker, steps: GroupSteps) -> SearchResult:
         with (
@@ -262,7 +289,7 @@ class _Launch:
             if result.ended_by and not self._source.others:
                 clerk.withdraw()
             clerk.close()
-            recorder.show_steps()
+            recorder.show_tables()
             return result
 
     def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
@@ -290,8 +317,10 @@ class _Launch:
             self._command.space,
             weights,
             save,
-            lambda mode: describe_status(tracker.board, mode),
+            lambda mode: describe_status(tracker.board, mode, self._source.name),
             say,
+            self._source.name,
+            whole=self._settings.search.sampler == "grid",
         )
 
     def _others(self) -> bool:
@@ -300,6 +329,13 @@ class _Launch:
             return self._source.others > 0
         except StorageError:
             return False
+
+    def _over(self) -> set[str]:
+        """Names of the trials that are over, as far as one can see."""
+        try:
+            return {item.trial.name for item in self._source.finished()}
+        except StorageError:
+            return set()
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

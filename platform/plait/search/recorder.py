@@ -32,18 +32,27 @@ class SearchRecorder:
             return
         if isinstance(event, ModelFitted):
             self._fits.add(event)
-            self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
+            if self._fits.grown:
+                self._show_fits()
             return
         self._tracker.handle(event)
         self._terminal.handle(event)
         if isinstance(event, GroupStep):
             self._steps.add(event)
             if self._steps.grown:
-                self.show_steps()
+                self._show_steps()
 
-    def show_steps(self) -> None:
-        """Keep the table of group steps with the search's run."""
+    def show_tables(self) -> None:
+        """Keep the tables of group steps and of fits with the search's run, as they are at the end."""
+        self._show_steps()
+        if self._fits.behind:
+            self._show_fits()
+
+    def _show_steps(self) -> None:
         self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
+
+    def _show_fits(self) -> None:
+        self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
 
     def judge(
         self,

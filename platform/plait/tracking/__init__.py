@@ -12,6 +12,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, check_tracking
+from plait.tracking.final import Judged
 from plait.tracking.left import send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
@@ -22,6 +23,7 @@ from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 __all__ = [
     "Board",
     "JobRecord",
+    "Judged",
     "Location",
     "SearchFacts",
     "SearchResult",

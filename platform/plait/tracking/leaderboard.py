@@ -106,17 +106,23 @@ def to_table(records: Sequence[JobRecord], title: str) -> Table:
         cells = [row[at] for row in rows]
         if name == "reason":  # of a finished job it says nothing new
             cells = [None if row[at_state] == FINISHED else row[at] for row in rows]
+        if name == "steps":  # of those that go on, how many there are to be
+            cells = [_progress(record) for record in records]
         repeats = name == "eval_loss" and cells == [row[at_objective] for row in rows]
         repeats = repeats or (name.startswith("objective_") and cells in numbers)
         if name in ("run_id", "adapter") or repeats or all(cell in (None, "") for cell in cells):
             continue
-        numeric = all(isinstance(cell, (int, float)) or cell is None for cell in cells)
+        numeric = name == "steps" or all(isinstance(cell, (int, float)) or cell is None for cell in cells)
         heading = name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=name != "reason")
         shown.append(cells)
     for cells_of_row in zip(*shown, strict=True):
         table.add_row(*(_text(cell) for cell in cells_of_row))
     return table
+
+
+def _progress(record: JobRecord) -> Cell:
+    return record.step if record.ended or not record.steps else f"{record.step}/{record.steps}"
 
 
 def _text(value: Cell) -> str:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 
 from mlflow.entities import Run
 
+from plait.objectives import Objective
 from plait.tracking import names
-from plait.tracking.board import JobRecord
+from plait.tracking.board import PARKED, WAITING, Board, JobRecord
 from plait.tracking.values import parameter_value
+
+OPEN = (WAITING, PARKED, names.RUNNING)  # states of jobs that have not ended
 
 
 def record_of(run: Run) -> JobRecord:
-    """What a job's run says of the job. Its last step is told only by the metrics' history, so the step
-    comes from a tag that is set when the job ends; 0 before."""
+    """What a job's run says of the job. The step of a job that ended is told by a tag; of one that goes on by
+    its newest point in the store."""
     tags, metrics = run.data.tags, run.data.metrics
+    step = _step(run)
     tokens = metrics.get(names.TRAIN_TOKENS, 0.0)
     return JobRecord(
         name=tags.get(names.TAG_JOB, run.info.run_name),
@@ -23,8 +28,8 @@ def record_of(run: Run) -> JobRecord:
         parameters={key: parameter_value(text) for key, text in run.data.params.items()},
         state=tags.get(names.TAG_STATE, ""),
         group=tags.get(names.TAG_GROUP, ""),
-        step=int(tags.get(names.TAG_STEP, "0")),
-        steps=int(tags.get(names.TAG_STEP, "0")),
+        step=step,
+        steps=int(tags.get(names.TAG_STEPS, step)),
         loss=metrics.get(names.TRAIN_LOSS),
         eval_loss=metrics.get(names.EVAL_LOSS),
         accuracy=metrics.get(names.EVAL_ACCURACY),
@@ -38,6 +43,27 @@ def record_of(run: Run) -> JobRecord:
         others=_others(metrics),
         feasible=tags.get(names.TAG_FEASIBLE) != "false",
     )
+
+
+def stored_board(run: Run, children: Mapping[int, Run]) -> Board:
+    """All jobs of a search, from its run and theirs."""
+    tags = run.data.tags
+    _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
+    further = tuple(Objective(metric, direction) for metric, direction in others)
+    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
+    for child in children.values():
+        board.add(record_of(child))
+    return board
+
+
+def _step(run: Run) -> int:
+    tags = run.data.tags
+    ended = int(tags.get(names.TAG_STEP, "0"))
+    if tags.get(names.TAG_STATE) not in OPEN:
+        return ended
+    # Only as a message does a run tell the steps of its newest points without reading whole histories.
+    points = run.data.to_proto().metrics
+    return max((int(point.step) for point in points), default=ended)
 
 
 def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from plait.errors import ConfigError, SearchError, StorageError, choices
 from plait.objectives import Objective
 from plait.settings import TrackingSettings
 from plait.tracking import names
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.board import JobRecord
 from plait.tracking.check import open_store, storage_errors
 from plait.tracking.leaderboard import FORMATS, to_csv, to_json, to_table
 from plait.tracking.location import Location, locate
-from plait.tracking.records import record_of
+from plait.tracking.records import record_of, stored_board
 from plait.tracking.store import Store
 
 SHOWN = 20  # searches listed in a remedy
@@ -87,11 +87,7 @@ def _result(store: Store, run: Run) -> SearchResult:
     with storage_errors(store.location):
         children = store.children(run.info.run_id)
     tags = run.data.tags
-    _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
-    further = tuple(Objective(metric, direction) for metric, direction in others)
-    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
-    for child in children.values():
-        board.add(record_of(child))
+    board = stored_board(run, children)
     return SearchResult(
         name=tags[names.TAG_SEARCH],
         state=tags.get(names.TAG_STATE, ""),
@@ -101,7 +97,7 @@ def _result(store: Store, run: Run) -> SearchResult:
         experiment_id=store.experiment_id,
         location=store.location,
         records=tuple(board.ordered()),
-        others=further,
+        others=board.others,
     )
 
 
@@ -155,10 +151,11 @@ def export(
     record = record_of(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
     with storage_errors(store.location):
         if not store.has_artifact(record.run_id, names.ADAPTER_FOLDER):
+            board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
                 "Only jobs that came to an end have one.",
-                "`plait leaderboard` shows which have.",
+                f"`{board}` shows which have.",
             )
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from plait.engine.messages import (
     JobEnded,
     JobEvaluated,
     JobGenerated,
+    JobParked,
     JobProgress,
 )
 from plait.errors import StorageError
@@ -30,6 +31,7 @@ from plait.tracking import facts, names
 from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
 from plait.tracking.encoding import Head
+from plait.tracking.final import Judged, so_far, write_final
 from plait.tracking.leaderboard import to_split_json, varying
 from plait.tracking.left import send_spools
 from plait.tracking.location import locate
@@ -102,6 +104,7 @@ class Tracker:
         self._state = ""  # in which the search ended
         self._own: set[str] = set()  # jobs that this process trains or has trained
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
+        self.over: Callable[[], Collection[str]] = tuple  # jobs that are over, whoever trained them
         self.board = Board("minimize", 0)
         self.notices: list[str] = []
 
@@ -195,9 +198,9 @@ class Tracker:
         if self._state or self._out is None:
             return
         self._state = state
-        shared = self.others()
+        shared, over = self.others(), self.over()  # in this order: what is over meanwhile counts as over
         for record in list(self.board.jobs.values()):
-            mine = record.name in self._own or not shared
+            mine = record.name in self._own or not (shared or record.name in over)
             if mine and (record.live or record.state == PARKED):
                 self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
         if self._out.shared:
@@ -279,7 +282,10 @@ class Tracker:
         match event:
             case JobAdmitted():
                 out.begin_curve(event.job.name, event.steps)
-                out.tags(event.job.name, {names.TAG_STATE: names.RUNNING, names.TAG_GROUP: event.group})
+                tags = {names.TAG_STATE: names.RUNNING, names.TAG_GROUP: event.group}
+                out.tags(event.job.name, tags | {names.TAG_STEPS: str(event.steps)})
+            case JobParked():
+                out.tags(event.job, {names.TAG_STATE: PARKED})
             case JobProgress():
                 out.progress(event)
             case JobEvaluated():
@@ -341,24 +347,22 @@ class Tracker:
         rows = [replace(record, run_id=run_reference(record.name)) for record in self.board.ordered()]
         out.put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
         tags = dict([table_tag(*self._tables)])
-        best = self.board.best()
-        if best is not None and best.objective is not None:
-            tags[names.TAG_NOTE] = f"Best so far: {best.name}, objective {best.objective:.6g}"
+        if note := so_far(self.board):
+            tags[names.TAG_NOTE] = note
         if self.board.others:
-            tags[names.TAG_NOTE] = self._write_front(rows)
+            self._write_front(rows)
         out.tags(self._parent, tags)
         taken = time.monotonic() - started
         self._next_refresh = started + max(REFRESH_SECONDS, taken / REFRESH_SHARE)
 
-    def _write_front(self, rows: Sequence[JobRecord]) -> str:
-        """The Pareto front as a table, and as a tag of each job that is or was on it; a line about it."""
+    def _write_front(self, rows: Sequence[JobRecord]) -> None:
+        """The Pareto front as a table, and as a tag of each job that is or was on it."""
         front = [row for row in rows if row.on_front]
         self._started.put(LogText(self._parent, names.PARETO_FILE, to_split_json(front, varying(rows))))
         now = {row.name for row in front}
         for name in sorted(now ^ self._front):
             self._started.tags(name, {names.TAG_PARETO: str(name in now).lower()})
         self._front = now
-        return f"Pareto front so far: {', '.join(row.name for row in front) or 'empty'}"
 
     @property
     def _started(self) -> Outgoing:
@@ -401,6 +405,18 @@ class Tracker:
         out, self._out = self._out, None
         if out is not None:
             self.notices += out.close(patience, done=self._state == names.FINISHED)
+
+    def conclude(self, judged: Sequence[Judged]) -> None:
+        """After :meth:`close`, when all trials of the search are over: what its run says of the whole, from
+        the study, where other processes trained some of them. For one process at a time; waits for the store.
+
+        Raises:
+            StorageError: the store does not answer or refuses.
+        """
+        if all(verdict.job in self._own for verdict in judged):
+            return
+        with storage_errors(self.location):
+            self.board = write_final(self._store, self._parent_id, judged)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,93 @@
+"""The last word of a search's run on the whole, where several processes trained it.
+
+Each of them knows its own jobs and what the others had sent when it began. What it writes while it trains is
+its own view; when all trials are over, the study knows them all, and whoever ends last writes from there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.tracking import names
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import to_split_json, varying
+from plait.tracking.operations import LogPoints
+from plait.tracking.records import stored_board
+from plait.tracking.store import Store
+from plait.tracking.values import finite, search_values
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the study says of a trial that is over.
+
+    Attributes:
+        state: "finished", "pruned" or "failed".
+        values: of the objectives; none where it is not finished.
+        parameters: of the searched keys.
+    """
+
+    job: str
+    trial: int
+    state: str
+    values: tuple[float, ...]
+    feasible: bool
+    reason: str
+    parameters: Mapping[str, Any]
+
+
+def write_final(store: Store, run_id: str, judged: Sequence[Judged]) -> Board:
+    """Write leaderboard, Pareto front, best so far and totals of a search whose trials are over, as the study
+    has them; the rest of each job as the store has it.
+
+    Of several processes only one may do so at a time, after it has sent everything else: then what the last
+    one writes is whole.
+
+    Raises:
+        mlflow.exceptions.MlflowException: the store refuses or does not answer.
+    """
+    run = store.client.get_run(run_id)
+    children = store.children(run_id)
+    board = stored_board(run, children)
+    for verdict in judged:
+        _apply(board, verdict)
+    rows = board.ordered()
+    store.log_text(run_id, names.LEADERBOARD_FILE, to_split_json(rows))
+    if board.others:
+        front = [row for row in rows if row.on_front]
+        store.log_text(run_id, names.PARETO_FILE, to_split_json(front, varying(rows)))
+        for row in rows:
+            was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
+            if row.run_id and was != row.on_front:
+                store.update(row.run_id, (), [(names.TAG_PARETO, str(row.on_front).lower())])
+    last = store.client.get_metric_history(run_id, names.SEARCH_SECONDS)
+    step = max((point.step for point in last), default=0) + 1
+    values = finite(search_values(board, run.data.metrics.get(names.SEARCH_SECONDS, 0.0)))
+    point = LogPoints(run_id, step, int(time.time() * 1000), values)
+    store.update(run_id, [point], [(names.TAG_NOTE, note)] if (note := so_far(board)) else ())
+    return board
+
+
+def so_far(board: Board) -> str:
+    """What the search has found, in a line for its run's page; "" where there is nothing to tell."""
+    if board.others:
+        return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
+    best = board.best()
+    if best is None or best.objective is None:
+        return ""
+    return f"Best so far: {best.name}, objective {best.objective:.6g}"
+
+
+def _apply(board: Board, verdict: Judged) -> None:
+    """A trial that failed before it had a run is none of the search's jobs."""
+    known = board.jobs.get(verdict.job)
+    if known is None and verdict.state == names.FAILED:
+        return
+    if known is None:
+        known = JobRecord(verdict.job, verdict.trial, verdict.parameters)
+        board.add(known)
+    first, *others = verdict.values or (known.objective,)
+    board.judge(verdict.job, verdict.state, first, verdict.reason, others=others, feasible=verdict.feasible)
