@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from plait.objectives import Objective, pareto_front
 from plait.search.stored import StudyObjective
 from plait.tracking import JobRecord
-from plait_dashboards.style import GREEN, MARGIN, OUTCOME_COLOUR, OUTCOME_MARKER, figure, say
+from plait_dashboards.parameters import Axis, axis_of
+from plait_dashboards.style import (
+    FAINT,
+    GREEN,
+    HEIGHT,
+    MARGIN,
+    OUTCOME_COLOUR,
+    OUTCOME_MARKER,
+    figure,
+    say,
+)
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome
 
 SECONDS = "device-seconds"
+MOST_PAIRED = 4  # objectives that are shown in pairs; with five there would be ten panels
+MOST_COLUMNS = 3
 
 
 def seconds_by_outcome(records: Sequence[JobRecord]) -> dict[str, float]:
@@ -65,69 +81,132 @@ def device_seconds(sweep: Sweep) -> go.Figure:
     return made
 
 
-def pareto_front(points: Sequence[tuple[float, float]], directions: tuple[str, str]) -> list[int]:
-    """Places of the points that no other beats in one figure without being worse in the other, by the first
-    figure. Of equal points the first stands."""
-    signs = [1.0 if direction == "minimize" else -1.0 for direction in directions]
-    keyed = sorted((signs[0] * x, signs[1] * y, at) for at, (x, y) in enumerate(points))
-    front, best = [], float("inf")
-    for _, second, at in keyed:
-        if second < best:
-            front.append(at)
-            best = second
-    return front
-
-
-def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, StudyObjective]:
-    """What is set against what: the search's first two objectives, or the only one and its cost."""
-    if len(sweep.objectives) >= 2:
+def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, ...]:
+    """What is set against each other: the search's objectives, of two the first upwards; or the only one's
+    cost and itself."""
+    if len(sweep.objectives) == 2:
         return sweep.objectives[1], sweep.objectives[0]
+    if len(sweep.objectives) > 2:
+        return sweep.objectives
     scored = [item for item in sweep.records if item.objective is not None]
     cost = StudyObjective(SECONDS, "minimize", {item.trial: item.device_seconds for item in scored})
     values = {item.trial: float(item.objective) for item in scored if item.objective is not None}
     return cost, StudyObjective(sweep.metric or "objective", sweep.direction, values)
 
 
-def pareto(sweep: Sweep) -> go.Figure:
-    """Two figures of every adapter against each other, with the front of those that none beats in both."""
-    across, up = pareto_axes(sweep)
-    shown = [item for item in sweep.records if item.trial in across.values and item.trial in up.values]
-    if not shown:
-        return say(figure(), "No adapter has an objective yet.")
-    points = [(across.values[item.trial], up.values[item.trial]) for item in shown]
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The adapters that have a value on every axis.
+
+    Attributes:
+        points: their values, by axis.
+        front: places of those that are finished, keep every constraint and are dominated by none, best on the
+            first axis first.
+    """
+
+    axes: tuple[StudyObjective, ...]
+    records: tuple[JobRecord, ...]
+    points: tuple[tuple[float, ...], ...]
+    front: tuple[int, ...]
+
+
+def scored(sweep: Sweep) -> Scored:
+    """Adapters by what is set against each other."""
+    axes = pareto_axes(sweep)
+    shown = tuple(item for item in sweep.records if all(item.trial in axis.values for axis in axes))
+    points = tuple(tuple(axis.values[item.trial] for axis in axes) for item in shown)
     complete = [at for at, item in enumerate(shown) if outcome(item) == OUTCOMES[0] and item.feasible]
-    front = [
-        complete[at] for at in pareto_front([points[at] for at in complete], (across.direction, up.direction))
-    ]
-    made = figure(xaxis={"title": {"text": axis_title(across)}}, yaxis={"title": {"text": axis_title(up)}})
+    ways = [Objective(axis.name, axis.direction) for axis in axes]
+    front = tuple(complete[at] for at in pareto_front([points[at] for at in complete], ways))
+    return Scored(axes, shown, points, front)
+
+
+def pareto(sweep: Sweep) -> go.Figure:
+    """The adapters by what is set against each other, with the front of those that none dominates: a panel
+    for each pair, or parallel coordinates where there are too many pairs."""
+    found = scored(sweep)
+    if not found.records:
+        return say(figure(), "No adapter has an objective yet.")
+    if len(found.axes) > MOST_PAIRED:
+        return _front_as_lines(found)
+    pairs = list(itertools.combinations(range(len(found.axes)), 2))
+    columns = min(len(pairs), MOST_COLUMNS)
+    rows = -(-len(pairs) // columns)
+    made = make_subplots(rows, columns, horizontal_spacing=0.09, vertical_spacing=0.2 / rows)
+    legend = {"groupclick": "togglegroup", "itemsizing": "constant"}
+    made.update_layout(template=None, height=HEIGHT, margin=MARGIN, hovermode="closest", legend=legend)
+    if len(pairs) > 1:
+        made.update_layout(height=340 * rows + 80, legend={"orientation": "h", "y": 1 + 0.12 / rows})
+    for at, (across, up) in enumerate(pairs):
+        _add_pair(made, found, (across, up), (at // columns + 1, at % columns + 1))
+    return made
+
+
+def _add_pair(made: go.Figure, found: Scored, pair: tuple[int, int], place: tuple[int, int]) -> None:
+    """One panel; the first one has the legend. Where a pair is all there is, a line follows the front."""
+    across, up = pair
+    row, col = place
+    made.update_xaxes(title={"text": axis_title(found.axes[across])}, row=row, col=col)
+    made.update_yaxes(title={"text": axis_title(found.axes[up])}, row=row, col=col)
     for how in OUTCOMES:
-        mine = [at for at, item in enumerate(shown) if outcome(item) == how]
+        mine = [at for at, item in enumerate(found.records) if outcome(item) == how]
         if mine:
-            made.add_scatter(
-                x=[points[at][0] for at in mine],
-                y=[points[at][1] for at in mine],
-                customdata=[shown[at].trial for at in mine],
-                mode="markers",
-                marker={
-                    "color": OUTCOME_COLOUR[how],
-                    "symbol": OUTCOME_MARKER[how],
-                    "size": 8,
-                    "opacity": 0.7,
-                },
-                name=f"{how} ({len(mine)})",
-                hovertemplate="trial %{customdata}<br>%{x:.4g}, %{y:.4g}<extra>" + how + "</extra>",
+            marker = {"color": OUTCOME_COLOUR[how], "symbol": OUTCOME_MARKER[how], "size": 8, "opacity": 0.7}
+            made.add_trace(
+                _dots(found, pair, mine, f"{how} ({len(mine)})", how) | {"marker": marker, "mode": "markers"},
+                row,
+                col,
             )
-    made.add_scatter(
-        x=[points[at][0] for at in front],
-        y=[points[at][1] for at in front],
-        customdata=[shown[at].trial for at in front],
-        mode="lines+markers",
-        line={"color": GREEN, "width": 2, "shape": "hv" if across.direction == "minimize" else "vh"},
-        marker={"size": 11, "symbol": "circle-open", "line": {"width": 2}},
-        name=f"Pareto front ({len(front)})",
-        hovertemplate="trial %{customdata}<br>%{x:.4g}, %{y:.4g}<extra>Pareto front</extra>",
+    corner = "hv" if found.axes[across].direction == "minimize" else "vh"
+    front = _dots(found, pair, found.front, f"Pareto front ({len(found.front)})", "Pareto front")
+    front |= {
+        "mode": "lines+markers" if len(found.axes) == 2 else "markers",
+        "line": {"color": GREEN, "width": 2, "shape": corner},
+        "marker": {"size": 11, "symbol": "circle-open", "color": GREEN, "line": {"width": 2}},
+    }
+    made.add_trace(front, row, col)
+    if place != (1, 1):
+        made.update_traces(showlegend=False, row=row, col=col)
+
+
+def _dots(
+    found: Scored, pair: tuple[int, int], places: Sequence[int], name: str, group: str
+) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "x": [found.points[at][pair[0]] for at in places],
+        "y": [found.points[at][pair[1]] for at in places],
+        "customdata": [found.records[at].trial for at in places],
+        "name": name,
+        "legendgroup": group,
+        "hovertemplate": "trial %{customdata}<br>%{x:.4g}, %{y:.4g}<extra>" + group + "</extra>",
+    }
+
+
+def _front_as_lines(found: Scored) -> go.Figure:
+    """One line an adapter across all objectives; those on the front in colour."""
+    on_front = [float(at in found.front) for at in range(len(found.records))]
+    axes = [axis_of(axis.name, [point[at] for point in found.points]) for at, axis in enumerate(found.axes)]
+    axes.append(Axis("Pareto front", tuple(on_front), (0.0, 1.0), ("no", "yes")))
+    made = figure(height=460, margin={"l": 80, "r": 80, "t": 60, "b": 40})
+    made.add_parcoords(
+        dimensions=[axis.dimension() for axis in axes],
+        line={"color": on_front, "colorscale": [[0.0, FAINT], [1.0, GREEN]], "cmin": 0, "cmax": 1},
     )
     return made
+
+
+def pareto_note(sweep: Sweep) -> str:
+    """What is on the front, and how to read it."""
+    axes = pareto_axes(sweep)
+    if len(axes) == 2:
+        said = f"{axes[1].name} against {axes[0].name}"
+        return f"{said}: on the front are finished adapters that no other beats in both."
+    shown = "each pair of objectives" if len(axes) <= MOST_PAIRED else "one line an adapter"
+    return (
+        f"{', '.join(axis.name for axis in axes)}; {shown}. On the front are finished adapters to which no "
+        "other is equal or better in all of them; in one pair alone such an adapter may look beaten."
+    )
 
 
 def axis_title(objective: StudyObjective) -> str:

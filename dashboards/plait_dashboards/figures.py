@@ -61,7 +61,7 @@ def all_figures(sweep: Sweep) -> list[Shown]:
             parameters.importance(sweep),
         )
     )
-    shown.append(_pareto(sweep))
+    shown.append(Shown("pareto", "Pareto front", "Measured", costs.pareto_note(sweep), costs.pareto(sweep)))
     shown += _costs(sweep)
     return shown
 
@@ -120,14 +120,9 @@ def _leaderboard_note(sweep: Sweep) -> str:
 
 
 def _left_out(sweep: Sweep) -> str:
-    missing = sum(item.objective is None for item in sweep.records)
-    return f" Without an objective and left out: {missing}." if missing else ""
-
-
-def _pareto(sweep: Sweep) -> Shown:
-    across, up = costs.pareto_axes(sweep)
-    said = f"{up.name} against {across.name}: on the front are finished adapters that no other beats in both."
-    return Shown("pareto", "Pareto front", "Measured", said, costs.pareto(sweep))
+    missing = len(sweep.records) - len(parameters.scored(sweep))
+    what = "all objectives" if len(sweep.objectives) > 1 else "an objective"
+    return f" Without {what} and left out: {missing}." if missing else ""
 
 
 def drawn_metrics(sweep: Sweep) -> list[str]:

@@ -25,6 +25,8 @@ POLICY = (
     "img-src data: blob:; font-src data:"
 )
 
+MOST_ON_FRONT = 8
+
 
 def report(sweep: Sweep, shown: Sequence[Shown]) -> str:
     """The page of a search: what it came to in a few figures, then every figure."""
@@ -45,8 +47,11 @@ def facts(sweep: Sweep) -> dict[str, str]:
         if count := sum(outcome(item) == how for item in sweep.records):
             word = "finished" if how == OUTCOMES[0] else how
             found[f"adapters {word}"] = str(count)
-    best = next((item for item in sweep.records if item.state == names.FINISHED), None)
-    if best is not None and best.objective is not None:
+    done = [item for item in sweep.records if item.state == names.FINISHED and item.feasible]
+    best = next(iter(done), None)
+    if len(sweep.objectives) > 1:
+        found["Pareto front (measured)"] = _front([item.trial for item in done if item.on_front])
+    elif best is not None and best.objective is not None:
         found[f"best {sweep.metric or 'objective'} (measured)"] = f"{best.objective:.6g}, trial {best.trial}"
     totals = seconds_by_outcome(sweep.records)
     whole = sum(totals.values())
@@ -55,6 +60,15 @@ def facts(sweep: Sweep) -> dict[str, str]:
         found["of which useful"] = f"{totals[OUTCOMES[0]] / whole:.0%}"
     found["tokens trained"] = f"{sum(item.tokens for item in sweep.records):,}"
     return found
+
+
+def _front(trials: Sequence[int]) -> str:
+    """The trials on the front; of many the first few and how many more."""
+    if not trials:
+        return "empty"
+    named = ", ".join(map(str, trials[:MOST_ON_FRONT]))
+    more = len(trials) - MOST_ON_FRONT
+    return f"trial{'s' if len(trials) > 1 else ''} {named}" + (f" and {more} more" if more > 0 else "")
 
 
 def _facts(found: Mapping[str, str]) -> str:

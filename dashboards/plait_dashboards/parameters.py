@@ -10,6 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from plait.search.stored import METHOD
+from plait.tracking import JobRecord
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 
@@ -68,9 +69,15 @@ def decades(low: float, high: float) -> list[float]:
     return sorted({low, high, *(mark for mark in between if low * 1.5 < mark < high / 1.5)})
 
 
+def scored(sweep: Sweep) -> list[JobRecord]:
+    """The adapters that have every objective."""
+    further = max(len(sweep.objectives) - 1, 0)
+    return [item for item in sweep.records if item.objective is not None and len(item.others) >= further]
+
+
 def parallel_coordinates(sweep: Sweep) -> go.Figure:
-    """One line an adapter across the searched keys to its objective."""
-    shown = [item for item in sweep.records if item.objective is not None]
+    """One line an adapter across the searched keys to its objectives, coloured by the first."""
+    shown = scored(sweep)
     keys = short_names(sweep.searched)
     if len(shown) < 2 or not keys:
         return say(figure(), "This needs two adapters with an objective, and a key in which they differ.")
@@ -79,6 +86,9 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
         present = [how for how in OUTCOMES if any(outcome(item) == how for item in shown)]
         places = tuple(float(present.index(outcome(item))) for item in shown)
         axes.append(Axis("outcome", places, tuple(map(float, range(len(present)))), tuple(present)))
+    for at, each in enumerate(sweep.objectives[1:]):
+        if each.name not in keys:
+            axes.append(axis_of(each.name, [item.others[at] for item in shown]))
     objective = [float(item.objective) for item in shown if item.objective is not None]
     axes.append(Axis(sweep.metric or "objective", tuple(objective)))
     made = figure(height=460, margin={"l": 80, "r": 80, "t": 60, "b": 40})

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from plait.paths import search_folder
-from plait.search.stored import read_study
+from plait.search.stored import StudyObjective, read_study
 from plait.settings import TrackingSettings
 from plait.tracking import JobRecord, SearchResult, load_search, names
 from plait.tracking.check import storage_errors
@@ -61,7 +61,21 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
         curves={metric: found for metric, found in curves.items() if found},
         steps=read_steps(client, result),
         importance=study.importance,
-        objectives=study.objectives,
+        objectives=study.objectives or stored_objectives(result),
+    )
+
+
+def stored_objectives(result: SearchResult) -> tuple[StudyObjective, ...]:
+    """The objectives of a search whose study cannot be read, from its jobs' runs."""
+    done = [item for item in result.records if item.state == names.FINISHED and item.objective is not None]
+    whole = [item for item in done if len(item.others) == len(result.others)]
+    return tuple(
+        StudyObjective(
+            each.metric,
+            each.direction,
+            {item.trial: (item.objective or 0.0, *item.others)[at] for item in whole},
+        )
+        for at, each in enumerate(result.objectives)
     )
 
 

@@ -43,6 +43,12 @@ def columns(sweep: Sweep) -> list[Column]:
         ("outcome", [_outcome(item) for item in records]),
         (f"objective: {sweep.metric}", [number(item.objective) for item in records]),
     ]
+    for at, each in enumerate(sweep.objectives[1:]):
+        if each.name not in sweep.searched:
+            shown.append((f"objective: {each.name}", [_further(item, at) for item in records]))
+    if len(sweep.objectives) > 1:
+        shown.append(("Pareto front", ["yes" if item.on_front else "" for item in records]))
+    shown.append(("constraints", ["" if item.feasible else "broken" for item in records]))
     for key, word in short_names(sweep.searched).items():
         shown.append((word, [number(item.parameters.get(key)) for item in records]))
     shown += [
@@ -59,6 +65,10 @@ def columns(sweep: Sweep) -> list[Column]:
 def _outcome(item: JobRecord) -> str:
     how = outcome(item)
     return item.state if item.state in ("finished", how) else f"{how}: {item.state}"
+
+
+def _further(item: JobRecord, at: int) -> str:
+    return number(item.others[at]) if at < len(item.others) else ""
 
 
 def number(value: object) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import plotly.graph_objects as go
@@ -10,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import JobRecord
+from plait.tracking import Board, JobRecord
 from plait.tracking.group_steps import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
-from plait_dashboards.costs import device_seconds, pareto, pareto_axes, pareto_front, seconds_by_outcome
+from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
 from plait_dashboards.figures import all_figures
-from plait_dashboards.page import figure_json, plotly_packed, report
+from plait_dashboards.page import facts, figure_json, plotly_packed, report
 from plait_dashboards.sweep import Curve, Sweep, outcome, short_names
 
 STATES = ("finished", "finished", "pruned", "failed", "running")
@@ -201,30 +201,61 @@ def test_words_are_short_where_that_is_clear() -> None:
 # ---- costs -------------------------------------------------------------------------------------------
 
 
-def dominated(
-    point: tuple[float, float], others: Sequence[tuple[float, float]], signs: tuple[float, float]
-) -> bool:
-    x, y = signs[0] * point[0], signs[1] * point[1]
-    return any(
-        (signs[0] * a <= x and signs[1] * b <= y) and (signs[0] * a < x or signs[1] * b < y)
-        for a, b in others
+def several(count: int, trials: int = 12) -> Sweep:
+    """A search with so many objectives, made up of the trial's number; one of its trials was pruned."""
+    ways = ["maximize" if at % 3 == 2 else "minimize" for at in range(count)]
+    values = {
+        trial: tuple(float((trial * (3 + at)) % (7 + at)) for at in range(count)) for trial in range(trials)
+    }
+    objectives = tuple(
+        StudyObjective(f"m{at}", way, {trial: each[at] for trial, each in values.items()})
+        for at, way in enumerate(ways)
     )
+    board = Board(ways[0], trials, others=tuple(Objective(f"m{at}", ways[at]) for at in range(1, count)))
+    for trial, (first, *others) in values.items():
+        board.add(record(trial, "finished", first, others=tuple(others)))
+    board.add(record(trials, "pruned", 0.0))
+    return Sweep("s", "finished", ways[0], "m0", tuple(board.ordered()), objectives=objectives)
 
 
-@given(
-    points=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=25),
-    directions=st.tuples(
-        st.sampled_from(["minimize", "maximize"]), st.sampled_from(["minimize", "maximize"])
-    ),
-)
-def test_the_front_is_what_none_beats(points: list[tuple[int, int]], directions: tuple[str, str]) -> None:
-    signs = tuple(1.0 if direction == "minimize" else -1.0 for direction in directions)
-    floats = [(float(x), float(y)) for x, y in points]
-    front = pareto_front(floats, directions)
-    best = {point for point in floats if not dominated(point, floats, (signs[0], signs[1]))}
-    assert {floats[at] for at in front} == best
-    assert len(front) == len(best)
-    assert [signs[0] * floats[at][0] for at in front] == sorted(signs[0] * floats[at][0] for at in front)
+@pytest.mark.parametrize(("count", "panels"), [(3, 3), (4, 6)])
+def test_more_than_two_objectives_stand_in_pairs_with_one_front(count: int, panels: int) -> None:
+    sweep = several(count)
+    front = {item.trial for item in sweep.records if item.on_front}
+    assert 0 < len(front) < 12
+    fronts = [trace for trace in pareto(sweep).data if trace.legendgroup == "Pareto front"]
+    assert len(fronts) == panels
+    assert all(set(trace.customdata) == front for trace in fronts)  # of all objectives, in every pair
+    assert len({(trace.xaxis, trace.yaxis) for trace in fronts}) == panels
+    shown = [trace.name for trace in pareto(sweep).data if trace.showlegend is not False]
+    assert len(shown) == len(set(shown)) == 2
+    found = {
+        (made.xaxis.title.text, made.yaxis.title.text)
+        for made in [pareto(sweep).get_subplot(at // 3 + 1, at % 3 + 1) for at in range(panels)]
+    }
+    assert len(found) == panels
+    assert ("m0, lower is better", "m2, higher is better") in found
+
+
+def test_five_objectives_are_parallel_coordinates() -> None:
+    sweep = several(5)
+    (lines,) = pareto(sweep).data
+    assert [each.label for each in lines.dimensions] == ["m0", "m1", "m2", "m3", "m4", "Pareto front"]
+    front = sum(item.on_front for item in sweep.records)
+    assert sum(lines.dimensions[-1]["values"]) == front
+
+
+def test_several_objectives_stand_in_table_lines_and_facts() -> None:
+    sweep = several(3)
+    shown = dict(table.columns(sweep))
+    assert shown["objective: m1"][0] == table.number(sweep.records[0].others[0])
+    assert [cell == "yes" for cell in shown["Pareto front"]] == [item.on_front for item in sweep.records]
+    (lines,) = parameters.parallel_coordinates(sweep).data
+    assert [each.label for each in lines.dimensions][-3:] == ["m1", "m2", "m0"]
+    front = [item.trial for item in sweep.records if item.on_front]
+    assert facts(sweep)["Pareto front (measured)"].startswith(f"trials {front[0]}, ")
+    assert "best m0 (measured)" not in facts(sweep)
+    assert len(all_figures(sweep)) == 7
 
 
 def test_only_finished_adapters_are_on_the_front() -> None:

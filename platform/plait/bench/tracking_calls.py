@@ -9,13 +9,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.engine.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobProgress,
+    ModelFitted,
+)
 from plait.jobs import JobSpec
 from plait.tracking import Tracker
+from plait.tracking.fits import FITS_ARTIFACT, Fits
+from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
 
 TOKENS = 332  # of one step of one adapter: what its curves show, nothing depends on it
 EVALUATIONS = 10  # of one adapter
 COMMITS = 10  # checkpoints of a group
+FITS_EVERY = 64  # iterations, of seconds and of bytes
+COEFFICIENTS = 24  # of a fit of bytes, the longer one
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +74,16 @@ class Teller:
         tracker: with its search begun.
         jobs: whose settings the adapters have, in turns.
         script: the story.
+        folder: of the search, for its tables of group steps and of fits.
     """
 
-    def __init__(self, tracker: Tracker, jobs: Sequence[JobSpec], script: Script) -> None:
+    def __init__(self, tracker: Tracker, jobs: Sequence[JobSpec], script: Script, folder: Path) -> None:
         self._tracker = tracker
         self._jobs = [
             replace(jobs[at % len(jobs)], name=f"adapter-{at:04d}") for at in range(script.adapters)
         ]
         self._script = script
+        self._steps, self._fits = GroupSteps(folder), Fits(folder)
         self._iteration = 0
         self.seconds = 0.0  # in the tracker's calls, waiting for anything included
 
@@ -94,11 +108,29 @@ class Teller:
             self._iteration += 1
             tokens = TOKENS * len(jobs)
             told = [event for at, job in jobs.items() for event in script.events(job.name, at, step)]
-            self._handle([*told, GroupStep("group-0", self._iteration, names, 2, tokens, 2.0, 2**30, 2048)])
+            each = (TOKENS,) * len(jobs)
+            iteration = GroupStep(
+                "group-0", self._iteration, names, 2, tokens, 2.0, 2**30, 2048, each, 1.9, 2**30
+            )
+            self._handle([*told, iteration])
+            self._timed(partial(self._tables, iteration))
             if step % max(1, script.steps // COMMITS) == 0:
                 self._timed(tracker.commit)
         for at, job in jobs.items():
             self._end(at, job.name)
+
+    def _tables(self, iteration: GroupStep) -> None:
+        """The tables of group steps and of fits, as a search keeps them."""
+        self._steps.add(iteration)
+        if self._steps.grown:
+            self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
+        if self._iteration % FITS_EVERY:
+            return
+        for target, terms in (("seconds", COEFFICIENTS // 4), ("bytes", COEFFICIENTS)):
+            found = tuple((f"term {at}", 1.0 / (self._iteration + at)) for at in range(terms))
+            self._fits.add(ModelFitted(target, self._iteration, 256, found, 0.01, 0.02, 0.03, 0.05))
+        if self._fits.grown:
+            self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
 
     def _end(self, at: int, job: str) -> None:
         script = self._script

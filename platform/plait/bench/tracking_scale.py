@@ -17,10 +17,13 @@ import psutil
 
 from plait.bench.figures import Figure, Report
 from plait.bench.joint_side import load_joint_side
+from plait.bench.progress import part
 from plait.bench.tracking_calls import Script, Teller
 from plait.config_fields import build
+from plait.durations import duration
 from plait.errors import ConfigError, StorageError, choices
 from plait.jobs import JobSpec
+from plait.paths import search_folder
 from plait.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
@@ -30,6 +33,7 @@ STORES = ("sqlite", "server")
 MEASURED_STEPS = 5
 START_SECONDS = 120.0
 ADAPTER_BYTES = 2**16
+USUAL_SECONDS = {"sqlite": 2.5e-4, "server": 3.5e-4}  # for a step of one adapter: what is said beforehand
 SHARE = 2  # % of a run's time that tracking may take
 
 
@@ -112,6 +116,8 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
             note="as given" if asked.step_seconds else "fastest joint step, shared out",
         )
     ]
+    whole = sum(USUAL_SECONDS[store] for store in asked.stores) * asked.adapters * asked.steps
+    part(f"about {duration(whole)} in all, on two cores that do nothing else")
     for store in asked.stores:
         with tempfile.TemporaryDirectory(prefix="plait-tracking-") as folder:
             figures += _measure(settings, jobs, asked, store, Path(folder), step_seconds)
@@ -160,13 +166,19 @@ def _measure(
     with _served(folder) if store == "server" else _file(folder) as (uri, server):
         tracking = replace(settings.tracking, uri=uri, root=folder / "runs", experiment="tracking_scale")
         chosen = replace(settings, tracking=tracking)
-        edges = _tell(chosen, jobs, script, asked.edge, server)
+        edges = _tell(chosen, jobs, script, asked.edge, store, server)
+        part(f"{store}: reading all back")
         values = _check(tracking, script)
     return _figures(store, edges, values, asked, step_seconds)
 
 
 def _tell(
-    settings: RunSettings, jobs: Sequence[JobSpec], script: Script, edge: int, server: psutil.Process | None
+    settings: RunSettings,
+    jobs: Sequence[JobSpec],
+    script: Script,
+    edge: int,
+    store: str,
+    server: psutil.Process | None,
 ) -> list[Cost]:
     """What it took until the store had the first ``edge`` adapters, those between and the last ``edge``, each
     with what was before; the beginning first."""
@@ -174,13 +186,17 @@ def _tell(
     with Tracker(settings.tracking) as tracker:
         tracker.start_search(SearchFacts("tracking_scale", settings))
         tracker.flush()
-        teller = Teller(tracker, jobs, script)
+        teller = Teller(tracker, jobs, script, search_folder(settings.tracking.root, "tracking_scale"))
         costs.append(Cost(0.0, tracker.writer_seconds, _cpu(server), time.perf_counter()))
+        pace = USUAL_SECONDS[store] * script.steps  # seconds for one adapter
         for start, stop in _parts(script.adapters, edge):
+            left = duration(pace * (script.adapters - start))
+            part(f"{store}: adapters {start} to {stop} of {script.adapters}, about {left} left of this store")
             teller.tell(start, stop)
             tracker.flush()
             seconds = teller.seconds
             costs.append(Cost(seconds, tracker.writer_seconds, _cpu(server), time.perf_counter()))
+            pace = (costs[-1].clock - costs[0].clock) / stop
     return costs
 
 
