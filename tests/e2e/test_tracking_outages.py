@@ -218,9 +218,12 @@ def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_noth
 def test_a_study_in_a_database_that_is_stopped_and_started_waits_for_it(
     folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep]
 ) -> None:
+    """With rungs it is asked between any two iterations."""
+    rungs = ("search/stopping=threshold", "search.stopping.metric=train/loss", "search.stopping.upper=100")
     with postgresql_server() as server:
         local = f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}"
-        sweep = begin([*search(short, local), f"search.storage={server.new_database()}"])
+        database = f"search.storage={server.new_database()}"
+        sweep = begin([*search(short, local), database, *rungs, "search.parallel=2"])
         sweep.until("trial-0001 started")
         server.stop()
         sweep.until("storage is away")

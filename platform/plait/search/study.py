@@ -57,6 +57,10 @@ class StudyTrials:
         patience: for a storage that is away.
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
+    Attributes:
+        token: tells this study from an earlier one of its name.
+        states_folder: where the states of its trials lie; None without a folder.
+
     Raises:
         SearchError: the sampler cannot do the space, the study has another one, a point of
             ``search.enqueue`` lies outside, or ``search.prior`` has nothing to say.
@@ -86,6 +90,8 @@ class StudyTrials:
         self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
         self._own: set[int] = set()  # trials that this process trains
         self._study = self.patience(lambda: self._open(name, identity))
+        self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
+        self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
         self.rungs = StudyRungs(self._study, settings, self.patience)
         self._prior = self.patience(self._take_over)
         self.patience(self._tidy_up)
@@ -136,14 +142,9 @@ class StudyTrials:
         return self._study.study_name
 
     @property
-    def token(self) -> str:
-        """What tells this study from an earlier one of its name."""
-        return str(self._study.user_attrs[TOKEN])
-
-    @property
     def total(self) -> int:
         """How many trials there are to be: as asked for, at most the points of a grid, and those beyond."""
-        return self._total(self._trials())
+        return self._total(self.patience(self._trials))
 
     @property
     def left_over(self) -> int:
@@ -155,14 +156,9 @@ class StudyTrials:
         """How many trials other processes train."""
         return self.patience(self._count_others)
 
-    @property
-    def states_folder(self) -> Path | None:
-        """Where the states of this study's trials lie."""
-        return None if self._folder is None else self._folder / "checkpoints" / self.token
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """What only one process of this study does at a time."""
-        return study_lock(self._storage, self.name)
+    def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
+        """What only one process of this study does at a time; ``what`` as of ``study_lock``."""
+        return study_lock(self._storage, self.name, what)
 
     def link(self, run_id: str) -> None:
         """Keep the search's MLflow run, below which each trial's run bears the trial's number."""
