@@ -1,10 +1,11 @@
 """A process that has imported everything, and forks searches that are killed: imports take longest.
 
 Reads requests, one a line: a list of lives that are lived side by side, each {"arguments": [...], "folder":
-str, "log": str, "seconds": float | null, "until": str}. A life is ended by SIGKILL once it has used so many
-seconds of the processor, or once ``until`` stands in its output, which goes to the file ``log`` of its
-folder. Answers with one line: for each life its exit status, or its signal as a negative number, and the
-seconds of the processor that it used.
+str, "log": str, "seconds": float | null, "until": str, "grown": list | null}. A life is ended by SIGKILL once
+it has used so many seconds of the processor, once ``until`` stands in its output, which goes to the file
+``log`` of its folder, or once a file of the folder has so many bytes, ``grown``: [name, bytes]. Answers with
+one line: for each life its exit status, or its signal as a negative number, and the seconds of the processor
+that it used.
 """
 
 from __future__ import annotations
@@ -54,11 +55,18 @@ class Life:
     """One child."""
 
     def __init__(
-        self, arguments: list[str], folder: str, log: str, seconds: float | None, until: str
+        self,
+        arguments: list[str],
+        folder: str,
+        log: str,
+        seconds: float | None,
+        until: str,
+        grown: tuple[str, int] | None,
     ) -> None:
         self._log = Path(folder) / log
         self._before = self._log.stat().st_size if self._log.exists() else 0
         self._seconds, self._until = seconds, until.encode()
+        self._grown = None if grown is None else (Path(folder) / grown[0], grown[1])
         self.lived = 0.0
         self.status: int | None = None
         self._process = os.fork()
@@ -81,6 +89,9 @@ class Life:
     def _is_time(self) -> bool:
         if self._seconds is not None and self.lived >= self._seconds:
             return True
+        if self._grown is not None:
+            file, size = self._grown
+            return file.exists() and file.stat().st_size >= size
         return bool(self._until) and self._until in self._output()
 
     def _output(self) -> bytes:

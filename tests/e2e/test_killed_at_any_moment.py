@@ -57,7 +57,7 @@ def lives(plait_cache: Path) -> Iterator[Lives]:
     requests, answers = nursery.stdin, nursery.stdout
 
     def together(lives: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-        whole = [{"log": "log", "seconds": None, "until": ""} | life for life in lives]
+        whole = [{"log": "log", "seconds": None, "until": "", "grown": None} | life for life in lives]
         requests.write(json.dumps(whole, default=str) + "\n")
         requests.flush()
         return [(status, lived) for status, lived in json.loads(answers.readline())]
@@ -199,6 +199,23 @@ def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
         f"{log.count('goes on from step')} times; {count} points of {TRIALS} trials equal within 1e-5"
     )
     assert {trial.state for trial in study_of(broken)} == {TrialState.COMPLETE, TrialState.PRUNED}
+
+
+@pytest.mark.slow
+def test_a_first_start_that_is_killed_while_the_store_is_made(lives: Lives, tmp_path: Path) -> None:
+    """MLflow makes its tables in dozens of steps: killed in the midst of them, the same command goes on."""
+    (tmp_path / "plait-runs").mkdir()
+    arguments = command("search.trials=2", "train.steps=2")
+    draft = "plait-runs/.mlflow.db.new"
+    ((status, _),) = lives([{"arguments": arguments, "folder": tmp_path, "grown": (draft, 60_000)}])
+    assert status == KILLED, (tmp_path / "log").read_text()
+    assert (tmp_path / draft).stat().st_size >= 60_000
+    assert not (tmp_path / "plait-runs" / "mlflow.db").exists()
+    ((status, _),) = lives([{"arguments": arguments, "folder": tmp_path}])
+    assert status == 0, (tmp_path / "log").read_text()
+    _, runs, _ = runs_of(tmp_path)
+    assert [run.info.status for run in runs.values()] == ["FINISHED"] * 2
+    assert sorted(path.name for path in (tmp_path / "plait-runs").glob("*mlflow.db*")) == ["mlflow.db"]
 
 
 # In which phase a kill is to fall, by what is printed last before it.

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -128,3 +129,16 @@ def test_study_and_runs_in_postgresql_go_on_after_an_interruption(
         assert item.intermediate_values == {STEPS: item.value}
         (row,) = (line for line in printed if item.user_attrs["mlflow.run_id"] in line)
         assert f"{item.value}" in row
+
+    assert main(["train", *short, f"search.storage={study}", f"tracking.uri={runs}"]) == 0
+    _check_passwords(folder)
+
+
+def _check_passwords(folder: Path) -> None:
+    """On disk they are where going on needs them, and nobody else may read them there."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    hydra = [path for path in files if path.parent.name == ".hydra" or path.name == "multirun.yaml"]
+    assert len(hydra) == 2 * (1 + 2 * 3) + 3  # two commands with two trials each, and a single job
+    holding = [path for path in files if b":secret@" in path.read_bytes()]
+    assert {path.name for path in holding} == {"command.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in holding} == {0o600}

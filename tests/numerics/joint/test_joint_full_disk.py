@@ -1,0 +1,149 @@
+"""A disk that is full when adapters are exported, a real one: the search says so, loses nothing, and goes on
+when there is room again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from laboratory import Recorder, random_data, random_texts
+from optuna.trial import TrialState
+from safetensors.torch import load_file
+
+from plait.config_overrides import read_request
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.finishing import RETRY_SECONDS
+from plait.engine.messages import Event, JobEnded, JobProgress, Notice
+from plait.engine.worker import LocalWorker
+from plait.errors import StorageError
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.models import BaseModel
+from plait.search.identity import identify
+from plait.search.run import SearchRun
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
+from plait.settings import EngineSettings, RunSettings, SearchSettings
+
+SPACE = read_request(["adapter.rank=2,3,4,5"], {}, {}).space
+SEARCH = SearchSettings(trials=4, parallel=2, sampler="grid")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of a megabyte, of which a file leaves next to nothing."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        (folder / "filler").write_bytes(bytes(2**20 - 3 * 4096))
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@dataclass
+class Notes:
+    """Keeps the events."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """Nothing to note."""
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def judge(self, *_: Any, **__: Any) -> None:
+        """Nothing to note."""
+
+    def run_id(self, _job: str) -> str:
+        return ""
+
+    def commit(self) -> None:
+        """What is kept here is as durable as it gets."""
+
+    def said(self, words: str) -> list[str]:
+        return [e.text for e in self.events if isinstance(e, Notice) and words in e.text]
+
+
+def make_job(trial: Trial) -> JobSpec:
+    rank = trial.values["adapter.rank"]
+    assert isinstance(rank, int)
+    adapter = AdapterSpec(rank, target_modules=("q_proj", "v_proj"))
+    train = TrainSpec(steps=3 + 3 * (trial.number % 2), batch_size=2)
+    return JobSpec(trial.name, adapter, train, random_texts(7, 3, 12, train=8, validation=2))
+
+
+def engine(model: BaseModel, folder: Path, **more: Any) -> tuple[Coordinator, Recorder]:
+    torch.set_num_threads(1)
+    settings = EngineSettings(kernels="reference", capacity=64)
+    data = DataCatalogue(random_data)
+    recorder = Recorder(LocalWorker(model, data, settings))
+    run = RunSettings(engine=settings, search=SEARCH)
+    return Coordinator(recorder, data, run, folder=folder, **more), recorder
+
+
+def test_a_search_waits_for_room_for_its_adapters(
+    tiny_model: Callable[[str], BaseModel], disk: Path, tmp_path: Path
+) -> None:
+    """One trial waits with its adapter, the others train; then another waits; then there is room."""
+    seconds = itertools.count(0.0, RETRY_SECONDS / 8)
+    made, recorder = engine(tiny_model("llama"), tmp_path, patient=True, clock=lambda: next(seconds))
+    storage, notes = optuna.storages.InMemoryStorage(), Notes()
+    source = StudyTrials(SEARCH, SPACE, identify(SPACE, JobSpec("base"), RunSettings(search=SEARCH)), storage)
+
+    def make_room() -> bool:
+        if len(notes.said("could not be written")) == 2:
+            (disk / "filler").unlink(missing_ok=True)
+        return False
+
+    result = SearchRun(source, make_job, made, notes, SEARCH, stop=make_room).run()
+    assert result.exit_status == 0
+    trials = optuna.load_study(study_name=None, storage=storage).get_trials()
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 4
+    first, second = notes.said("could not be written")
+    assert first.startswith("trial-0000: its adapter could not be written (")
+    assert "No space left on device" in first
+    assert second.startswith("trial-0001")
+    assert len(notes.said("is written now")) == 2
+    events = notes.events
+    at = next(i for i, e in enumerate(events) if isinstance(e, Notice))
+    assert any(isinstance(e, JobProgress) and e.job == "trial-0001" for e in events[at:])
+    for trial in trials:
+        name = f"trial-{trial.number:04d}"
+        steps = [e.step for e in events if isinstance(e, JobProgress) and e.job == name]
+        assert steps == list(range(1, 4 + 3 * (trial.number % 2)))
+        assert sum(isinstance(e, JobEnded) and e.job == name for e in events) == 1
+        folder = disk / name
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == trial.params["adapter.rank"]
+        weights = load_file(folder / "adapter_model.safetensors")
+        for site, (a, b) in recorder.end[name].items():
+            assert torch.equal(weights[f"base_model.model.{site}.lora_A.weight"], a)
+            assert torch.equal(weights[f"base_model.model.{site}.lora_B.weight"], b)
+    assert sorted(path.name for path in disk.iterdir()) == [f"trial-{n:04d}" for n in range(4)]
+
+
+def test_who_does_not_wait_is_told_at_once(
+    tiny_model: Callable[[str], BaseModel], disk: Path, tmp_path: Path
+) -> None:
+    made, _ = engine(tiny_model("llama"), tmp_path)
+    made.submit(make_job(Trial(0, {"adapter.rank": 2})))
+    made.advance()
+    made.advance()
+    with pytest.raises(StorageError, match="No space left on device"):
+        made.advance()
+    assert [path.name for path in disk.iterdir()] == ["filler"]
