@@ -48,9 +48,9 @@ from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Trial
-from plait.settings import ClusterSettings
+from plait.settings import ClusterSettings, RunSettings
 from plait.terminal import Terminal, print_summary
-from plait.tracking import Judged, SearchFacts, Tracker, check_tracking, send_left
+from plait.tracking import Judged, SearchFacts, Tracker, check_tracking, conclude, is_left, send_left
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.names import FINISHED, INTERRUPTED
@@ -89,8 +89,8 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
         line += f"; other processes train {others}, this one takes what is free"
     _tell(console, [line])
     if len(done.finished) >= source.total:
+        _tell(console, _catch_up(settings, source, judged(done.finished)))
         _remember(command, source.name, finished=True)
-        _tell(console, send_left(settings.tracking, source.name, judged(done.finished)))
         write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
@@ -154,6 +154,23 @@ def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:
     """What the jobs train on, by what it was asked for as: digests of the content."""
     specs = dict.fromkeys(job.data for job in jobs)
     return {f"data {spec.source} {spec.options}": data.catalogue.of(spec).digest for spec in specs}
+
+
+def _catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged]) -> list[str]:
+    """Do what a process that was killed after the last trial, or did not reach the store, left undone of the
+    search's run; what cannot be done, in words."""
+    left = is_left(settings.tracking, source.name)
+    notices = send_left(settings.tracking, source.name)
+    recorded = recorded_command(settings.tracking.root, source.name)
+    if notices or (recorded is not None and recorded.finished and not left):
+        return notices
+    with source.exclusive("run"):
+        run_id = conclude(settings.tracking, source.name, source.token, trials)
+        if run_id is None:
+            return []
+        figures = Figures(settings.tracking, run_id, settings.search.storage)
+        figures.publish(final=True)
+    return [figures.trouble] if figures.trouble else []
 
 
 def judged(finished: Sequence[Finished]) -> list[Judged]:
@@ -233,7 +250,7 @@ class _Launch:
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
             tracker.others, tracker.over = self._others, self._over
-            with self._source.exclusive():  # one run for all processes
+            with self._source.exclusive("run"):  # one for all processes
                 run_id = tracker.start_search(self._facts())
                 self._source.link(run_id)
             tracker.record("data.json", data.facts)
@@ -258,7 +275,7 @@ class _Launch:
         """What is said of the whole search: by one process at a time, so that the last one has the others'
         jobs, too, and not while others train."""
         try:
-            with self._source.exclusive():
+            with self._source.exclusive("run"):
                 if not self._others():
                     tracker.conclude(judged(self._source.finished()))
                     figures.publish(final=True)

@@ -40,21 +40,24 @@ def in_memory() -> BaseStorage:
     return optuna.storages.InMemoryStorage()
 
 
-def study_lock(storage: BaseStorage, name: str) -> AbstractContextManager[None]:
-    """What one process at a time holds while it takes a trial of a study, or tells of one.
+def study_lock(storage: BaseStorage, name: str, what: str = "study") -> AbstractContextManager[None]:
+    """What one process at a time holds while it takes a trial of a study, or tells of one; or does something
+    else (``what``), which holds up nobody who does that.
 
     Processes that use a file are on one host. PostgreSQL serves several hosts. Any other storage is for one
     process.
     """
     if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
         path = storage._backend.path
-        return FileLock(path.with_name(f"{path.name}.study-lock")).held()
+        return FileLock(path.with_name(f"{path.name}.{what}-lock")).held()
     if isinstance(storage, RDBStorage):
         url = storage.engine.url
         if url.get_backend_name() == "postgresql":
-            return advisory_lock(storage.engine, f"plait {name}")
+            return advisory_lock(
+                storage.engine, f"plait {name}" if what == "study" else f"plait {what} {name}"
+            )
         if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
-            return FileLock(Path(f"{url.database}.study-lock")).held()
+            return FileLock(Path(f"{url.database}.{what}-lock")).held()
     return nullcontext()
 
 

@@ -12,8 +12,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import check_folder, check_tracking
-from plait.tracking.final import Judged
-from plait.tracking.left import send_left
+from plait.tracking.final import Judged, conclude
+from plait.tracking.left import is_left, send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.search_facts import SearchFacts
@@ -32,7 +32,9 @@ __all__ = [
     "check_folder",
     "check_port",
     "check_tracking",
+    "conclude",
     "export",
+    "is_left",
     "load_search",
     "locate",
     "print_leaderboard",

@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
+from plait.tracking.check import open_store, storage_errors
 from plait.tracking.leaderboard import to_split_json, varying
+from plait.tracking.location import locate
 from plait.tracking.operations import LogPoints
 from plait.tracking.records import stored_board
 from plait.tracking.store import Store
@@ -37,6 +40,31 @@ class Judged:
     feasible: bool
     reason: str
     parameters: Mapping[str, Any]
+
+
+def conclude(settings: TrackingSettings, search: str, study: str, judged: Sequence[Judged]) -> str | None:
+    """End the run of a search whose trials are over, as :func:`write_final` has it, where its last process
+    could not.
+
+    Returns:
+        MLflow's id of the run; None where the store has none.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    location = locate(settings)
+    store = open_store(location, settings.experiment)
+    with storage_errors(location):
+        runs = store.searches(search, study)
+        if not runs:
+            return None
+        run_id = str(runs[0].info.run_id)
+        write_final(store, run_id, judged)
+        told = runs[0].info.status, runs[0].data.tags.get(names.TAG_STATE)
+        if told != (names.RUN_STATUS[names.FINISHED], names.FINISHED):
+            store.update(run_id, (), [(names.TAG_STATE, names.FINISHED), (names.TAG_REASON, "")])
+            store.end_run(run_id, names.RUN_STATUS[names.FINISHED], int(time.time() * 1000))
+    return run_id
 
 
 def write_final(store: Store, run_id: str, judged: Sequence[Judged]) -> Board:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from plait.settings import TrackingSettings
 from plait.tracking.check import open_store, storage_errors
-from plait.tracking.final import Judged, write_final
 from plait.tracking.location import locate
 from plait.tracking.operations import gather
 from plait.tracking.outgoing import spool_folder, unsent
@@ -17,13 +15,17 @@ from plait.tracking.store import Store
 from plait.tracking.writer import BATCH, RefusedError
 
 
-def send_left(settings: TrackingSettings, search: str, judged: Sequence[Judged] = ()) -> list[str]:
-    """Send what is left of a search; nothing where nothing is. Waits for the store.
+def is_left(settings: TrackingSettings, search: str) -> bool:
+    """Whether ended processes of a search left anything unsent."""
+    found = []
+    for spool in free_spools(spool_folder(locate(settings).root, search)):
+        found.append(spool.waiting > 0)
+        spool.close()
+    return any(found)
 
-    Args:
-        settings: where to.
-        search: its name.
-        judged: all its trials, where it is over: what is left may hold an old view of the whole.
+
+def send_left(settings: TrackingSettings, search: str) -> list[str]:
+    """Send what is left of a search; nothing where nothing is. Waits for the store.
 
     Returns:
         what could not be sent for good, in words.
@@ -35,22 +37,7 @@ def send_left(settings: TrackingSettings, search: str, judged: Sequence[Judged] 
     folder = spool_folder(location.root, search)
     if not any(folder.glob("*")):
         return []
-    store = open_store(location, settings.experiment)
-    waiting = _anything_waits(folder)
-    troubles = send_spools(store, folder)
-    if waiting and judged:
-        with storage_errors(location):
-            for run in store.searches(search)[:1]:
-                write_final(store, run.info.run_id, judged)
-    return troubles
-
-
-def _anything_waits(folder: Path) -> bool:
-    found = []
-    for spool in free_spools(folder):
-        found.append(spool.waiting > 0)
-        spool.close()
-    return any(found)
+    return send_spools(open_store(location, settings.experiment), folder)
 
 
 def send_spools(store: Store, folder: Path) -> list[str]:

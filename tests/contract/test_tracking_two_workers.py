@@ -1,0 +1,176 @@
+"""A search that two processes train and end together: its run has the whole, in any order of their ends."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.jobs import AdapterSpec, JobSpec
+from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.tracking import Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking.names import RUNNING
+
+OBJECTIVES = SearchSettings(
+    trials=4, metric=("eval/loss", "adapter.rank"), direction=("minimize", "minimize")
+)
+VALUES = {0: (1.0, 8.0), 1: (2.0, 2.0), 2: (3.0, 4.0), 3: (0.5, 16.0)}  # 2 is dominated by 1
+FRONT = {0, 1, 3}
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def settings(database: str, tmp_path: Path) -> TrackingSettings:
+    return TrackingSettings(uri=database, root=tmp_path, experiment=f"tests {tmp_path}")
+
+
+def worker(settings: TrackingSettings) -> Tracker:
+    tracker = Tracker(settings)
+    tracker.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))
+    return tracker
+
+
+def begin(tracker: Tracker, trial: int) -> None:
+    job = JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=int(VALUES[trial][1])))
+    tracker.start_job(job, trial)
+    tracker.handle(JobAdmitted(job, 0, 4, "g0"))
+    tracker.handle(JobProgress(job.name, 3, 2.5, 1.0, 1e-4, 300, 1.5, 200.0))
+
+
+def end(tracker: Tracker, trial: int) -> None:
+    name, (loss, rank) = f"trial-{trial:04d}", VALUES[trial]
+    tracker.handle(JobEvaluated(name, 4, loss, 100))
+    tracker.handle(JobEnded(name, "finished", 4, "", loss, 400, 2.0, 9.0, None))
+    tracker.judge(name, "finished", loss, others=(rank,))
+
+
+def verdicts() -> list[Judged]:
+    return [
+        Judged(f"trial-{trial:04d}", trial, "finished", values, True, "", {"adapter.rank": int(values[1])})
+        for trial, values in VALUES.items()
+    ]
+
+
+def check(settings: TrackingSettings, folder: Path) -> None:
+    """Everything that the search's run says of the whole."""
+    client = MlflowClient(locate(settings).uri)
+    found = load_search(settings, "both")
+    run = client.get_run(found.run_id)
+    assert (run.info.status, found.state) == ("FINISHED", "finished")
+    assert [item.state for item in found.records] == ["finished"] * 4
+    assert {item.trial for item in found.records if item.on_front} == FRONT
+    for name, trials in (("pareto.json", FRONT), ("leaderboard.json", set(VALUES))):
+        table = json.loads(Path(client.download_artifacts(found.run_id, name, str(folder))).read_text())
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+        assert {row["trial"] for row in rows} == trials
+        assert {row["run_id"] for row in rows} <= {item.run_id for item in found.records}
+    tagged = {
+        item.trial
+        for item in found.records
+        if client.get_run(item.run_id).data.tags.get("plait.pareto") == "true"
+    }
+    assert tagged == FRONT
+    assert run.data.tags["mlflow.note.content"] == "Pareto front so far: trial-0003, trial-0000, trial-0001"
+    assert run.data.metrics["search/front"] == 3
+    assert run.data.metrics["search/ended"] == 4
+    assert run.data.metrics["search/running"] == 0
+    assert run.data.metrics["train/tokens"] == 1600
+
+
+@pytest.mark.parametrize("order", list(permutations(range(2))))
+def test_two_that_end_at_the_same_time(
+    settings: TrackingSettings, tmp_path: Path, order: Sequence[int]
+) -> None:
+    first = worker(settings)
+    begin(first, 0)
+    first.flush()
+    both = [first, worker(settings)]
+    for tracker, trials in zip(both, ((2, 0), (1, 3)), strict=True):
+        for trial in trials:
+            if trial != 0:
+                begin(tracker, trial)
+            end(tracker, trial)
+        tracker.over = lambda: {item.job for item in verdicts()}  # both have told the study of all
+    for at in order:
+        both[at].end_search()
+    for at in reversed(order):  # as each has sent what it has, so it writes of the whole
+        both[at].close()
+        both[at].conclude(verdicts())
+    check(settings, tmp_path)
+
+
+def test_a_worker_that_is_alone_writes_nothing_twice(
+    settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = worker(settings)
+    for trial in VALUES:
+        begin(tracker, trial)
+        end(tracker, trial)
+    tracker.end_search()
+    tracker.close()
+    monkeypatch.setattr("plait.tracking.tracker.write_final", None)
+    tracker.conclude(verdicts())
+
+
+def test_what_a_killed_worker_left_does_not_take_the_place_of_the_whole(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    """The first knows one job; its last words reach the store after the other has written of the whole."""
+    killed = worker(replace(settings, flush_seconds=3600.0))
+    begin(killed, 0)
+    other = worker(settings)
+    end(killed, 0)
+    killed.commit()
+    for trial in (1, 2, 3):
+        begin(other, trial)
+        end(other, trial)
+    other.over = lambda: {item.job for item in verdicts()}
+    other.end_search()
+    other.close()
+    other.conclude(verdicts())
+    assert killed._out is not None
+    killed._out.writer._closing = True  # and so ended without another word
+    killed._out._spool.close()
+    assert send_left(settings, "both") == []
+    assert conclude(settings, "both", "s", verdicts()) is not None
+    check(settings, tmp_path)
+
+
+def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSettings, tmp_path: Path) -> None:
+    killed = worker(settings)
+    for trial in VALUES:
+        begin(killed, trial)
+        end(killed, trial)
+    killed.flush()
+    assert killed._out is not None
+    killed._out.writer._closing = True
+    killed._out._spool.close()
+    assert load_search(settings, "both").state == RUNNING
+    assert conclude(settings, "both", "another study", verdicts()) is None
+    assert conclude(settings, "both", "s", verdicts()) is not None
+    check(settings, tmp_path)
+
+
+def test_the_leaderboard_shows_where_those_are_that_go_on(settings: TrackingSettings) -> None:
+    tracker = worker(settings)
+    for trial in (0, 1, 2):
+        begin(tracker, trial)
+    tracker.handle(JobEvaluated("trial-0001", 4, 2.2, 100))
+    tracker.handle(JobParked("trial-0001", 4, "waits at rung 4"))
+    tracker.handle(GroupStep("g0", 1, ("trial-0000",), 1, 100, 0.5, None, 200))
+    end(tracker, 2)
+    tracker.flush()
+    records = {item.trial: item for item in load_search(settings, "both").records}
+    shown = [(each.state, each.step, each.steps, each.loss) for each in map(records.get, range(3)) if each]
+    assert shown == [("running", 3, 4, 2.5), ("parked", 4, 4, 2.5), ("finished", 4, 4, 2.5)]
+    tracker.end_search()
+    tracker.close()
+    assert [item.state for item in load_search(settings, "both").records][1:] == ["interrupted"] * 2
