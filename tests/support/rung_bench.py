@@ -85,6 +85,7 @@ class Bench:
     make_worker: Callable[..., CurveWorker] = CurveWorker
     max_jobs: int | None = None
     steps: Callable[[Trial], int] = lambda _: 8
+    job: Callable[[Trial, int], JobSpec] = make_job
     notes: Notes = field(default_factory=Notes)
     checkpoint_steps: int | None = None
     capacity: int = 16
@@ -123,7 +124,7 @@ class Bench:
             stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
             return SearchRun(
                 source,
-                lambda trial: make_job(trial, self.steps(trial)),
+                lambda trial: self.job(trial, self.steps(trial)),
                 engine,
                 self.notes,
                 self.search,

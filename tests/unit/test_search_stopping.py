@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curve_worker import load_lengths, step_fault
+from curve_worker import ADAPTER, lengths_data, load_lengths, step_fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
-from rung_bench import Bench, KilledError, Notes, halving, make_job, states
+from rung_bench import Bench, KilledError, Notes, halving, states
 
 from plait.engine.messages import GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.engine.order import DataOrder, training_batch
 from plait.errors import ConfigError, SearchError
 from plait.jobs import JobSpec, TrainSpec
 from plait.planner.packing import pack
+from plait.plans import GlobalBatch
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
@@ -86,35 +87,60 @@ def test_places_are_never_left_empty_while_trials_are_left(tmp_path: Path) -> No
     assert {len(jobs) for jobs in groups[:last_drawn]} == {4}
 
 
-def test_freed_capacity_is_used_at_once_until_the_queue_is_empty(tmp_path: Path) -> None:
-    """Tokens in use, against what first-fit-decreasing could use of the samples of live and queued trials."""
-    capacity, parallel, trials = 16, 16, 60
-    bench = Bench(tmp_path, halving(trials, parallel, cohort=8), capacity=capacity)
+CAPACITY = 64
+
+
+def short_samples(trial: Trial, steps: int = 8) -> JobSpec:
+    """Batches of eight samples of 3 to 12 tokens, each trial's in an order of its own: a microbatch takes
+    about nine of them."""
+    train = TrainSpec(steps=steps, batch_size=8, lr=float(trial.values["train.lr"]), seed=trial.number)
+    return JobSpec(trial.name, ADAPTER, train, lengths_data([3 + 7 * at % 10 for at in range(40)]))
+
+
+def next_batch(name: str, step: int) -> GlobalBatch:
+    """What a trial trains on in a step."""
+    job = short_samples(Trial(int(name[6:]), {"train.lr": 1e-3}))
+    train = load_lengths(job.data).train
+    return replace(training_batch(job, DataOrder.of(job.train, len(train)), train, step), job=name)
+
+
+@pytest.mark.parametrize(("parallel", "every", "mean"), [(32, 0.95, 0.97), (16, 0.9, 0.95), (8, 0.8, 0.9)])
+def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
+    tmp_path: Path, parallel: int, every: float, mean: float
+) -> None:
+    """Tokens in use, over the capacity of the microbatches that they take, until the queue is empty.
+
+    It is held against first-fit-decreasing over the samples of all live and queued trials, in the strict
+    sense: the least filled microbatch counts, and what could be used is what the fullest as many microbatches
+    hold. An iteration takes one global batch of each live trial, so its last microbatch is filled as far as
+    it happens to be, and no order of samples helps there: of k microbatches up to one k-th stays empty, half
+    of that in the mean. So 95 % hold in every iteration where it takes twenty microbatches and more (31 with
+    32 trials here: 97.2 % at the least), in the mean from ten on (16: 94.4 % at the least, 97.0 % in the
+    mean), and below that not quite (8: 89.3 % and 94.5 %).
+    """
+    trials = 3 * parallel
+    search = halving(trials, parallel, cohort=8)
+    bench = Bench(tmp_path, search, capacity=CAPACITY, job=short_samples)
     bench.run()
     steps = bench.of(GroupStep)
-    last_drawn = next(index for index, event in enumerate(steps) if f"trial-{trials - 1:04d}" in event.jobs)
-    data = load_lengths(make_job(Trial(0, {"train.lr": 1e-3})).data)
+    last_drawn = next(at for at, event in enumerate(steps) if f"trial-{trials - 1:04d}" in event.jobs)
     done: Counter[str] = Counter()
     shares = []
-    for event in steps[: last_drawn + 1]:
-        queued = [f"queued-{place}" for place in range(parallel)]  # as many again as there are places
-        batches = [
-            training_batch(
-                make_job(Trial(0, {"train.lr": 1e-3})),
-                DataOrder.of(TrainSpec(steps=8, batch_size=2), len(data.train)),
-                data.train,
-                done[name] + 1,
-            )
-            for name in (*event.jobs, *queued)
-        ]
-        bins = pack(
-            [replace(each, job=str(place)) for place, each in enumerate(batches)], capacity=capacity, tile=1
-        )
-        could = sum(each.tokens for each in bins) / (len(bins) * capacity)
-        shares.append(event.tokens / (event.microbatches * capacity) / could)
+    for event in steps[:last_drawn]:
+        assert len(event.jobs) == parallel
+        queued = [name for name in map("trial-{:04d}".format, range(trials)) if not done[name]]
+        wanted = [*event.jobs, *(name for name in queued if name not in event.jobs)]
+        could = pack([next_batch(name, done[name] + 1) for name in wanted], capacity=CAPACITY, tile=1)
+        fullest = sorted((each.tokens for each in could), reverse=True)[: event.microbatches]
+        shares.append(event.tokens / sum(fullest))
         done.update(event.jobs)
-    assert len(shares) > 10
-    assert sum(shares) / len(shares) >= 0.95
+    print(
+        f"{parallel} trials, {steps[0].microbatches} microbatches: least {min(shares):.3f}, "
+        f"mean {sum(shares) / len(shares):.3f} of {len(shares)} iterations"
+    )
+    assert len(shares) > 4
+    assert min(shares) >= every
+    assert sum(shares) / len(shares) >= mean
 
 
 def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Path, monkeypatch: Any) -> None:

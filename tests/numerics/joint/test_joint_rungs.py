@@ -136,8 +136,9 @@ def test_freed_capacity_is_used_in_every_iteration_until_the_queue_is_empty(sear
 
     In an iteration every live job gives one global batch, and they share one row of microbatches, of which
     the last is filled as far as it happens to be: no order of the samples helps there, and what
-    ``search.parallel`` keeps out cannot be used. So each iteration is measured without its least filled
-    microbatch, on both sides, and as many trials are live as may be.
+    ``search.parallel`` keeps out cannot be used. So each iteration of these few jobs is measured without its
+    least filled microbatch, on both sides, and as many trials are live as may be. With that microbatch, and
+    with how many jobs 95 % hold all the same: test_search_stopping.py.
     """
     steps = [event for event in searched.history.events if isinstance(event, GroupStep)]
     assert len(steps) == len(searched.packed)
