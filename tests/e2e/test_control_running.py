@@ -111,13 +111,13 @@ def test_every_command_against_a_running_sweep(
         assert "is pruned" in said("stop", "0", status=2)
 
         assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
-        until(sweep, lambda: state(3) == TrialState.RUNNING)
-        assert trials(folder)[3].params == {"adapter.rank": 4, "train.lr": 2e-3}
+        point = {"adapter.rank": 4, "train.lr": 2e-3}  # written value by value, once it runs
+        until(sweep, lambda: trials(folder)[3].params == point)
         assert "choice(1,2,4)" in said("add", "adapter.rank=64", status=2)
 
         assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "--warm")
-        until(sweep, lambda: state(4) == TrialState.RUNNING)
-        assert trials(folder)[4].params == {**trials(folder)[1].params, "train.lr": 1e-3}
+        cloned = trials(folder)[1].params | {"train.lr": 1e-3}
+        until(sweep, lambda: trials(folder)[4].params == cloned)
         assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "state.json").exists()
         until(sweep, lambda: "trial-0004" in steps(said("status")))
     # killed: what is asked for now is done when it goes on
@@ -147,6 +147,21 @@ def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
     assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 2
     assert main(["sweep", *arguments]) == 0
     assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 4
+
+
+@pytest.mark.slow
+def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
+    folder: Path, short: tuple[str, ...], trials: Trials, said: Said
+) -> None:
+    arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=100000"]
+    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+    with running(arguments) as sweep:
+        until(sweep, lambda: mailbox.attended)
+        until(sweep, lambda: [item.state for item in trials(folder)] == [TrialState.RUNNING] * 2)
+    assert "does not run now" in said("cancel")
+    assert main(["sweep", *arguments]) == 0
+    assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 2
+    assert {item.user_attrs["plait.reason"] for item in trials(folder)} == {"ended by its owner"}
 
 
 def test_a_search_that_is_not_there(folder: Path, said: Said) -> None:

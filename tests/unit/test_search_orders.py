@@ -162,6 +162,23 @@ def test_cancel_ends_those_that_are_parked_too(tmp_path: Path) -> None:
     assert len(bench.notes.judged) == 6
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_cancel_ends_what_a_killed_process_left_behind_untrained(tmp_path: Path, parallel: int) -> None:
+    bench = Bench(tmp_path, halving(trials=8, parallel=2, cohort=8), checkpoint_steps=1)
+    with pytest.raises(KilledError):
+        replace(bench, alive=4).run()
+    left = len(bench.trials)
+    assert left > 2  # some stood at a rung
+    search = replace(bench.search, parallel=parallel)
+    again = replace(bench, search=search, notes=Notes(), owner=from_poll(0, CANCELLING), alive=20)
+    assert again.run().ended_by == "cancelling"
+    assert [trial.state for trial in again.trials] == [TrialState.PRUNED] * left
+    assert {trial.user_attrs["plait.reason"] for trial in again.trials} == {"ended by its owner"}
+    assert again.notes.judged == dict.fromkeys(names(range(left)), ("pruned", "ended by its owner"))
+    assert not again.of(JobProgress)
+    assert not list(tmp_path.glob("checkpoints/*/*"))
+
+
 def test_cancel_during_a_pause(tmp_path: Path) -> None:
     def owner(_study: StudyTrials, poll: int) -> Orders:
         return RUNNING if poll < 3 else PAUSED if poll < 6 else CANCELLING

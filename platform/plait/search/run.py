@@ -28,6 +28,7 @@ from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
+BY_OWNER = "ended by its owner"
 
 
 class Coordinator(Protocol):
@@ -198,7 +199,7 @@ class SearchRun:
             self.recorder.handle(Notice(f"{mode}, as `plait control` asked for"))
         for name, trial in [*self._live.items(), *self._parked.items()]:
             if mode == "cancelling" or trial.number in self._orders.stops:
-                self.coordinator.cancel(name, "ended by its owner")
+                self.coordinator.cancel(name, BY_OWNER)
         if mode == "paused":
             for name in self._live.keys() - self._paused:
                 self.coordinator.park(name, PAUSED)
@@ -221,6 +222,8 @@ class SearchRun:
 
     def _fill(self) -> None:
         self._drawn_out = False
+        if self._orders.mode == "cancelling":
+            self._end_left_over()
         if self._orders.mode in ("paused", "cancelling"):
             return
         while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
@@ -281,15 +284,28 @@ class SearchRun:
         """More trials failed than the settings put up with: those that were begun are ended, and no more."""
         return self._failed > self.settings.max_failure_rate * self.source.total
 
-    def _start(self, trial: Trial) -> None:
+    def _end_left_over(self) -> None:
+        """End what processes that are gone left behind, as it is."""
+        while (trial := self.source.ask(new=False)) is not None:
+            if self._announce(trial) is not None:
+                self._over(trial, Outcome("pruned", None, BY_OWNER))
+
+    def _announce(self, trial: Trial) -> JobSpec | None:
+        """The job of a trial, made known; None where it cannot be made, and the trial has failed."""
         try:
             job = self.make_job(trial)
         except StorageError:
             raise
         except InputError as error:  # nobody has heard of this job yet
             self._tell(trial, Outcome("failed", None, str(error)))
-            return
+            return None
         self.recorder.start_job(job, trial.number)
+        return job
+
+    def _start(self, trial: Trial) -> None:
+        job = self._announce(trial)
+        if job is None:
+            return
         try:
             rungs = self.stopper.start(trial) if self.stopper is not None else ()
             measured = self.stopper is not None and self.stopper.measured
