@@ -45,7 +45,8 @@ def test_a_plan_for_this_machine(empty: Path, short: Short, capsys: pytest.Captu
     assert found["microbatches_alone"] == 9
     assert found["predicted_seconds"] is None
     assert found["device_seconds"] is None
-    assert found["replicas"][0]["predicted_bytes"] > 0
+    assert found["replicas"][0]["predicted_bytes"] == group["predicted_bytes"] > 0
+    assert found["replicas"][0]["bytes_source"] == "estimated from the model's shape"
     assert list(empty.iterdir()) == []
 
 
@@ -64,7 +65,9 @@ def test_each_described_cluster(short: Short, capsys: pytest.CaptureFixture[str]
         assert found["cluster"] == name
         assert 0 < found["device_seconds"] <= found["device_seconds_alone"]
         assert sum(group["steps"] for group in found["groups"]) == 9
-        assert all(replica["predicted_bytes"] is None for replica in found["replicas"])
+        assert all(replica["predicted_bytes"] > 2**30 for replica in found["replicas"])
+        assert all(group["predicted_bytes"] > 2**30 for group in found["groups"])
+        assert len(found["simulated"]) == 1
 
 
 def test_seconds_are_those_of_the_profile(short: Short, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,11 +24,11 @@ def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
     assert main(["plan", *short, *SEARCH, CLUSTER, "--timeline", "a run.html"]) == 0
     assert main(["plan", *short, *SEARCH, CLUSTER, "--timeline=run.json", "--json"]) == 0
     page = (empty / "a run.html").read_text(encoding="utf-8")
-    assert "trial-0000, forward" in page
     assert "replica 0, stage 3" in page
+    assert "forward light, backward dark" in page
     assert "simulated" in page
     events = json.loads((empty / "run.json").read_text())["traceEvents"]
-    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {1, 2, 3, 4}
     assert {event["cat"] for event in events if event["ph"] == "X"} == {"forward", "backward"}
 
 
@@ -42,8 +42,10 @@ def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
         ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: 1.0}]"), "token is missing"),
         (
             (CLUSTER, "cluster.options.max_tokens=xsum", "cluster.options.device.count=1"),
-            "80 GiB takes at most 0",
+            "'xsum' has no replica for so few devices: ⟨1,4⟩ takes 4",
         ),
+        ((CLUSTER, "cluster.options.device.memory_gib=1"), "of 1 GiB 0.8 GiB may be used"),
+        ((CLUSTER, "cluster.options.max_tokens_tables={mixed: []}"), "most tokens] for each replica"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, 8]]}"), "8 tokens"),
         ((CLUSTER, "cluster.options.max_tokens_tables={mixed: [[1, 4, -8]]}"), "max_tokens=-8"),
     ],

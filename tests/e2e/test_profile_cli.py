@@ -13,6 +13,7 @@ from plait.cost.memory import MemoryShape
 from plait.cost.profile_store import ProfileKey, load_profile
 
 TINY = ["model=tiny", "model.dtype=float32", "engine.capacity=256", "engine.device=cpu", "engine.threads=1"]
+TASK = ["data.task=chain_sum", "data.size=24", "data.validation=4", "train.steps=3", "search.trials=2"]
 
 
 @pytest.fixture
@@ -25,6 +26,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _profile(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["profile", *TINY, "--json", *more]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["plan", *TINY, *TASK, "--json", *more]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -43,9 +51,15 @@ def test_a_measured_profile_is_kept_and_predicts(cache: Path, capsys: pytest.Cap
     assert stored.time is not None
     shape = MemoryShape.of([100, 30], ranks=16)
     assert stored.memory.safe_peak(shape, static=0.0) > 0
+    plan = _planned(capsys, "adapter.target_modules=[q_proj,up_proj]")
+    assert "measured by `plait profile`" in plan["profile"]
+    assert 0 < plan["device_seconds"] == plan["predicted_seconds"] <= plan["device_seconds_alone"]
+    assert plan["replicas"][0]["bytes_source"] == "by the stored profile"
     # Without weights the same key keeps what was measured.
     computed = _profile(capsys, "--without-weights")
     assert (computed["how"], computed["time"], computed["path"]) == ("computed", None, None)
+    assert shown["depth_error"] is None
+    assert abs(computed["depth_error"]) < 1e-3
     assert computed["key"] == shown["key"]
     again = load_profile(ProfileKey(**shown["key"]), cache=cache)
     assert again is not None

@@ -94,7 +94,7 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     assert violations(items, every, stages=stages, capacity={0: 56, 1: 40}, tile=8)
     plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
     assert Plan.from_json(plan.to_json()) == plan
-    pipelines = plan_pipelines(plan, time, bandwidth=1e9, latency=1e-5, token_bytes=1024)
+    pipelines = plan_pipelines(plan, time, bandwidths={0: 1e9, 1: 1e9}, latency=1e-5, token_bytes=1024)
     metrics, run = measure(pipelines, hidden_size=512, tp=tensor_parallel(plan))
     assert len(run.steps) == 12
     assert metrics.device_seconds == pytest.approx(5 * run.makespan)
@@ -102,5 +102,5 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
         sum(sum(b.lengths) for own in batches.values() for b in own) / run.makespan
     )
     assert metrics.peak_in_flight[0, 0] == 3
-    slower = plan_pipelines(plan, time, bandwidth=1e6, latency=1e-5, token_bytes=1024)
+    slower = plan_pipelines(plan, time, bandwidths={0: 1e6}, latency=1e-5, token_bytes=1024)
     assert measure(slower)[0].makespan > metrics.makespan

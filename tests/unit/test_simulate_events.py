@@ -13,8 +13,10 @@ from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import StageTime
 from plait.simulate.events import Pipeline, SimulationError, Work, simulate
 from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
-from plait.simulate.report import imbalance_floor, measure, peak_bytes
+from plait.simulate.report import imbalance_floor, measure
+from plait.simulate.stage_bytes import most_held
 from plait.simulate.timeline import chrome_trace
+from plait.simulate.timeline_figure import timeline_figure
 
 
 def work(job: str, step: int, tokens: int = 1) -> Work:
@@ -143,14 +145,16 @@ def test_traffic_padding_memory_and_speed() -> None:
     assert metrics.peak_tokens == {(0, 0): 32, (0, 1): 32, (0, 2): 20}
 
 
-def test_bytes_in_flight_lie_on_top_of_the_static_ones() -> None:
-    pipelines = {0: equal([work(f"j{place}", 0, 10 * place) for place in range(1, 5)], 3, OneFOneB([4]))}
-    static = {(0, stage): 1000 + stage for stage in range(3)}
-    peaks = peak_bytes(
-        simulate(pipelines), pipelines, lambda _, stage, item: (stage + 1) * item.tokens, static
-    )
-    # three in flight, then two, then one: the largest ones come last
-    assert peaks == {(0, 0): 1000 + 90, (0, 1): 1001 + 2 * 70, (0, 2): 1002 + 3 * 40}
+def test_what_is_held_while_each_microbatch_is_in_flight() -> None:
+    weights = [10.0, 20.0, 30.0, 40.0]
+    run = simulate({0: equal([work(f"j{place}", 0) for place in range(4)], 3, OneFOneB([4]))})
+    # three in flight on the first stage, then two, then one
+    held = [most_held([span for span in run.spans if span.stage == stage], weights) for stage in range(3)]
+    assert held == [
+        {0: 60, 1: 90, 2: 90, 3: 90},
+        {0: 30, 1: 50, 2: 70, 3: 70},
+        {0: 10, 1: 20, 2: 30, 3: 40},
+    ]
 
 
 def test_the_timeline_is_a_chrome_trace() -> None:
@@ -160,7 +164,29 @@ def test_the_timeline_is_a_chrome_trace() -> None:
     assert len(complete) == 2 * 2 * 3
     assert {"name", "cat", "ts", "dur", "pid", "tid", "args"} <= complete[0].keys()
     first = next(event for event in complete if event["name"] == "forward 0: a#0")
-    assert (first["ts"], first["dur"], first["tid"]) == (0, 1_000_000, 0)
+    assert (first["ts"], first["dur"], first["pid"], first["tid"]) == (0, 1_000_000, 1, 1)
     assert sum(event["ph"] == "i" for event in events) == 2
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"replica 0", "stage 0", "stage 1"}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in events} == named == {(1, 1), (1, 2)}
+
+
+def test_the_figure_has_a_row_for_each_stage_and_a_colour_for_each_job() -> None:
+    works = [work(f"j{place % 10}", place // 10) for place in range(40)]
+    pipelines = {0: equal(works, 2, OneFOneB([40])), 1: equal([Work(), work("j0", 4)], 1, OneFOneB([2]))}
+    figure = timeline_figure(simulate(pipelines), pipelines, title="made up")
+    rows = figure.layout.yaxis.categoryarray
+    assert rows == (*(f"replica {r}, stage {s}" for r, s in ((1, 0), (0, 1), (0, 0))), "optimiser steps")
+    bars = [trace for trace in figure.data if trace.type == "bar"]
+    named = {trace.name: trace.marker.color for trace in bars if trace.showlegend}
+    assert sorted(named) == [f"j{n}" for n in range(10)]
+    assert len(set(named.values())) == 10
+    light = {trace.marker.color for trace in bars if not trace.showlegend}
+    assert len(light) == 10
+    assert light.isdisjoint(named.values())
+    drawn = sum(len(trace.x) for trace in bars)
+    assert drawn == 2 * 2 * 40 + 2  # the no-op is not drawn
+    ticks = [trace for trace in figure.data if trace.type == "scatter"]
+    assert sum(len(trace.x) for trace in ticks) == 41
+    assert 0 < figure.layout.xaxis.range[1] < simulate(pipelines).makespan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.planning.described import plan_described
 from plait.planning.here import plan_here
-from plait.planning.outlook import Outlook
+from plait.planning.model_memory import model_memory
+from plait.planning.outlook import ChangeOutlook, Outlook
 from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model, worker_facts
 from plait.search.command import SearchCommand
@@ -112,7 +114,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
         text = chrome_trace(run, pipelines)
     else:
         figure = timeline_figure(run, pipelines, title=f"{cluster}, wave 1 of {len(waves)}")
-        text = figure.to_html(include_plotlyjs=True)
+        text = figure.to_html(include_plotlyjs=True, config={"scrollZoom": True, "responsive": True})
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -133,9 +135,14 @@ def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] |
         check_jobs(command.probes)
         shape = check_model(settings.model, command.probes)
         check_cluster(profile, settings.model, shape)
-        workload = draw_workload(command, settings, shape)
+        workload = draw_workload(command, settings, shape, profile)
         return plan_described(
-            workload, settings, profile, tokeniser=model_name(settings.model), on_wave=on_wave
+            workload,
+            settings,
+            profile,
+            model_memory(profile, settings.engine, workload.jobs, say=say),
+            tokeniser=model_name(settings.model),
+            on_wave=on_wave,
         )
     return _plan_local(command)
 
@@ -161,17 +168,27 @@ def _plan_local(command: SearchCommand) -> Outlook:
     admission = Admission(facts, settings, stored)
     workload = Workload.of(jobs, data)
     device = choose_device(settings.engine.device)
-    return plan_here(workload, settings, admission, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
+    return plan_here(workload, settings, admission, stored, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
 
 
-def draw_workload(command: SearchCommand, settings: RunSettings, shape: ModelShape) -> Workload:
-    """The search's first trials with the global batches of their data.
+def draw_workload(
+    command: SearchCommand, settings: RunSettings, shape: ModelShape, profile: ClusterProfile
+) -> Workload:
+    """The search's first trials with the global batches of their data, on a described cluster.
+
+    Args:
+        settings: as :func:`described` gives them.
+        shape: of the run's model. Of one that only lends its tokeniser, the longest sample does not bind.
 
     Raises:
         DataError, StorageError: the data cannot be used.
     """
     jobs = draw_jobs(replace(command, settings=settings))
-    return Workload.of(jobs, open_data(settings, shape.max_length, jobs).catalogue)
+    longest = shape.max_length
+    if settings.model.kind in STAND_INS:
+        longest = settings.model.max_length or settings.engine.capacity_or_usual
+    where = f"{profile.devices.count} × {profile.devices.kind}"
+    return Workload.of(jobs, open_data(settings, longest, jobs, cluster=where).catalogue)
 
 
 def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
@@ -185,7 +202,7 @@ def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
             f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
         )
     profile = cluster_profile(settings.cluster.options)
-    most = max(configuration.max_tokens for configuration in profile.configurations)
+    most = max(each.max_tokens for each in profile.allowed or profile.configurations)
     return replace(settings, engine=replace(settings.engine, capacity=most)), profile
 
 
@@ -209,6 +226,10 @@ def show(outlook: Outlook, console: Console) -> None:
     console.print(f"{outlook.cluster}: {outlook.devices}", markup=False, highlight=False)
     console.print(f"profile: {outlook.profile}", markup=False, highlight=False)
     console.print(_replicas(outlook), _groups(outlook), _totals(outlook))
+    if outlook.simulated:
+        console.print(_simulated(outlook))
+    if outlook.changes:
+        console.print(_changes(outlook))
     for line in outlook.assumptions:
         console.print(f"- {line}", markup=False, highlight=False)
 
@@ -224,9 +245,7 @@ def _replicas(outlook: Outlook) -> Table:
             str(each.pp),
             f"{each.capacity:,} tokens",
             " ".join(map(str, each.layer_split)) or "all",
-            UNKNOWN
-            if each.predicted_bytes is None
-            else f"{each.predicted_bytes / 2**30:.2f} GiB, {each.bytes_source}",
+            ", ".join(filter(None, (_bytes(each.predicted_bytes), each.bytes_source))),
         )
     return table
 
@@ -235,7 +254,7 @@ def _groups(outlook: Outlook) -> Table:
     table = Table(title="Groups")
     table.add_column("wave", justify="right")
     table.add_column("jobs", overflow="fold")
-    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds"):
+    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds", "bytes on a device"):
         table.add_column(heading, justify="right")
     for each in outlook.groups:
         table.add_row(
@@ -245,6 +264,7 @@ def _groups(outlook: Outlook) -> Table:
             f"{each.microbatches:,}",
             _seconds(each.predicted_seconds),
             _seconds(each.device_seconds),
+            _bytes(each.predicted_bytes),
         )
     return table
 
@@ -254,15 +274,80 @@ def _totals(outlook: Outlook) -> Table:
     table = Table(title="In all")
     for heading in ("", "microbatches", "device-seconds"):
         table.add_column(heading, justify="right" if heading else "left")
-    together = sum(group.microbatches for group in outlook.groups)
-    table.add_row("with Plait", f"{together:,}", _seconds(outlook.device_seconds))
+    table.add_row("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
     table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(outlook.device_seconds_alone))
     if outlook.device_seconds is not None and outlook.device_seconds_alone:
         saved = 1 - outlook.device_seconds / outlook.device_seconds_alone
         table.add_row("saved", "", f"{100 * saved:.1f} % (simulated)")
     if outlook.gap is not None:
-        table.caption = f"Deployment within {100 * outlook.gap:.2f} % of the proved bound"
+        table.caption = (
+            f"Deployment within {100 * outlook.gap:.2f} % of the proved bound: "
+            f"{_seconds(outlook.step_seconds)} a step, {_seconds(outlook.equal_step_seconds)} "
+            f"with the best equal replicas, {outlook.equal_replicas}"
+        )
     return table
+
+
+def _simulated(outlook: Outlook) -> Table:
+    """What the simulator measured of each wave."""
+    table = Table(title="Simulated")
+    for heading in (
+        "wave", "tokens/s", "mean completion", "idle", "fill, drain, waits", "uneven stages",
+        "uneven microbatches", "padding", "between stages",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for each in outlook.simulated:
+        bubble = each.bubble
+        parts = (bubble.total, bubble.fill_and_drain, bubble.imbalance, bubble.raggedness, each.padding_share)
+        table.add_row(
+            str(each.wave),
+            f"{each.tokens_per_second:,.0f}",
+            _seconds(each.mean_completion),
+            *(f"{round(100 * part, 2) + 0.0:.2f} %" for part in parts),  # rounding alone may leave a -0
+            f"{each.communication_bytes / 2**30:,.2f} GiB",
+        )
+    return table
+
+
+def _changes(outlook: Outlook) -> Table:
+    """Whether each later wave, whose jobs are others, gets a deployment of its own."""
+    table = Table(title="Changes of the deployment")
+    for heading in (
+        "before wave",
+        "steps",
+        "a step so far",
+        "replicas",
+        "a step then",
+        "saved",
+        "pays after",
+    ):
+        table.add_column(heading, justify="right")
+    for each in outlook.changes:
+        table.add_row(
+            str(each.wave),
+            f"{each.steps:,}",
+            "does not fit" if each.step_seconds is None else _seconds(each.step_seconds),
+            _then(each),
+            ("" if each.replicas else "at least ") + _seconds(each.new_step_seconds),
+            "needed" if each.saved is None else _seconds(each.saved),
+            "" if each.break_even is None else f"{each.break_even:,} steps",
+        )
+    return table
+
+
+def _then(change: ChangeOutlook) -> str:
+    if change.replicas is None:
+        return "as before: no others can pay"
+    return change.replicas if change.changed else f"as before, {change.replicas} would not pay"
+
+
+def _bytes(value: int | None) -> str:
+    return UNKNOWN if value is None else f"{value / 2**30:.2f} GiB"
+
+
+def say(line: str) -> None:
+    """What is going on, on standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _seconds(value: float | None) -> str:

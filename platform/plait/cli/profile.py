@@ -205,6 +205,8 @@ def _errors(made: Made) -> Table:
     rows.append(("memory, held out", made.memory_errors))
     if made.time_errors:
         rows.append(("seconds, held out", made.time_errors))
+    if made.profile.depth_error is not None:
+        rows.append(("memory, two and three layers against all", (made.profile.depth_error,)))
     for name, errors in rows:
         sizes = [abs(error) for error in errors]
         table.add_row(

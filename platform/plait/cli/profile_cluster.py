@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from plait.cli.plan import check_cluster, described, draw_workload
-from plait.cost.memory import MemoryModel
 from plait.cost.profiles import ClusterProfile
 from plait.errors import EXIT_DONE, CapacityError
-from plait.planning.parallelism import RANK, Candidate, ModelMemory, compare
+from plait.planning.described import RECOMPUTED
+from plait.planning.model_memory import model_memory
+from plait.planning.parallelism import Candidate, compare
 from plait.search.checks import check_jobs, check_model
 from plait.search.command import SearchCommand
-from plait.settings import EngineSettings
 
 STEPS = 8  # global batches of each job that are simulated
 
@@ -34,16 +33,17 @@ def compare_configurations(
     check_jobs(command.probes)
     shape = check_model(settings.model, command.probes)
     check_cluster(profile, settings.model, shape)
-    workload = draw_workload(command, settings, shape)
+    workload = draw_workload(command, settings, shape, profile)
     names = [job.name for job in workload.jobs][: settings.search.parallel]
     available = int(settings.planner.memory_share * profile.devices.memory_bytes)
 
     def compared(checkpointing: bool) -> tuple[Candidate, ...]:
-        time = profile.time.recomputing() if checkpointing else profile.time
         return compare(
-            replace(profile, time=time),
+            profile.recomputing() if checkpointing else profile,
             {name: workload.batches[name][:STEPS] for name in names},
-            model_memory(profile, replace(settings.engine, checkpointing=checkpointing), say=say),
+            model_memory(
+                profile, replace(settings.engine, checkpointing=checkpointing), command.probes, say=say
+            ),
             available=available,
             labelled_share=workload.labelled_share,
             say=say,
@@ -69,43 +69,17 @@ def compare_configurations(
     )
     if checkpointing:
         console.print(
-            "- With engine.checkpointing=true: each layer's forward pass is taken to run twice.",
+            f"- {RECOMPUTED}",
             markup=False,
             highlight=False,
         )
     for line in (
         f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
-        f"Bytes are computed from {profile.model}'s sizes for Plait's own engine, adapters of rank {RANK}, "
-        "every sample as heavy as can be; tensor parallelism is taken to divide all of it.",
+        f"Bytes are computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
+        "adapter, every sample as heavy as can be; tensor parallelism is taken to divide all of it.",
     ):
         console.print(f"- {line}", markup=False, highlight=False)
     return EXIT_DONE
-
-
-def model_memory(
-    profile: ClusterProfile, engine: EngineSettings, *, say: Callable[[str], None]
-) -> ModelMemory | None:
-    """Memory of the cluster's model with adapters on its attention, computed from its sizes.
-
-    None where the cluster does not give them.
-    """
-    if profile.shape is None:
-        return None
-    import torch
-    from transformers import LlamaConfig
-
-    from plait.cost.fake_memory import observe_extrapolated
-    from plait.cost.memory_probe import ProbeOptions, probe_grid
-    from plait.models.attention import KEEP_UP_TO
-    from plait_kernels.loss import CHUNK_LOGITS
-
-    say(f"Memory of {profile.model}, without weights ...")
-    sizes: dict[str, Any] = {**profile.shape, "num_hidden_layers": profile.time.layers}
-    config = LlamaConfig(**sizes, tie_word_embeddings=False)
-    options = ProbeOptions(dtype=getattr(torch, profile.dtype), checkpointing=engine.checkpointing)
-    observed = observe_extrapolated(config, probe_grid(2048), options)
-    model = MemoryModel.fitted(observed, logit_rows=max(1, CHUNK_LOGITS // config.vocab_size))
-    return ModelMemory(model, max(each.static for each in observed), KEEP_UP_TO)
 
 
 def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:

@@ -36,9 +36,16 @@ def observe_extrapolated(
 
 
 def observe_whole(config: LlamaConfig, probe: Probe, options: ProbeOptions) -> MemoryObservation:
-    """Peaks at full depth, measured: the check of the extrapolation."""
+    """Peaks at full depth, measured: what the extrapolation is checked with."""
     model = fake_model(config, layers=config.num_hidden_layers, dtype=options.dtype)
     return _observe(model, config, probe, options)
+
+
+def depth_error(
+    config: LlamaConfig, probe: Probe, options: ProbeOptions, extrapolated: MemoryObservation
+) -> float:
+    """(extrapolated − observed) / observed of one probe's peak above static bytes, at full depth."""
+    return extrapolated.dynamic / observe_whole(config, probe, options).dynamic - 1.0
 
 
 def _line(few: float, more: float, *, layers: int) -> float:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape, Phase
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import ConfigError, StorageError
+from plait.files import write_text
 from plait.settings import EngineSettings
 
 VERSION = 2
@@ -85,6 +85,8 @@ class Profile:
         how: "measured" on this device, or "computed" without weights or a device.
         memory_error: mean absolute relative error of peak − static on held-out probes.
         time_error: the same for seconds; None without a time model.
+        depth_error: relative error of one peak that was extrapolated from few layers, against the same
+            at full depth; None where nothing was extrapolated.
     """
 
     key: ProfileKey
@@ -97,6 +99,7 @@ class Profile:
     how: How
     memory_error: float
     time_error: float | None
+    depth_error: float | None = None
 
     def covers(self, targets: Iterable[str]) -> bool:
         """Whether adapters on these linears (full names or last parts) take no more than was profiled."""
@@ -180,18 +183,9 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
         StorageError: the folder cannot be written, or the disk is full.
     """
     path = profile_path(profile.key, cache)
-    temporary: str | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(profile_mapping(profile), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        write_text(path, json.dumps(profile_mapping(profile), indent=1))
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise StorageError(
             f"{path.parent}: {error.strerror}",
             "Profiles are kept in the cache folder.",
@@ -213,6 +207,7 @@ def profile_mapping(profile: Profile) -> dict[str, Any]:
         "capacities": [asdict(choice) for choice in profile.capacities],
         "memory_error": profile.memory_error,
         "time_error": profile.time_error,
+        "depth_error": profile.depth_error,
         "memory": {
             "logit_rows": None if math.isinf(memory.logit_rows) else memory.logit_rows,
             "phases": {
@@ -257,6 +252,7 @@ def _profile(raw: Mapping[str, Any], key: ProfileKey) -> Profile:
         how=raw["how"],
         memory_error=raw["memory_error"],
         time_error=raw["time_error"],
+        depth_error=raw.get("depth_error"),
     )
 
 

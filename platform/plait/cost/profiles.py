@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 from plait.cost.memory import MemoryCoefficients, MemoryModel
@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 GIB = 1024**3
 GB = 10**9
+RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§4.2) says less than three minutes
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -45,9 +46,16 @@ class Devices:
     between_nodes: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "count", "per_node", "within_node"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"cluster.device.{name}={getattr(self, name)}", "It must be above 0.")
+        for name in ("memory_bytes", "count", "per_node", "within_node", "between_nodes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"cluster.device.{name}={value}", "It must be above 0.")
+
+    def link(self, devices: int) -> float:
+        """Bytes a second between stages of a replica on so many devices: of the slowest link that it has."""
+        if devices <= self.per_node or self.between_nodes is None:
+            return self.within_node
+        return self.between_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ class ClusterProfile:
         table: which of ``tables`` is used; published tables that disagree are all kept.
         memory: fitted memory model, None where no figures were published.
         shape: sizes of the model as a LlamaConfig names them, None where they are not given.
+        restart_seconds: between saving the adapters and training on with other replicas.
     """
 
     name: str
@@ -76,6 +85,20 @@ class ClusterProfile:
     tables: tuple[str, ...]
     memory: MemoryModel | None = None
     shape: Mapping[str, int] | None = None
+    restart_seconds: float = RESTART_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.restart_seconds < 0:
+            raise ConfigError(f"cluster.restart_seconds={self.restart_seconds}", "It must be 0 or more.")
+
+    @property
+    def allowed(self) -> tuple[Configuration, ...]:
+        """The configurations of the table that the cluster has enough devices for."""
+        return tuple(each for each in self.configurations if each.devices <= self.devices.count)
+
+    def recomputing(self) -> ClusterProfile:
+        """The same with activation checkpointing: the forward pass of every layer runs twice."""
+        return replace(self, time=self.time.recomputing())
 
     def check_model(self, model: str, *, layers: int, hidden_size: int) -> None:
         """The profile is one of this model, told by its sizes: fine-tuned weights cost the same.
@@ -102,6 +125,11 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
     table = str(_need(options, "max_tokens", "cluster"))
     if table not in tables:
         raise ConfigError(f"cluster.max_tokens={table!r}", f"It must be one of {choices(dict(tables))}.")
+    if not tables[table]:
+        raise ConfigError(
+            f"cluster.max_tokens_tables.{table}=[]",
+            "A table has a row [tp, pp, most tokens] for each replica.",
+        )
     memory = options.get("memory")
     return ClusterProfile(
         name=str(_need(options, "name", "cluster")),
@@ -115,6 +143,9 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         tables=tuple(sorted(tables)),
         memory=None if memory is None else _memory(memory),
         shape=None if options.get("shape") is None else _shape(options["shape"]),
+        restart_seconds=_number(
+            {"restart_seconds": RESTART_SECONDS, **options}, "restart_seconds", "cluster"
+        ),
     )
 
 

@@ -69,6 +69,7 @@ def load_data(
     *,
     max_length: int,
     capacity: int | None = None,
+    cluster: str = "",
     cache: Path,
 ) -> TokenisedData:
     """The samples of ``spec``, from the cache where it holds them.
@@ -78,6 +79,7 @@ def load_data(
         tokeniser: of its model.
         max_length: most tokens of a sample that the model takes.
         capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
+        cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
         cache: folder of tokenised data.
 
     Raises:
@@ -90,7 +92,7 @@ def load_data(
     check_template(options, tokeniser)
     origin: Task | _Files
     origin = generate_task(options) if isinstance(options, TaskOptions) else _open(options)
-    limit = LengthLimit(max_length, capacity)
+    limit = LengthLimit(max_length, capacity, cluster)
     path = cache / f"{_cache_key(spec.source, options, origin.digest, tokeniser, limit.tokens)}.npz"
     data = read_cached(path)
     if data is None:

@@ -105,10 +105,12 @@ class LengthLimit:
     Attributes:
         model: what the model takes.
         capacity: what a microbatch holds; None where that does not limit.
+        cluster: described cluster whose devices set the capacity; "": engine.capacity does.
     """
 
     model: int
     capacity: int | None = None
+    cluster: str = ""
 
     @property
     def tokens(self) -> int:
@@ -119,12 +121,16 @@ class LengthLimit:
         """The limit that a sample of ``longest`` tokens breaks; of both the one that cannot be raised."""
         if longest > self.model:
             return f"The model takes samples of at most {self.model} tokens (model.max_length)."
+        if self.cluster:
+            return f"A sample lies in one microbatch: at most {self.capacity} tokens on {self.cluster}."
         return f"A sample lies in one microbatch, which holds {self.capacity} tokens (engine.capacity)."
 
     def remedy(self, longest: int) -> str:
         """What would let a sample of ``longest`` tokens through."""
         if longest > self.model:
             return "Raise model.max_length if the model takes more, take a model for longer texts"
+        if self.cluster:
+            return "Describe more or larger devices (cluster.options), choose another cluster"
         return f"Give engine.capacity={longest} or more"
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from plait.engine.admission import Admission
+from plait.cost.profile_store import Profile
+from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import TimeModel
+from plait.engine.admission import Admission, Demand
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
 from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook
 from plait.planning.workload import Workload
 from plait.settings import RunSettings
 
+PROFILED = "by the stored profile"
 ESTIMATED = "estimated from the model's shape"
+NO_STEPS = "Seconds are those of microbatches: optimiser steps, evaluations and the start are not in them."
+NOT_REPEATED = (
+    "Packing met its limit of time: where it did, the best that was found by then is taken, and another run "
+    "may pack otherwise."
+)
 WAVES = (
     "A wave starts when the one before it is done. Training fills places as they come free, and goes where "
     "the sampler leads: trials here are drawn without results."
@@ -19,13 +30,16 @@ WAVES = (
 TRUNCATED = "Of each job the first 64 steps are planned; those after them are taken to be like them."
 
 
-def plan_here(workload: Workload, settings: RunSettings, admission: Admission, *, devices: str) -> Outlook:
+def plan_here(
+    workload: Workload, settings: RunSettings, admission: Admission, profile: Profile | None, *, devices: str
+) -> Outlook:
     """Waves of jobs that fit into memory, and their microbatches.
 
     Args:
         workload: of the search.
         settings: capacity and limits on jobs.
         admission: the coordinator's own.
+        profile: stored, of the model on this machine; without one, or without seconds in it, there are none.
         devices: in words.
 
     Raises:
@@ -39,17 +53,93 @@ def plan_here(workload: Workload, settings: RunSettings, admission: Admission, *
             len(names) <= settings.search.parallel and admission.fits([demands[name] for name in names])
         ),
     )
-    most_bytes = max(admission.predicted([demands[name] for name in names]) for names in waves)
-    capacity = settings.engine.capacity_or_usual
+    capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
+    groups, repeats = [], True
+    for wave, names in enumerate(waves, start=1):
+        packed = _Packed.of(workload, names, capacity, time)
+        groups.append(
+            GroupOutlook(
+                wave=wave,
+                jobs=names,
+                steps=sum(workload.steps[name] for name in names),
+                microbatches=packed.microbatches,
+                predicted_seconds=packed.seconds,
+                device_seconds=packed.seconds,
+                predicted_bytes=admission.predicted([demands[name] for name in names]),
+            )
+        )
+        repeats = repeats and packed.repeats
+    alone = [_Packed.of(workload, (job.name,), capacity, time) for job in workload.jobs]
+    seconds = _total(group.predicted_seconds for group in groups)
     return Outlook(
         cluster="local",
         devices=devices,
-        profile="unknown: no time has been measured here",
-        replicas=(ReplicaOutlook(1, 1, 1, capacity, (), most_bytes, ESTIMATED),),
-        groups=tuple(_group(workload, names, wave, capacity) for wave, names in enumerate(waves, start=1)),
-        microbatches_alone=sum(_alone(workload, job.name, capacity) for job in workload.jobs),
-        assumptions=(WAVES, *((TRUNCATED,) if workload.truncated else ())),
+        profile=_described(profile),
+        replicas=(_replica(capacity, groups, admission, list(demands.values())),),
+        groups=tuple(groups),
+        microbatches=sum(group.microbatches for group in groups),
+        microbatches_alone=sum(each.microbatches for each in alone),
+        assumptions=(
+            WAVES,
+            *((TRUNCATED,) if workload.truncated else ()),
+            *((NO_STEPS,) if time is not None else ()),
+            *(() if repeats else (NOT_REPEATED,)),
+        ),
+        predicted_seconds=seconds,
+        device_seconds=seconds,
+        device_seconds_alone=_total(each.seconds for each in alone),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Microbatches of jobs that train together, over their whole budget, and their seconds where known.
+
+    ``repeats``: no limit of time decided, so that packing again gives the same.
+    """
+
+    microbatches: int
+    seconds: float | None
+    repeats: bool
+
+    @classmethod
+    def of(cls, workload: Workload, names: tuple[str, ...], capacity: int, time: TimeModel | None) -> _Packed:
+        batches, scale = {name: workload.batches[name] for name in names}, workload.scale(names)
+        packed = pack_all(list(turns(batches, [names])), capacity=capacity)
+        bins = [
+            [each.batches[batch].lengths[place] for batch, place in items]
+            for each in packed
+            for items in each.bins
+        ]
+        seconds = None
+        if time is not None:
+            shapes = (
+                MicrobatchShape.of(lengths, labelled=round(workload.labelled_share * sum(lengths)))
+                for lengths in bins
+            )
+            seconds = scale * sum(time.microbatch(shape) for shape in shapes)
+        repeats = all(each.limit_hit != "time" for each in packed)
+        return cls(round(scale * len(bins)), seconds, repeats)
+
+
+def _total(seconds: Iterable[float | None]) -> float | None:
+    """Their sum; None where one is not known."""
+    known = list(seconds)
+    return None if None in known else math.fsum(each for each in known if each is not None)
+
+
+def _described(profile: Profile | None) -> str:
+    if profile is None:
+        return "none of this model here: `plait profile` makes one, with which seconds are predicted"
+    return f"{profile.model}, {profile.key.dtype}, on {profile.key.device}: {profile.how} by `plait profile`"
+
+
+def _replica(
+    capacity: int, groups: Sequence[GroupOutlook], admission: Admission, demands: Sequence[Demand]
+) -> ReplicaOutlook:
+    known = admission.model_for(demands) is not None
+    most = max(group.predicted_bytes or 0 for group in groups)
+    return ReplicaOutlook(1, 1, 1, capacity, (), most, PROFILED if known else ESTIMATED)
 
 
 def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[tuple[str, ...]]:
@@ -61,19 +151,3 @@ def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> l
         else:
             waves.append((name,))
     return waves
-
-
-def _group(workload: Workload, names: tuple[str, ...], wave: int, capacity: int) -> GroupOutlook:
-    batches = {name: workload.batches[name] for name in names}
-    packed = pack_all(list(turns(batches, [names])), capacity=capacity)
-    return GroupOutlook(
-        wave=wave,
-        jobs=names,
-        steps=sum(workload.steps[name] for name in names),
-        microbatches=round(workload.scale(names) * sum(len(each.bins) for each in packed)),
-    )
-
-
-def _alone(workload: Workload, name: str, capacity: int) -> int:
-    packed = pack_all([(batch,) for batch in workload.batches[name]], capacity=capacity)
-    return round(workload.scale([name]) * sum(len(each.bins) for each in packed))

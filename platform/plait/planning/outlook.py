@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from plait.simulate.report import Bubble
+
 
 @dataclass(frozen=True, slots=True)
 class GroupOutlook:
@@ -14,9 +16,10 @@ class GroupOutlook:
         wave: from 1; jobs of a later wave start when those before it are done.
         jobs: names.
         steps: optimiser steps of all of them.
-        microbatches: of the whole budget, packed together.
+        microbatches: of the whole budget, packed together, in which its jobs have samples.
         predicted_seconds: until the group's last step, from the start of its wave.
         device_seconds: its share of the devices' time.
+        predicted_bytes: most on one device while it trains, weights and what else is there included.
     """
 
     wave: int
@@ -25,6 +28,7 @@ class GroupOutlook:
     microbatches: int
     predicted_seconds: float | None = None
     device_seconds: float | None = None
+    predicted_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class ReplicaOutlook:
         capacity: most tokens of a microbatch.
         layer_split: layers of each pipeline stage.
         predicted_bytes: largest on one device, weights included.
-        bytes_source: "estimated from the model's shape"; "" where nothing is predicted.
+        bytes_source: what they are predicted from; "" where nothing is predicted.
     """
 
     tp: int
@@ -48,6 +52,55 @@ class ReplicaOutlook:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedOutlook:
+    """What the simulator measured of a wave; sums are of the whole budget.
+
+    Attributes:
+        mean_completion: mean over its jobs of the seconds until their last step, from the start of the wave.
+        bubble: idle share of the devices, by cause.
+        padding_share: padding among the tokens counted against capacities.
+        communication_bytes: activations and their gradients between pipeline stages.
+        peak_tokens: most tokens that a stage holds at once.
+        noops: empty microbatches.
+    """
+
+    wave: int
+    tokens_per_second: float
+    mean_completion: float
+    bubble: Bubble
+    padding_share: float
+    communication_bytes: int
+    peak_tokens: int
+    noops: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeOutlook:
+    """Whether a wave, whose jobs are others than those before it, gets a deployment of its own.
+
+    Attributes:
+        wave: before which the deployment may change.
+        steps: of the wave.
+        step_seconds: expected on the deployment so far; None where one of its samples fits into none of its
+            replicas, so that it must change.
+        replicas: planned for the wave; None where already the bound of all deployments does not pay.
+        new_step_seconds: expected on ``replicas``, or that bound.
+        saved: seconds over the wave's steps, the restart taken off; None where it must change.
+        break_even: steps after which the restart has paid for itself; None where it never does, or must be.
+        changed: whether the wave runs on ``replicas``.
+    """
+
+    wave: int
+    steps: int
+    step_seconds: float | None
+    replicas: str | None
+    new_step_seconds: float
+    saved: float | None
+    break_even: int | None
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Outlook:
     """A plan of a search.
 
@@ -56,9 +109,14 @@ class Outlook:
         devices: in words.
         profile: whose coefficients were used, or why there are none.
         gap: distance of the deployment's expected step to the proved bound; None where nothing was chosen.
-        predicted_seconds: of the whole search.
+        step_seconds: expected of the first wave's mean step; None where nothing was chosen.
+        equal_replicas: the best of equal replicas for it; its expected seconds are ``equal_step_seconds``.
+        changes: of the deployment, one for each later wave; where nothing is deployed, none.
+        simulated: more of each wave; none where nothing was simulated.
+        predicted_seconds: of the whole search, restarts included.
         device_seconds: with Plait.
         device_seconds_alone: the same jobs one after another on the same devices.
+        microbatches: of the whole search.
         microbatches_alone: of the same jobs, packed one by one.
         assumptions: what the figures rest on.
     """
@@ -68,9 +126,15 @@ class Outlook:
     profile: str
     replicas: tuple[ReplicaOutlook, ...]
     groups: tuple[GroupOutlook, ...]
+    microbatches: int
     microbatches_alone: int
     assumptions: tuple[str, ...]
     gap: float | None = None
+    step_seconds: float | None = None
+    equal_replicas: str | None = None
+    equal_step_seconds: float | None = None
+    changes: tuple[ChangeOutlook, ...] = ()
+    simulated: tuple[SimulatedOutlook, ...] = ()
     predicted_seconds: float | None = None
     device_seconds: float | None = None
     device_seconds_alone: float | None = None

@@ -10,47 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.cost.memory import MemoryModel, MemoryShape
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import Configuration, even_split
+from plait.cost.replica import Configuration
 from plait.errors import CapacityError
+from plait.planning.model_memory import ModelMemory
 from plait.plans import GlobalBatch, Replica
 from plait.simulate.forecast import PlanOptions, forecast
 
 CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table
-RANK = 16  # of the adapters that memory is judged with
-
-
-@dataclass(frozen=True, slots=True)
-class ModelMemory:
-    """Memory of the whole model on one device, from which that of its parts follows.
-
-    Attributes:
-        model: of peaks above static bytes.
-        static: weights and adapters.
-        keep_up_to: longest sample that keeps its attention probabilities.
-    """
-
-    model: MemoryModel
-    static: float
-    keep_up_to: int
-
-    def peak(self, configuration: Configuration, layers: int) -> int:
-        """Most bytes of any device, its microbatches full of the heaviest samples.
-
-        Tensor parallelism is taken to divide weights and activations alike, and stages to hold their
-        layers' share of the weights.
-        """
-        c, pp = configuration.max_tokens, configuration.pp
-        shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, RANK * c, c)
-        split = even_split(layers, pp)
-        peaks = (
-            self.model.stage_peak(
-                shape, static=self.static * split[stage] / layers, layer_split=split, stage=stage
-            )
-            for stage in range(pp)
-        )
-        return int(max(peaks) / configuration.tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,14 @@ def profile_without_weights(
         CapacityError: no capacity fits.
         ModelError: a family whose memory is not known without weights.
     """
-    from plait.cost.fake_memory import observe_extrapolated
+    from plait.cost.fake_memory import depth_error, observe_extrapolated
 
     grid, held = _probes(most, config.max_position_embeddings)
     say(f"Memory, without weights: {len(grid)} probes to fit, {len(held)} held out ...")
     peaks = observe_extrapolated(config, [*grid, *held], options)
     memory, errors = _fit_memory(peaks, len(grid), config.vocab_size)
+    say(f"One check at full depth: {config.num_hidden_layers} layers ...")
+    off = depth_error(config, grid[0], options, peaks[0])
     static = max(each.static for each in peaks)
     choices = _choices(memory, capacities_up_to(most), None, static=static, available=available)
     profile = Profile(
@@ -134,6 +136,7 @@ def profile_without_weights(
         how="computed",
         memory_error=_mean(errors),
         time_error=None,
+        depth_error=off,
     )
     return Made(profile, errors, available)
 

@@ -66,6 +66,10 @@ class Workload:
         planned = sum(len(self.batches[name]) for name in names)
         return sum(self.steps[name] for name in names) / planned
 
+    def named(self, names: Sequence[str]) -> list[JobSpec]:
+        """These jobs."""
+        return [job for job in self.jobs if job.name in names]
+
     def step_lengths(self, names: Sequence[str]) -> list[int]:
         """Lengths of every planned sample of these jobs."""
         return [length for name in names for batch in self.batches[name] for length in batch.lengths]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.errors import ConfigError, StorageError
+from plait.files import write_text
 from plait.jobs import DataSpec, JobSpec
 from plait.paths import cache_dir
 from plait.plans import Plan
@@ -38,13 +38,16 @@ class LoadedData:
     lengths: dict[str, Any]
 
 
-def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -> LoadedData:
+def open_data(
+    settings: RunSettings, max_length: int, jobs: Sequence[JobSpec], *, cluster: str = ""
+) -> LoadedData:
     """Tokenise the data of all jobs with the model's tokeniser; no weight is loaded.
 
     Args:
         settings: of the run.
         max_length: longest sample that the model takes.
         jobs: that may be asked for.
+        cluster: described cluster whose devices set engine.capacity; "": the user did.
 
     Raises:
         ConfigError, DataError, StorageError: as ``plait.data.load_data``.
@@ -55,7 +58,9 @@ def open_data(settings: RunSettings, max_length: int, jobs: Sequence[JobSpec]) -
     capacity = settings.engine.capacity
 
     def load(spec: DataSpec) -> TokenisedData:
-        return load_data(spec, tokeniser, max_length=max_length, capacity=capacity, cache=cache_dir())
+        return load_data(
+            spec, tokeniser, max_length=max_length, capacity=capacity, cluster=cluster, cache=cache_dir()
+        )
 
     catalogue = DataCatalogue(load, generation_limit=generation_limit, judge=score)
     facts: dict[str, Any] = {}
@@ -176,6 +181,7 @@ def build_coordinator(
         folder=folder,
         states=states,
         profile=stored_profile(settings, model.config_digest),
+        patient=True,
     )
 
 
@@ -201,11 +207,8 @@ def write_plan(folder: Path, plan: Plan) -> str:
         StorageError: the folder cannot be written.
     """
     text = plan.to_json()
-    draft = folder / f".{PLAN_FILE}.{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(folder / PLAN_FILE)
+        write_text(folder / PLAN_FILE, text)
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror}",

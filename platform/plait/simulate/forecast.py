@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from plait.cost.replica import even_split
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import TimeModel
 from plait.errors import ConfigError, choices
-from plait.planner.grouping import group_jobs
+from plait.planner.grouping import group_jobs, head_tail
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import build_schedule, turns
@@ -18,10 +18,11 @@ from plait.planner.shares import by_dispatch, by_load
 from plait.planner.stages import balanced_split
 from plait.planner.verify import verify
 from plait.plans import GlobalBatch, Group, Plan, Prediction, Replica
-from plait.simulate.events import Pipeline, Run, Work
+from plait.simulate.events import Pipeline, Run, Work, simulate
 from plait.simulate.orders import OneFOneB
 from plait.simulate.planned import plan_pipelines, tensor_parallel
-from plait.simulate.report import Metrics, measure
+from plait.simulate.report import VALUE_BYTES, Metrics, measure
+from plait.simulate.stage_bytes import Held, RunMemory, most_bytes
 from plait.simulate.systems import Machine, job_load, schedule_work
 
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
@@ -36,17 +37,30 @@ class PlanOptions:
         tile: padding multiple P.
         labelled_share: share of the tokens that reach head and loss.
         hidden_size: of the model, for the traffic between stages.
+        bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
         limits: of the packer.
         dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
             out by load.
+        memory: of the jobs' microbatches; None predicts no bytes.
+        groups: of jobs that are packed together; None leaves their number to the planner.
+        merging: whether work moves forward into the microbatch before it.
     """
 
     capacities: Mapping[int, int]
     tile: int = 1
     labelled_share: float = 1.0
     hidden_size: int = 0
+    bandwidths: Mapping[int, float] = field(default_factory=dict)
     limits: PackingLimits | None = None
     dispatch: Dispatcher | None = None
+    memory: RunMemory | None = None
+    groups: int | None = None
+    merging: bool = True
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's activations between stages."""
+        return VALUE_BYTES * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,7 @@ class Forecast:
             the pipeline drained after every step.
         run: the simulated run, for a timeline.
         pipelines: what ran, for a timeline.
+        replica_bytes: most bytes on any device of each replica; empty where the memory is not known.
     """
 
     plan: Plan
@@ -67,6 +82,7 @@ class Forecast:
     alone: Metrics
     run: Run
     pipelines: Mapping[int, Pipeline]
+    replica_bytes: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def saved(self) -> float:
@@ -84,6 +100,9 @@ def forecast(
 ) -> Forecast:
     """Plan the global batches of jobs, and simulate the plan and training job by job.
 
+    In a pipeline fewer and fuller microbatches may leave stages idle: there plans without merging, and with
+    each job in a group of its own, are simulated too, and the one that ends first is taken.
+
     Args:
         batches: each job's global batches in order; for long jobs, its first ones.
         replicas: the deployment; one without a layer split gets the balanced one.
@@ -94,12 +113,31 @@ def forecast(
         ConfigError: no jobs, or more stages than layers.
         InputError: the time model lacks a replica's tensor-parallel degree.
     """
-    plan = make_plan(batches, replicas, time, options, pool=pool)
-    pipelines = plan_pipelines(plan, time, labelled_share=options.labelled_share)
+    tried = [options]
+    if max((each.pp for each in replicas), default=1) > 1:
+        tried += [replace(options, merging=False), replace(options, merging=False, groups=len(batches))]
+    plans = [make_plan(batches, replicas, time, each, pool=pool) for each in tried]
+    candidates = [(plan, _pipelines(plan, time, options)) for plan in plans]
+    plan, pipelines = min(candidates, key=lambda each: simulate(each[1]).makespan)
     hidden, tp = options.hidden_size, tensor_parallel(plan)
     metrics, run = measure(pipelines, hidden_size=hidden, tp=tp)
     alone, _ = measure(_alone(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
-    return Forecast(_predicted(plan, batches, metrics, run), metrics, alone, run, pipelines)
+    held = most_bytes(run, plan, options.memory) if options.memory is not None else {}
+    largest: dict[int, int] = {}
+    for (replica, _), size in held.items():
+        largest[replica] = max(size, largest.get(replica, 0))
+    predicted = _predicted(plan, batches, metrics, run, _by_job(held, pipelines))
+    return Forecast(predicted, metrics, alone, run, pipelines, largest)
+
+
+def _pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[int, Pipeline]:
+    return plan_pipelines(
+        plan,
+        time,
+        labelled_share=options.labelled_share,
+        bandwidths=options.bandwidths,
+        token_bytes=options.token_bytes,
+    )
 
 
 def make_plan(
@@ -123,10 +161,14 @@ def make_plan(
     stages, capacities = {each.id: each.pp for each in deployed}, options.capacities
     loads = [job_load(job, own) for job, own in batches.items()]
     largest = sum(capacities[each.id] for each in deployed)
-    grouping = group_jobs(loads, stages=max(stages.values()), capacity=largest)
+    grouping = (
+        head_tail(loads, options.groups)
+        if options.groups
+        else group_jobs(loads, stages=max(stages.values()), capacity=largest)
+    )
     order = [_shared(turn, deployed, time, options) for turn in turns(batches, grouping)]
     packed = _packed(order, options, pool)
-    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile)
+    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile, merging=options.merging)
     every = [batch for own in batches.values() for batch in own]
     verify(items, every, stages=stages, capacity=capacities, tile=options.tile)
     groups = tuple(Group(jobs, min(capacities.values()), options.tile) for jobs in grouping)
@@ -203,15 +245,34 @@ def _alone(
                 ]
                 counts[replica].append(len(microbatches))
     return {
-        each.id: Machine(time, even_split(time.layers, each.pp), each.tp).pipeline(
-            works[each.id], OneFOneB(counts[each.id])
-        )
+        each.id: Machine(
+            time,
+            even_split(time.layers, each.pp),
+            each.tp,
+            bandwidth=options.bandwidths.get(each.id),
+            token_bytes=options.token_bytes,
+        ).pipeline(works[each.id], OneFOneB(counts[each.id]))
         for each in replicas
     }
 
 
-def _predicted(plan: Plan, batches: Mapping[str, Sequence[GlobalBatch]], metrics: Metrics, run: Run) -> Plan:
-    """The plan with each group's seconds (its last step) and device-seconds (its share of the tokens)."""
+def _by_job(held: Held, pipelines: Mapping[int, Pipeline]) -> dict[str, int]:
+    """Most bytes on any device while a microbatch of each job is in flight."""
+    found: dict[str, int] = {}
+    for (replica, place), size in held.items():
+        for job, _ in pipelines[replica].works[place].parts:
+            found[job] = max(size, found.get(job, 0))
+    return found
+
+
+def _predicted(
+    plan: Plan,
+    batches: Mapping[str, Sequence[GlobalBatch]],
+    metrics: Metrics,
+    run: Run,
+    held: Mapping[str, int],
+) -> Plan:
+    """The plan with each group's seconds (its last step), device-seconds (its share of the tokens), bytes."""
     tokens = {job: sum(sum(batch.lengths) for batch in own) for job, own in batches.items()}
     total = sum(tokens.values())
     ends: dict[str, float] = {}
@@ -222,6 +283,7 @@ def _predicted(plan: Plan, batches: Mapping[str, Sequence[GlobalBatch]], metrics
             group,
             predicted=Prediction(
                 seconds=max(ends[job] for job in group.jobs),
+                bytes=max((held[job] for job in group.jobs), default=None) if held else None,
                 device_seconds=metrics.device_seconds * sum(tokens[job] for job in group.jobs) / total,
             ),
         )

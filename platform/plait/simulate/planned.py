@@ -16,7 +16,7 @@ def plan_pipelines(
     time: TimeModel,
     *,
     labelled_share: float = 1.0,
-    bandwidth: float | None = None,
+    bandwidths: Mapping[int, float] | None = None,
     latency: float = 0.0,
     token_bytes: int = 0,
 ) -> dict[int, Pipeline]:
@@ -24,7 +24,7 @@ def plan_pipelines(
 
     Args:
         labelled_share: share of the tokens that reach head and loss.
-        bandwidth: bytes a second between stages; None leaves transfers out.
+        bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
         latency: seconds of a message besides its bytes.
         token_bytes: bytes of one token's activations between stages.
 
@@ -35,6 +35,7 @@ def plan_pipelines(
     pipelines = {}
     for replica in plan.replicas:
         split = replica.layer_split or even_split(time.layers, replica.pp)
+        bandwidth = (bandwidths or {}).get(replica.id)
         machine = Machine(time, split, replica.tp, latency, bandwidth, token_bytes)
         works = [
             schedule_work(item, tile, labelled_share=labelled_share)

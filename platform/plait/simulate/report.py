@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.cost.time import StageTime
-from plait.simulate.events import Pipeline, Run, Span, Work, simulate
+from plait.simulate.events import Pipeline, Run, Span, simulate
+
+VALUE_BYTES = 2  # of an activation, in a dtype of 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def measure(
     pipelines: Mapping[int, Pipeline],
     *,
     hidden_size: int = 0,
-    value_bytes: int = 2,
+    value_bytes: int = VALUE_BYTES,
     tp: Mapping[int, int] | None = None,
 ) -> tuple[Metrics, Run]:
     """Simulate and measure.
@@ -166,29 +168,6 @@ def peak_held(run: Run, weights: Mapping[tuple[int, int], int]) -> dict[tuple[in
             held += amount
             most = max(most, held)
         peaks[where] = most
-    return peaks
-
-
-def peak_bytes(
-    run: Run,
-    pipelines: Mapping[int, Pipeline],
-    held: Callable[[int, int, Work], int],
-    static: Mapping[tuple[int, int], int],
-) -> dict[tuple[int, int], int]:
-    """Most bytes by replica and stage: static ones and those of all microbatches in flight.
-
-    Args:
-        held: bytes that a stage keeps of one microbatch, by replica, stage and microbatch.
-        static: weights, adapters and moments, by replica and stage.
-    """
-    peaks = dict(static)
-    for replica, pipeline in pipelines.items():
-        for stage in range(pipeline.stages):
-            weights = {
-                (replica, place): held(replica, stage, work) for place, work in enumerate(pipeline.works)
-            }
-            own = Run(tuple(s for s in run.spans if (s.replica, s.stage) == (replica, stage)), {})
-            peaks[replica, stage] += peak_held(own, weights).get((replica, stage), 0)
     return peaks
 
 

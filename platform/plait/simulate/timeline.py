@@ -15,7 +15,7 @@ def chrome_trace(run: Run, pipelines: Mapping[int, Pipeline]) -> str:
     """The run as trace-event JSON: a process for each replica, a thread for each stage.
 
     Forwards and backwards are complete events; each optimiser step is an instant on its replicas' first
-    stage.
+    stage. Times are microseconds. Numbers start at 1: viewers take process and thread 0 for the idle one.
     """
     events = [*_names(pipelines)]
     for span in run.spans:
@@ -26,8 +26,8 @@ def chrome_trace(run: Run, pipelines: Mapping[int, Pipeline]) -> str:
                 "name": f"{span.kind} {span.work}: {parts}",
                 "cat": span.kind,
                 "ph": "X",
-                "pid": span.replica,
-                "tid": span.stage,
+                "pid": span.replica + 1,
+                "tid": span.stage + 1,
                 "ts": span.start * MICROSECONDS,
                 "dur": (span.end - span.start) * MICROSECONDS,
                 "args": {"microbatch": span.work, "tokens": work.tokens, "segments": parts},
@@ -39,8 +39,8 @@ def chrome_trace(run: Run, pipelines: Mapping[int, Pipeline]) -> str:
             "cat": "step",
             "ph": "i",
             "s": "t",
-            "pid": replica,
-            "tid": 0,
+            "pid": replica + 1,
+            "tid": 1,
             "ts": seconds * MICROSECONDS,
         }
         for (job, step), seconds in run.steps.items()
@@ -58,4 +58,4 @@ def _names(pipelines: Mapping[int, Pipeline]) -> list[dict[str, Any]]:
 
 
 def _name(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": replica, "tid": stage, "args": {"name": name}}
+    return {"name": kind, "ph": "M", "pid": replica + 1, "tid": stage + 1, "args": {"name": name}}

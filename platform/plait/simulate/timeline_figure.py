@@ -10,14 +10,17 @@ from plait.simulate.events import Pipeline, Run, Span, Work
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-# One hue for each job (Okabe and Ito's, safe for colour-blind readers); backward is the darker half.
+# One hue for each job (Okabe and Ito's, safe for colour-blind readers); a forward is the lighter one.
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-LIGHT = 0.55  # opacity of a forward
+LIGHT = 0.6  # of white in a forward
 MOST_SPANS = 4000  # more make a page that browsers scroll badly: the run's beginning is shown
+WIDE = 60  # forwards and backwards of a row that are shown at first
+STEPS = "optimiser steps"
+ROW, LEGEND_LINE, AROUND = 30, 19, 190  # pixels
 
 
 def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) -> go.Figure:
-    """The run's spans over seconds, coloured by the first job of each microbatch; steps as marks.
+    """The run's spans over seconds, coloured by the first job of each microbatch; steps in a row on top.
 
     Args:
         title: says what was simulated; the figure adds how much of a long run it shows.
@@ -29,29 +32,15 @@ def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) 
     works = {
         (r, place): work for r, pipeline in pipelines.items() for place, work in enumerate(pipeline.works)
     }
-    jobs = sorted({job for work in works.values() for job, _ in work.parts})
-    hue = {job: HUES[place % len(HUES)] for place, job in enumerate(jobs)}
+    hues = _hues(sorted({job for work in works.values() for job, _ in work.parts}))
     figure = go.Figure()
-    for job in jobs:
-        for kind, opacity in (("forward", LIGHT), ("backward", 1.0)):
-            bars = [
-                (span, works[span.replica, span.work])
-                for span in spans
-                if span.kind == kind
-                and [part[0] for part in works[span.replica, span.work].parts[:1]] == [job]
-            ]
-            _add_bars(figure, bars, f"{job}, {kind}", hue[job], opacity)
-    steps = [(job, step, at) for (job, step), at in run.steps.items() if at <= shown]
-    first = _row(min(pipelines), 0)
-    figure.add_scatter(
-        x=[at for _, _, at in steps],
-        y=[first] * len(steps),
-        mode="markers",
-        marker={"symbol": "line-ns-open", "size": 14, "color": "black"},
-        name="optimiser steps",
-        text=[f"{job}#{step}" for job, step, _ in steps],
-        hovertemplate="step %{text} at %{x:.4g} s<extra></extra>",
-    )
+    for job, hue in hues.items():
+        own = [(span, works[span.replica, span.work]) for span in spans]
+        own = [(span, work) for span, work in own if work.parts and work.parts[0][0] == job]
+        steps = [(step, at) for (name, step), at in sorted(run.steps.items()) if name == job and at <= shown]
+        _add_bars(figure, [each for each in own if each[0].kind == "forward"], job, _light(hue))
+        _add_bars(figure, [each for each in own if each[0].kind == "backward"], job, hue, legend=True)
+        _add_steps(figure, steps, job, hue)
     rows = [
         _row(replica, stage) for replica, pipeline in pipelines.items() for stage in range(pipeline.stages)
     ]
@@ -60,30 +49,70 @@ def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) 
         title=f"{title} (simulated{part})",
         barmode="overlay",
         bargap=0.15,
-        xaxis_title="seconds",
-        yaxis={"categoryorder": "array", "categoryarray": rows[::-1]},
+        dragmode="pan",
+        xaxis={"title": "seconds (drag to move, turn the wheel to zoom)", "range": [0, _wide(spans, shown)]},
+        yaxis={"categoryorder": "array", "categoryarray": [*rows[::-1], STEPS], "fixedrange": True},
+        legend={"title": "first job of a microbatch:<br>forward light, backward dark"},
         template="plotly_white",
-        height=220 + 28 * len(rows),
+        height=AROUND + max(ROW * (len(rows) + 1), LEGEND_LINE * (len(hues) + 2)),
     )
     return figure
 
 
+def _hues(jobs: Sequence[str]) -> dict[str, str]:
+    """A hue for each job, all different as far as there are enough."""
+    from plotly.colors import qualitative
+
+    palette = HUES if len(jobs) <= len(HUES) else tuple(qualitative.Dark24)
+    return {job: palette[place % len(palette)] for place, job in enumerate(jobs)}
+
+
+def _light(hue: str) -> str:
+    """The hue mixed with white."""
+    parts = (int(hue[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(LIGHT * 255 + (1 - LIGHT) * part):02X}" for part in parts)
+
+
+def _wide(spans: Sequence[Span], shown: float) -> float:
+    """Seconds that are shown at first: the busiest row's first ``WIDE`` forwards and backwards."""
+    rows: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        rows.setdefault((span.replica, span.stage), []).append(span)
+    return min((own[WIDE - 1].end for own in rows.values() if len(own) > WIDE), default=1.01 * shown)
+
+
 def _add_bars(
-    figure: go.Figure, own: Sequence[tuple[Span, Work]], name: str, colour: str, opacity: float
+    figure: go.Figure, own: Sequence[tuple[Span, Work]], job: str, colour: str, *, legend: bool = False
 ) -> None:
     figure.add_bar(
         orientation="h",
-        y=[_row(span.replica, span.stage) for span, _ in own],
-        base=[span.start for span, _ in own],
-        x=[span.end - span.start for span, _ in own],
-        marker={"color": colour, "opacity": opacity, "line": {"width": 0}},
-        name=name,
+        y=[_row(span.replica, span.stage) for span, _ in own] or [STEPS],
+        base=[span.start for span, _ in own] or [0],
+        x=[span.end - span.start for span, _ in own] or [None],
+        marker={"color": colour, "line": {"width": 0.5, "color": "white"}},
+        name=job,
+        legendgroup=job,
+        showlegend=legend,
         customdata=[
-            [span.work, work.tokens, ", ".join(f"{job}#{step}" for job, step in work.parts)]
+            [span.kind, span.work, work.tokens, ", ".join(f"{name}#{step}" for name, step in work.parts)]
             for span, work in own
         ],
-        hovertemplate="microbatch %{customdata[0]}: %{customdata[1]} tokens, %{customdata[2]}<br>"
-        "from %{base:.4g} s<extra></extra>",
+        hovertemplate="%{customdata[0]} of microbatch %{customdata[1]}: %{customdata[2]} tokens, "
+        "%{customdata[3]}<br>from %{base:.4g} s, takes %{x:.4g} s<extra></extra>",
+    )
+
+
+def _add_steps(figure: go.Figure, steps: Sequence[tuple[int, float]], job: str, hue: str) -> None:
+    figure.add_scatter(
+        x=[at for _, at in steps],
+        y=[STEPS] * len(steps),
+        mode="markers",
+        marker={"symbol": "line-ns", "size": 14, "color": hue, "line": {"width": 2, "color": hue}},
+        name=job,
+        legendgroup=job,
+        showlegend=False,
+        text=[f"{job}#{step}" for step, _ in steps],
+        hovertemplate="step %{text} at %{x:.4g} s<extra></extra>",
     )
 
 

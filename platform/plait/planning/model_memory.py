@@ -1,0 +1,184 @@
+"""Memory of a described cluster's model, from its sizes alone: weights, adapters, microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from plait.cost.memory import MemoryModel, MemoryShape, adapter_bytes
+from plait.cost.profiles import ClusterProfile
+from plait.cost.replica import Configuration, even_split
+from plait.jobs import AdapterSpec, JobSpec
+from plait.models.targets import LinearInfo, check_rank
+from plait.plans import Microbatch
+from plait.search.checks import ELEMENT_BYTES
+from plait.settings import EngineSettings
+from plait.simulate.stage_bytes import RunMemory
+
+PROBED = 2048  # tokens of the largest microbatch that is looked at
+READ_TOGETHER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # linears over one input
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Memory of the whole model on one device, from which that of its parts follows.
+
+    Attributes:
+        model: of peaks above static bytes.
+        weights: bytes of the frozen weights.
+        linears: that adapters may sit on.
+        element_bytes: of one number of the arithmetic.
+        keep_up_to: longest sample that keeps its attention probabilities.
+        adapters: of the search: those that microbatches of unknown jobs are judged with.
+    """
+
+    model: MemoryModel
+    weights: int
+    linears: tuple[LinearInfo, ...]
+    element_bytes: int
+    keep_up_to: int
+    adapters: tuple[AdapterSpec, ...]
+
+    def adapter_bytes(self, adapter: AdapterSpec) -> int:
+        """What an adapter holds while it trains."""
+        names = set(check_rank(adapter, self.linears))
+        sites = [(each.in_features, each.out_features) for each in self.linears if each.name in names]
+        return adapter_bytes(adapter.rank, sites, compute_bytes=self.element_bytes)
+
+    def peak(self, configuration: Configuration, layers: int, held: int | None = None) -> int:
+        """Most bytes of any device with the heaviest full microbatches.
+
+        Tensor parallelism is taken to divide weights and activations alike, and stages to hold their
+        layers' share of the weights.
+
+        Args:
+            held: bytes of all adapters; None takes the search's largest alone.
+        """
+        c, pp = configuration.max_tokens, configuration.pp
+        rank = max(self._rank(adapter) for adapter in self.adapters)
+        if held is None:
+            held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
+        static = self.weights + held
+        shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, rank * c, c)
+        split = even_split(layers, pp)
+        peaks = (
+            self.model.stage_peak(
+                shape, static=static * split[stage] / layers, layer_split=split, stage=stage
+            )
+            for stage in range(pp)
+        )
+        return int(max(peaks) / configuration.tp)
+
+    def of_jobs(self, jobs: Iterable[JobSpec], labelled_share: float) -> RunMemory:
+        """Memory of these jobs' microbatches, a share of whose tokens is labelled."""
+        adapters = {job.name: job.adapter for job in jobs}
+        ranks = {name: self._rank(adapter) for name, adapter in adapters.items()}
+        linears = {name: check_rank(adapter, self.linears) for name, adapter in adapters.items()}
+
+        def shape(microbatch: Microbatch) -> MemoryShape:
+            parts = [(ranks[each.job], length) for each in microbatch.segments for length in each.lengths]
+            there = {name for each in microbatch.segments for name in linears[each.job]}
+            return MemoryShape.of(
+                [length for _, length in parts],
+                labelled=round(labelled_share * microbatch.tokens),
+                ranks=[rank for rank, _ in parts],
+                inputs_read=inputs_read(there, self.linears),
+                keep_up_to=self.keep_up_to,
+            )
+
+        held = sum(self.adapter_bytes(adapter) for adapter in adapters.values())
+        return RunMemory(self.model, self.weights + held, shape)
+
+    def _rank(self, adapter: AdapterSpec) -> float:
+        """The rank, times the share of linears that the adapter sits on."""
+        return adapter.rank * len(check_rank(adapter, self.linears)) / len(self.linears)
+
+
+def model_memory(
+    profile: ClusterProfile, engine: EngineSettings, jobs: Sequence[JobSpec], *, say: Callable[[str], None]
+) -> ModelMemory | None:
+    """Memory of the cluster's model under these jobs' adapters; None where its sizes are not given.
+
+    Args:
+        engine: whether activations are computed again in the backward pass.
+        say: told what is going on.
+
+    Raises:
+        ModelError: the model has no such targets, or a rank is above a layer's size.
+    """
+    if profile.shape is None:
+        return None
+    linears = llama_linears(profile.shape, profile.time.layers)
+    adapters = tuple(dict.fromkeys(job.adapter for job in jobs))
+    names = {name.rpartition(".")[2] for adapter in adapters for name in check_rank(adapter, linears)}
+    say(f"Memory of {profile.model}, without weights ...")
+    size = ELEMENT_BYTES[profile.dtype]
+    sizes = tuple(sorted(profile.shape.items()))
+    model, keep_up_to = _observed(
+        sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
+    )
+    weights = size * parameters(profile.shape, linears)
+    return ModelMemory(model, weights, linears, size, keep_up_to, adapters)
+
+
+@cache
+def _observed(
+    sizes: tuple[tuple[str, int], ...], layers: int, dtype: str, checkpointing: bool, targets: tuple[str, ...]
+) -> tuple[MemoryModel, int]:
+    """Fitted to tensors without memory, and the longest sample that keeps its attention probabilities."""
+    import torch
+    from transformers import LlamaConfig
+
+    from plait.cost.fake_memory import observe_extrapolated
+    from plait.cost.memory_probe import ProbeOptions, probe_grid
+    from plait.models.attention import KEEP_UP_TO
+    from plait_kernels.loss import CHUNK_LOGITS
+
+    given: dict[str, Any] = {**dict(sizes), "num_hidden_layers": layers}
+    config = LlamaConfig(**given, tie_word_embeddings=False)
+    options = ProbeOptions(dtype=getattr(torch, dtype), checkpointing=checkpointing, targets=targets)
+    observed = observe_extrapolated(config, probe_grid(PROBED), options)
+    return MemoryModel.fitted(observed, logit_rows=max(1, CHUNK_LOGITS // config.vocab_size)), KEEP_UP_TO
+
+
+def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:
+    """The linears of a model of Llama's form, by the sizes that a LlamaConfig names."""
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    shared = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    parts = (
+        ("self_attn.q_proj", hidden, hidden),
+        ("self_attn.k_proj", hidden, shared),
+        ("self_attn.v_proj", hidden, shared),
+        ("self_attn.o_proj", hidden, hidden),
+        ("mlp.gate_proj", hidden, inner),
+        ("mlp.up_proj", hidden, inner),
+        ("mlp.down_proj", inner, hidden),
+    )
+    return tuple(
+        LinearInfo(f"model.layers.{layer}.{name}", inside, outside)
+        for layer in range(layers)
+        for name, inside, outside in parts
+    )
+
+
+def parameters(sizes: Sizes, linears: Sequence[LinearInfo]) -> int:
+    """Weights of a model of Llama's form with a head of its own, but norms and biases: a millionth of it."""
+    return 2 * sizes["vocab_size"] * sizes["hidden_size"] + sum(
+        each.in_features * each.out_features for each in linears
+    )
+
+
+def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:
+    """Share of the linears' input features that ``names`` read; what is read together counts once."""
+    features: dict[tuple[str, str], int] = {}
+    read: dict[tuple[str, str], int] = {}
+    for each in linears:
+        layer, _, last = each.name.rpartition(".")
+        key = layer, READ_TOGETHER.get(last, last)
+        features[key] = each.in_features
+        if each.name in names:
+            read[key] = each.in_features
+    return sum(read.values()) / sum(features.values())

@@ -1,0 +1,165 @@
+"""Plans of described clusters: what memory and devices leave of their tables, recomputation, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.cost.replica import Configuration
+from plait.engine.catalogue import DataCatalogue
+from plait.errors import CapacityError, ConfigError, ModelError
+from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.models.targets import resolve_targets
+from plait.planning.described import RECOMPUTED, plan_described
+from plait.planning.fitting import fitting
+from plait.planning.model_memory import ModelMemory, inputs_read, llama_linears, parameters
+from plait.planning.outlook import Outlook
+from plait.planning.workload import Workload
+from plait.samples import Sample, Split, TokenisedData
+from plait.settings import EngineSettings, RunSettings, SearchSettings
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": 100}
+GIB = 2**30
+
+
+def described(name: str) -> dict[str, Any]:
+    options = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["options"]
+    assert isinstance(options, dict)
+    return options
+
+
+def workload(lengths: tuple[int, ...] = (40, 60), jobs: int = 2, steps: int = 4) -> Workload:
+    rows = [Sample(np.zeros(n, np.int32), np.arange(n) > 0) for n in lengths]
+    data = DataCatalogue(lambda _: TokenisedData("digest", Split.of(rows), Split.of(rows[:1])))
+    train = TrainSpec(steps=steps, batch_size=2)
+    adapter = AdapterSpec(rank=4, target_modules=("q_proj",))
+    return Workload.of([JobSpec(f"j{n}", adapter, train, DataSpec.of("jsonl")) for n in range(jobs)], data)
+
+
+def memory(token: float, *, weights: int = 8 * GIB, layers: int = 32) -> ModelMemory:
+    model = MemoryModel.of(MemoryCoefficients(token=token), margin=0.0)
+    adapters = (AdapterSpec(rank=4, target_modules=("q_proj",)),)
+    return ModelMemory(model, weights, llama_linears(SIZES, layers), 2, 256, adapters)
+
+
+def planned(profile: ClusterProfile, settings: RunSettings, of: ModelMemory | None = None) -> Outlook:
+    return plan_described(workload(), settings, profile, of, tokeniser="x")
+
+
+# ---- the model's sizes ------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_the_model_that_transformers_makes() -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=3, tie_word_embeddings=False))
+    linears = llama_linears(SIZES, 3)
+    there = {
+        name: (module.in_features, module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    assert {each.name: (each.in_features, each.out_features) for each in linears} == there
+    norms = (2 * 3 + 1) * SIZES["hidden_size"]
+    assert parameters(SIZES, linears) + norms == sum(each.numel() for each in model.parameters())
+
+
+def test_inputs_that_are_read_together_count_once() -> None:
+    linears = llama_linears(SIZES, 2)
+    whole = 64 + 64 + 64 + 96
+    for targets, read in [(["q_proj"], 64), (["q_proj", "v_proj"], 64), (["up_proj", "down_proj"], 160)]:
+        assert inputs_read(resolve_targets(targets, linears), linears) == pytest.approx(read / whole)
+    assert inputs_read(resolve_targets("all-linear", linears), linears) == 1.0
+
+
+def test_an_adapter_on_what_the_cluster_s_model_does_not_have_is_refused() -> None:
+    with pytest.raises(ModelError, match="c_attn"):
+        memory(1.0).adapter_bytes(AdapterSpec(rank=4, target_modules=("c_attn",)))
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+def test_a_capacity_is_halved_until_its_heaviest_microbatch_fits() -> None:
+    profile = cluster_profile(described("h100_llama31_8b"))  # one device of 80 GiB, 6,144 tokens
+    for token, capacity in [(1.0, 6144), (0.02 * GIB, 1536), (0.5 * GIB, 96), (0.9 * GIB, 60)]:
+        found = fitting(profile, memory(token), workload(), share=0.8, together=2)
+        assert found.configurations == (Configuration(1, 1, capacity),)
+    assert fitting(profile, None, workload(), share=0.8, together=2).configurations == profile.configurations
+
+
+def test_a_sample_that_fits_nowhere_is_named_with_the_memory() -> None:
+    profile = cluster_profile(described("h100_llama31_8b"))
+    message = r"sample of 60 tokens: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n.*80 GiB 64.0 GiB may be used"
+    with pytest.raises(CapacityError, match=message):
+        fitting(profile, memory(1.0 * GIB), workload(), share=0.8, together=2)
+    long = workload(lengths=(40, 7000))
+    with pytest.raises(CapacityError, match="sample of 7000 tokens"):
+        fitting(profile, memory(1.0), long, share=0.8, together=2)
+
+
+def test_too_few_devices_for_any_replica_name_the_table() -> None:
+    options = described("h100_llama31_70b")
+    options["device"]["count"] = 2
+    with pytest.raises(CapacityError, match=r"'mixed' has no replica for so few devices: ⟨1,4⟩ takes 4"):
+        fitting(cluster_profile(options), None, workload(), share=0.8, together=2)
+
+
+def test_what_memory_made_of_a_capacity_is_said_and_bytes_are_predicted() -> None:
+    profile = cluster_profile(described("h100_llama31_8b"))
+    found = planned(profile, RunSettings(), memory(0.02 * GIB))
+    assert found.replicas[0].capacity == 1536
+    assert any("⟨1,1⟩ takes 1,536 tokens" in line for line in found.assumptions)
+    sizes = [group.predicted_bytes for group in found.groups]
+    assert found.replicas[0].predicted_bytes == max(size for size in sizes if size is not None)
+    assert all(size is not None and 8 * GIB < size < 64 * GIB for size in sizes)
+    unknown = planned(profile, RunSettings())
+    assert [group.predicted_bytes for group in unknown.groups] == [None]
+    assert any("Bytes are unknown" in line for line in unknown.assumptions)
+
+
+# ---- seconds ----------------------------------------------------------------------------------------------
+
+
+def test_checkpointing_counts_every_layer_s_forward_pass_twice() -> None:
+    profile = cluster_profile(described("h100_llama31_8b"))
+    profile = replace(profile, time=replace(profile.time, head={}))
+    plain = planned(profile, RunSettings())
+    again = planned(profile, RunSettings(engine=EngineSettings(checkpointing=True)))
+    assert plain.predicted_seconds is not None
+    assert again.predicted_seconds == pytest.approx(
+        (1 + profile.time.forward_share) * plain.predicted_seconds
+    )
+    assert RECOMPUTED in again.assumptions
+    assert RECOMPUTED not in plain.assumptions
+
+
+def test_the_link_of_a_replica_is_the_slowest_that_it_needs() -> None:
+    devices = cluster_profile(described("a100_40g_llama2_7b")).devices
+    assert (devices.link(8), devices.link(16)) == (600e9, 100e9)
+    options = described("a100_40g_llama2_7b")
+    options["device"]["between_nodes_gb_per_s"] = -1
+    with pytest.raises(ConfigError, match="between_nodes"):
+        cluster_profile(options)
+
+
+def test_more_than_one_job_in_a_microbatch_counts_for_each_and_once_in_all() -> None:
+    found = planned(
+        cluster_profile(described("h100_llama31_8b")), RunSettings(search=SearchSettings(parallel=2))
+    )
+    assert found.microbatches == 4
+    assert [group.microbatches for group in found.groups] == [4]
+    assert found.microbatches_alone == 8
+    assert len(found.simulated) == 1
+    assert found.simulated[0].bubble.total == pytest.approx(0.0)

@@ -1,0 +1,94 @@
+"""Bytes of a simulated run: a stage's peak where microbatches are equal, else what is in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Phase
+from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.plans import Microbatch, Plan, Replica
+from plait.simulate.forecast import PlanOptions, forecast, make_plan
+from plait.simulate.planned import plan_pipelines
+from plait.simulate.report import measure
+from plait.simulate.stage_bytes import RunMemory
+from plait.simulate.traces import global_batches
+
+TIME = TimeModel(8, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
+MODEL = MemoryModel(
+    {
+        "forward": Phase(MemoryCoefficients(token=100.0, square=0.5), margin=0.1),
+        "loss": Phase(MemoryCoefficients(fixed=9.0, token=80.0, labelled=30.0, logit_row=2000.0), margin=0.0),
+    },
+    logit_rows=64,
+)
+
+
+def shape(microbatch: Microbatch) -> MemoryShape:
+    return MemoryShape.of([length for each in microbatch.segments for length in each.lengths])
+
+
+def test_equal_microbatches_take_the_peak_of_every_stage() -> None:
+    trace = {f"job{j}": [[100, 100] for _ in range(6)] for j in range(4)}
+    memory = RunMemory(MODEL, 8e4, shape)
+    made = forecast(global_batches(trace), [Replica(0, pp=4)], TIME, PlanOptions({0: 200}, memory=memory))
+    split = made.plan.replicas[0].layer_split
+    full = MemoryShape.of([100, 100])
+    stages = [
+        MODEL.stage_peak(full, static=8e4 * split[stage] / 8, layer_split=split, stage=stage)
+        for stage in range(4)
+    ]
+    assert made.replica_bytes == {0: int(max(stages))}
+    assert {group.predicted.bytes for group in made.plan.groups} == {int(max(stages))}
+    assert Plan.from_json(made.plan.to_json()) == made.plan
+
+
+def test_one_device_takes_what_its_largest_microbatch_takes() -> None:
+    memory = RunMemory(MODEL, 5e4, shape)
+    trace = {"small": [[10, 20]] * 3, "large": [[300, 400]] * 3}
+    made = forecast(global_batches(trace), [Replica()], TIME, PlanOptions({0: 730}, memory=memory))
+    assert made.replica_bytes == {0: int(MODEL.safe_peak(MemoryShape.of([10, 20, 300, 400]), static=5e4))}
+    (group,) = made.plan.groups
+    assert group.predicted.bytes == made.replica_bytes[0]
+
+
+def test_tensor_parallelism_divides_and_a_light_group_takes_less() -> None:
+    memory = RunMemory(MODEL, 5e4, shape)
+    trace = {"light": [[10]] * 4, "heavy": [[500]] * 4}
+    options = PlanOptions({0: 500}, memory=memory)
+    one = forecast(global_batches(trace), [Replica()], TIME, options)
+    two = forecast(global_batches(trace), [Replica(tp=2)], TIME, options)
+    assert two.replica_bytes[0] == pytest.approx(one.replica_bytes[0] / 2, abs=1)
+    alone = forecast(global_batches({"light": trace["light"]}), [Replica()], TIME, options)
+    assert alone.replica_bytes[0] < one.replica_bytes[0]
+
+
+def test_nothing_is_predicted_where_the_memory_is_not_known() -> None:
+    made = forecast(global_batches({"a": [[10]]}), [Replica()], TIME, PlanOptions({0: 10}))
+    assert made.replica_bytes == {}
+    assert [group.predicted.bytes for group in made.plan.groups] == [None]
+
+
+def test_a_pipeline_is_not_starved_by_full_microbatches() -> None:
+    """Four small jobs fit into one microbatch; as four they keep four stages busy."""
+    trace = {f"job{j}": [[60, 70, 80, 90] for _ in range(8)] for j in range(4)}
+    batches, replicas = global_batches(trace), [Replica(0, pp=4)]
+    slow = TimeModel(8, {1: LayerTime(1e-6, 1e-5)})
+    made = forecast(batches, replicas, slow, PlanOptions({0: 2000}))
+    merged = make_plan(batches, replicas, slow, PlanOptions({0: 2000}))
+    first, _ = measure(plan_pipelines(merged, slow))
+    assert first.bubble.total > 0.7
+    assert made.metrics.bubble.total < 0.2
+    assert made.metrics.makespan < 0.4 * first.makespan
+
+
+def test_slow_links_between_stages_cost_seconds() -> None:
+    batches = global_batches({"a": [[60, 70]] * 3, "b": [[80]] * 3})
+    free, linked = (
+        forecast(
+            batches, [Replica(0, pp=2)], TIME, PlanOptions({0: 200}, hidden_size=64, bandwidths=bandwidths)
+        )
+        for bandwidths in ({}, {0: 1e5})
+    )
+    assert linked.metrics.makespan > free.metrics.makespan
+    assert linked.alone.makespan > free.alone.makespan
+    assert free.metrics.communication_bytes == 2 * 3 * (130 + 80) * 64 * 2
