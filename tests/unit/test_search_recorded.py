@@ -14,6 +14,7 @@ from plait.cli.main import main
 from plait.cli.resume import main as resume
 from plait.errors import ConfigError, SearchError
 from plait.paths import search_folder
+from plait.search.launch import another_store
 from plait.search.recorded import (
     FILE,
     RecordedCommand,
@@ -23,6 +24,8 @@ from plait.search.recorded import (
     recorded_commands,
     write_command,
 )
+from plait.settings import TrackingSettings
+from plait.tracking.location import store_elsewhere
 
 ARGUMENTS = ("adapter.rank=1,2", "search.fresh=true", "search.trials=4", "+train.seed=3")
 
@@ -49,6 +52,31 @@ def test_going_on_is_under_the_same_name_and_not_anew(tmp_path: Path) -> None:
     assert command.words(["search.trials=9", "engine.threads=1"])[1:5] == [
         "adapter.rank=1,2", "+train.seed=3", "search.trials=9", "engine.threads=1",
     ]  # fmt: skip
+
+
+def test_going_on_is_in_the_same_store(tmp_path: Path) -> None:
+    """Wherever its address came from; what is given now goes before."""
+    command = kept(tmp_path, "one", store="http://host:5000")
+    assert recorded_command(tmp_path, "one") == command
+    assert command.words()[-2:] == ["tracking.uri='http://host:5000'", "search.name=one"]
+    elsewhere = command.words(["tracking.uri=http://other:1"])
+    assert [word for word in elsewhere if "tracking.uri" in word] == ["tracking.uri=http://other:1"]
+    assert not any("tracking.uri" in word for word in kept(tmp_path, "two").words())
+
+
+def test_a_store_that_is_not_the_one_before_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tracking = TrackingSettings(root=tmp_path)
+    assert store_elsewhere(tracking) is None
+    assert store_elsewhere(TrackingSettings(uri=f"sqlite:///{tmp_path}/mlflow.db", root=tmp_path)) is None
+    here, there = kept(tmp_path, "one"), kept(tmp_path, "two", store="http://me:secret@host:5000")
+    assert another_store(here, tracking) == []
+    (line,) = another_store(there, tracking)
+    assert line.startswith("This search was recorded in http://me:***@host:5000 so far")
+    assert f"in sqlite:///{tmp_path}/mlflow.db" in line
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host:5000")
+    assert another_store(there, tracking) == []
+    assert len(another_store(here, tracking)) == 1
 
 
 @pytest.mark.parametrize("text", ["search-29ab21fb8b7a", "/home/me/plait-runs", "runs/a_b.c"])
@@ -123,6 +151,7 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     write_command(search_folder(root, "one"), RecordedCommand("one", "train", (), str(tmp_path / "there")))
     write_command(search_folder(root, "two"), RecordedCommand("two", "sweep", (), str(tmp_path / "gone")))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("plait.cli.main.main", record)
     assert resume(["one", "tracking.root=there/runs", "engine.threads=1"]) == 130
     assert resume(["two", "tracking.root=there/runs"]) == 130
@@ -131,6 +160,12 @@ def test_resume_runs_the_kept_command_where_it_was_given(
         (["sweep", f"tracking.root={root}", "search.name=two"], tmp_path),
     ]
     assert "is gone" in capsys.readouterr().out
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")  # it was begun without
+    assert resume(["one", "tracking.root=there/runs"]) == 130
+    assert seen[-1][0][1:3] == [f"tracking.root={root}", f"tracking.uri='sqlite:///{root}/mlflow.db'"]
+    assert resume(["one", "tracking.root=there/runs", "tracking.uri=http://other:1"]) == 130
+    assert seen[-1][0][1:] == [f"tracking.root={root}", "tracking.uri=http://other:1", "search.name=one"]
 
 
 def test_the_command_says_what_is_wrong(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import chdir, nullcontext
@@ -10,8 +11,9 @@ from pathlib import Path
 from plait.addresses import redact
 from plait.cli.control import running
 from plait.errors import EXIT_DONE, ConfigError
-from plait.search.recorded import RecordedCommand, key_of, known_command, quoted, recorded_commands
+from plait.search.recorded import URI, RecordedCommand, key_of, known_command, quoted, recorded_commands
 from plait.settings import TrackingSettings
+from plait.tracking.location import VARIABLE, sqlite_in
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 
@@ -63,6 +65,9 @@ def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> in
     from plait.cli.main import main as plait
 
     more = [f"{ROOT}={quoted(str(root))}", *(each for each in overrides if key_of(each) != ROOT)]
+    given = {key_of(each) for each in (*command.arguments, *more)}
+    if command.store is None and VARIABLE in os.environ and URI not in given:
+        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was begun without the variable
     directory = Path(command.directory)
     if not directory.is_dir():
         print(f"{directory} is gone: relative paths are taken from {Path.cwd()}")

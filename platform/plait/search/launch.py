@@ -40,7 +40,7 @@ from plait.search.engine import (
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
-from plait.search.recorded import RecordedCommand, recorded_command, write_command
+from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
 from plait.search.results import describe_result, write_result
 from plait.search.run import SearchResult, SearchRun
@@ -48,11 +48,12 @@ from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Trial
-from plait.settings import ClusterSettings, RunSettings
+from plait.settings import ClusterSettings, RunSettings, TrackingSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import Judged, SearchFacts, Tracker, check_tracking, conclude, is_left, send_left
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
+from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
 from plait.tracking.names import FINISHED, INTERRUPTED
 
 
@@ -78,8 +79,11 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
 
 def _go(command: SearchCommand, source: StudyTrials, console: Console, location: str) -> int:
     settings = command.settings
-    if recorded_command(settings.tracking.root, source.name) is None:
+    recorded = recorded_command(settings.tracking.root, source.name)
+    if recorded is None:
         _remember(command, source.name)  # from here on it can be gone on with
+    elif not settings.search.fresh:
+        _tell(console, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
     left_over, others = source.left_over, source.others
     line = f"Search {source.name}, tracked in {location}"
@@ -192,8 +196,21 @@ def judged(finished: Sequence[Finished]) -> list[Judged]:
 def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> None:
     """Keep the command with the search, for `plait resume`."""
     folder = search_folder(command.settings.tracking.root, name)
-    recorded = RecordedCommand(name, command.verb, command.overrides, str(Path.cwd()), finished)
+    store = store_elsewhere(command.settings.tracking)
+    recorded = RecordedCommand(name, command.verb, command.overrides, str(Path.cwd()), finished, store)
     write_command(folder, recorded)
+
+
+def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list[str]:
+    """What is to be said where a search that goes on was recorded in another store before."""
+    now = store_elsewhere(tracking)
+    if now == recorded.store:
+        return []
+    before, after = (redact(each or sqlite_in(tracking.root.absolute())) for each in (recorded.store, now))
+    return [
+        f"This search was recorded in {before} so far, and is from here on in {after}: the first part of "
+        f"each curve stays where it is. Go on with tracking.uri={before} to have it in one place."
+    ]
 
 
 def _chosen(choices: Mapping[str, Any]) -> str:
@@ -372,5 +389,8 @@ class _Launch:
         if result.ended_by:
             facts["ended early"] = "as `plait control` asked for"
         if result.interrupted or result.ended_by:
-            facts["go on with"] = redact(shlex.join(going_on(self._command.command)))
+            words = going_on(self._command.command)
+            if self._settings.tracking.uri is None and VARIABLE in os.environ:
+                words = (*words, f"{URI}={os.environ[VARIABLE]}")
+            facts["go on with"] = redact(shlex.join(words))
         print_summary(self._console, tracker.board, facts)

@@ -15,6 +15,7 @@ from plait.files import PRIVATE, write_text
 from plait.paths import search_folder
 
 FILE = "command.json"
+URI = "tracking.uri"
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # no quotes needed, neither for Hydra nor for a shell
 _WORDS = ("true", "false", "null", "nan", "inf", "infinity")  # Hydra reads values of other types in these
 
@@ -29,6 +30,7 @@ class RecordedCommand:
         arguments: Hydra's overrides, as given.
         directory: current folder, below which relative paths lie.
         finished: whether the search came to its end.
+        store: address of the MLflow store, wherever it was given; None: in the folder of the runs.
     """
 
     name: str
@@ -36,10 +38,13 @@ class RecordedCommand:
     arguments: tuple[str, ...]
     directory: str
     finished: bool = False
+    store: str | None = None
 
     def words(self, more: Sequence[str] = ()) -> list[str]:
-        """The command that goes on: not anew, under its own name, with further overrides in place of earlier
-        ones."""
+        """The command that goes on: not anew, under its own name, in its own store whatever the environment
+        says now, with further overrides in place of earlier ones."""
+        if self.store and URI not in map(key_of, (*self.arguments, *more)):
+            more = [*more, f"{URI}={quoted(self.store)}"]
         changed = {key_of(argument) for argument in more} | {"search.fresh", "search.name"}
         kept = [argument for argument in self.arguments if key_of(argument) not in changed]
         return [self.verb, *kept, *more, f"search.name={quoted(self.name)}"]

@@ -11,6 +11,7 @@ from plait.addresses import redact, with_driver
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
 
+VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 SQLITE_PREFIX = "sqlite:///"
 
@@ -59,7 +60,7 @@ def locate(settings: TrackingSettings) -> Location:
         StorageError: an address that MLflow can no longer write to, or none of its kinds.
     """
     root = settings.root.expanduser().resolve()
-    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
+    uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
     uri = with_driver(uri)
     scheme = urlsplit(uri).scheme.split("+")[0]
     if scheme in ("", "file"):
@@ -72,6 +73,17 @@ def locate(settings: TrackingSettings) -> Location:
         uri = _absolute_sqlite(uri)
     artifacts = f"{root / 'artifacts'}" if scheme in DATABASE_SCHEMES else None
     return Location(uri, root, artifacts)
+
+
+def sqlite_in(root: Path) -> str:
+    """The address where none is given: a SQLite file in the folder."""
+    return f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
+
+
+def store_elsewhere(settings: TrackingSettings) -> str | None:
+    """The address that the settings and the environment stand for; None for the one in ``root``."""
+    location = locate(settings)
+    return None if location.uri == sqlite_in(location.root) else location.uri
 
 
 def _absolute_sqlite(uri: str) -> str:
