@@ -43,7 +43,6 @@ class PlanOptions:
             out by load.
         memory: of the jobs' microbatches; None predicts no bytes.
         groups: of jobs that are packed together; None leaves their number to the planner.
-        merging: whether work moves forward into the microbatch before it.
     """
 
     capacities: Mapping[int, int]
@@ -55,7 +54,6 @@ class PlanOptions:
     dispatch: Dispatcher | None = None
     memory: RunMemory | None = None
     groups: int | None = None
-    merging: bool = True
 
     @property
     def token_bytes(self) -> int:
@@ -100,8 +98,8 @@ def forecast(
 ) -> Forecast:
     """Plan the global batches of jobs, and simulate the plan and training job by job.
 
-    In a pipeline fewer and fuller microbatches may leave stages idle: there plans without merging, and with
-    each job in a group of its own, are simulated too, and the one that ends first is taken.
+    In a pipeline jobs that are packed together may wait for each other's steps: there a plan with a group for
+    each job is simulated too, and the one that ends first is taken.
 
     Args:
         batches: each job's global batches in order; for long jobs, its first ones.
@@ -115,7 +113,7 @@ def forecast(
     """
     tried = [options]
     if max((each.pp for each in replicas), default=1) > 1:
-        tried += [replace(options, merging=False), replace(options, merging=False, groups=len(batches))]
+        tried.append(replace(options, groups=len(batches)))
     plans = [make_plan(batches, replicas, time, each, pool=pool) for each in tried]
     candidates = [(plan, _pipelines(plan, time, options)) for plan in plans]
     plan, pipelines = min(candidates, key=lambda each: simulate(each[1]).makespan)
@@ -168,7 +166,7 @@ def make_plan(
     )
     order = [_shared(turn, deployed, time, options) for turn in turns(batches, grouping)]
     packed = _packed(order, options, pool)
-    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile, merging=options.merging)
+    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile)
     every = [batch for own in batches.values() for batch in own]
     verify(items, every, stages=stages, capacity=capacities, tile=options.tile)
     groups = tuple(Group(jobs, min(capacities.values()), options.tile) for jobs in grouping)

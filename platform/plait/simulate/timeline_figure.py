@@ -88,7 +88,7 @@ def _add_bars(
         orientation="h",
         y=[_row(span.replica, span.stage) for span, _ in own] or [STEPS],
         base=[span.start for span, _ in own] or [0],
-        x=[span.end - span.start for span, _ in own] or [None],
+        x=[span.end - span.start for span, _ in own] or [0],
         marker={"color": colour, "line": {"width": 0.5, "color": "white"}},
         name=job,
         legendgroup=job,
