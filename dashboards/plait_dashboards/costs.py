@@ -55,6 +55,8 @@ def device_seconds(sweep: Sweep) -> go.Figure:
             x=[how],
             y=[total],
             text=[f"{total:,.0f} s<br>{total / whole:.0%}"],
+            textposition="outside",
+            cliponaxis=False,
             marker=colour,
             showlegend=False,
             hovertemplate="%{x}: %{y:.1f} device-seconds<extra></extra>",
@@ -72,7 +74,8 @@ def device_seconds(sweep: Sweep) -> go.Figure:
             "<extra>" + how + "</extra>",
         )
     made.update_xaxes(title={"text": "outcome"}, row=1, col=1)
-    made.update_yaxes(title={"text": "device-seconds (s)"}, rangemode="tozero", row=1, col=1)
+    room = [0, 1.2 * max(totals.values())]  # for the words above the bars
+    made.update_yaxes(title={"text": "device-seconds (s)"}, range=room, row=1, col=1)
     made.update_xaxes(title={"text": "adapters, dearest first"}, row=1, col=2)
     made.update_yaxes(title={"text": "device-seconds (s)"}, rangemode="tozero", row=1, col=2)
     if len(ordered) <= 20:

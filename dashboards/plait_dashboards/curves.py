@@ -151,8 +151,19 @@ def _add_faded(
             "mode": "lines",
             "line": {"width": 1, "color": faded(colour, len(others))},
             "name": f"{len(others)} others, {how}",
+            "legendgroup": how,
+            "showlegend": False,
             "hovertemplate": "trial %{customdata}<br>step %{x}: %{y:.4g}<extra></extra>",
         }
+    )
+    made.add_scatter(  # in the legend a line as thin as these would not be seen
+        x=[None],
+        y=[None],
+        mode="lines",
+        line={"width": 2, "color": colour},
+        opacity=0.6,
+        name=f"{len(others)} others, {how}",
+        legendgroup=how,
     )
 
 

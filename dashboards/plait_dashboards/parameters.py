@@ -16,6 +16,7 @@ from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 
 LOG_RATIO = 10.0  # largest over smallest value from which on a key is drawn by its logarithm
 MOST_TICKS = 8
+COLOUR_MARKS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +93,35 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
     objective = [float(item.objective) for item in shown if item.objective is not None]
     axes.append(Axis(sweep.metric or "objective", tuple(objective)))
     made = figure(height=460, margin={"l": 80, "r": 80, "t": 60, "b": 40})
-    low, high = colour_range(objective)
     made.add_parcoords(
-        dimensions=[axis.dimension() for axis in axes],
-        line={
-            "color": objective,
-            "colorscale": SCALE,
-            "cmin": low,
-            "cmax": high,
-            "showscale": True,
-            "colorbar": {"thickness": 12, "x": 1.04},
-        },
+        dimensions=[axis.dimension() for axis in axes], line=_coloured(objective, sweep.direction)
     )
     return made
 
 
-def colour_range(values: Sequence[float]) -> tuple[float, float]:
-    """From the smallest to the largest, without the far tenth: one bad adapter must not take all colours."""
-    ordered = sorted(values)
+def _coloured(objective: Sequence[float], direction: str) -> dict[str, Any]:
+    """Colours by objective. Plotly draws what has the larger figure on top, so it hears how good each is."""
+    sign = -1.0 if direction == "minimize" else 1.0
+    best, worst = colour_range([-sign * value for value in objective])
+    marks = [-worst + (worst - best) * at / (COLOUR_MARKS - 1) for at in range(COLOUR_MARKS)]
+    return {
+        "color": [sign * value for value in objective],
+        "colorscale": [[1.0 - place, colour] for place, colour in reversed(SCALE)],
+        "cmin": -worst,
+        "cmax": -best,
+        "showscale": True,
+        "colorbar": {
+            "thickness": 12,
+            "x": 1.04,
+            "tickvals": marks,
+            "ticktext": [f"{sign * mark:.3g}" for mark in marks],
+        },
+    }
+
+
+def colour_range(badness: Sequence[float]) -> tuple[float, float]:
+    """From the best to the worst, without the worst tenth: one bad adapter must not take all colours."""
+    ordered = sorted(badness)
     return ordered[0], ordered[min(math.ceil(0.9 * (len(ordered) - 1)), len(ordered) - 1)]
 
 
@@ -133,6 +145,8 @@ def importance(sweep: Sweep) -> go.Figure:
         y=keys,
         orientation="h",
         text=[f"{found.shares[key]:.2f}" for key in keys],
+        textposition="outside",
+        cliponaxis=False,
         marker={"color": GREY if found.few else BLUE},
         hovertemplate="%{y}: %{x:.3f}<extra></extra>",
     )

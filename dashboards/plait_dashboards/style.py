@@ -20,7 +20,7 @@ OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, FAILED: RED, OPEN: GREY}
 OUTCOME_MARKER = {USEFUL: "circle", PRUNED: "x", FAILED: "diamond-open", OPEN: "square-open"}
 FAINT = "rgba(138, 138, 138, 0.25)"
 BAND = "rgba(138, 138, 138, 0.22)"
-SCALE = [[0.0, SKY], [0.5, "#9E8FB2"], [1.0, ORANGE]]  # low to high
+SCALE: list[tuple[float, str]] = [(0.0, SKY), (0.5, "#9E8FB2"), (1.0, ORANGE)]  # low to high
 MARGIN = {"l": 70, "r": 20, "t": 20, "b": 60}
 HEIGHT = 440
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import plotly.graph_objects as go
 
 from plait.tracking import JobRecord
@@ -9,7 +11,12 @@ from plait_dashboards.style import figure, say
 from plait_dashboards.sweep import Sweep, outcome, short_names
 
 ROW = 26  # pixels
-WIDEST = 34  # characters that count for a column's width
+LINE = 19  # of each further line of a cell
+LETTER = 7.9  # the usual width of one, which digits have
+BOLD = 1.12  # of a heading, over usual ones
+EDGES = 18  # around a cell's text
+PAGE = 1150  # of the whole table, about
+PROSE = 180  # least width of the reasons, which break
 MOST_ROWS = 20  # to be seen at once; the table scrolls
 
 Column = tuple[str, list[str]]
@@ -20,18 +27,37 @@ def leaderboard(sweep: Sweep) -> go.Figure:
     if not sweep.records:
         return say(figure(), "No adapter has begun.")
     shown = columns(sweep)
+    widths = [_width(name, cells) for name, cells in shown]
+    prose = [name == "reason" for name, _ in shown]
+    rest = sum(width for width, breaks in zip(widths, prose, strict=True) if not breaks)
+    widths = [
+        max(PAGE - rest, PROSE) if breaks else width for width, breaks in zip(widths, prose, strict=True)
+    ]
+    reasons = shown[-1][1] if prose[-1] else []
     made = figure(
-        height=ROW * (min(len(sweep.records), MOST_ROWS) + 2) + 40, margin={"l": 0, "r": 0, "t": 10}
+        height=60 + ROW + LINE + _height(len(sweep.records), reasons, widths[-1]),
+        margin={"l": 0, "r": 0, "t": 10},
     )
     made.add_table(
         header={"values": [f"<b>{name}</b>" for name, _ in shown], "height": ROW},
         cells={"values": [cells for _, cells in shown], "height": ROW},
-        columnwidth=[
-            max(len(name), *(min(len(cell), WIDEST) for cell in cells)) + 3 for name, cells in shown
-        ],
+        columnwidth=widths,
     )
     made.update_layout(margin={"b": 10})
     return made
+
+
+def _width(name: str, cells: list[str]) -> float:
+    """Pixels that a column wants; a heading may break at a blank."""
+    heading = BOLD * max(map(len, name.split(" ")))
+    return LETTER * max(heading, *map(len, cells)) + EDGES
+
+
+def _height(rows: int, reasons: list[str], width: float) -> int:
+    """Pixels of the rows that are to be seen at once; those whose reason breaks are higher."""
+    shown = min(rows, MOST_ROWS)
+    lines = (math.ceil(LETTER * len(text) / (width - EDGES)) for text in reasons[:shown])
+    return ROW * shown + LINE * sum(max(count, 1) - 1 for count in lines)
 
 
 def columns(sweep: Sweep) -> list[Column]:

@@ -127,10 +127,16 @@ def test_of_many_adapters_the_best_have_a_name_and_all_are_drawn() -> None:
     named = [trace.name for trace in figure.data if trace.name.startswith("trial")]
     assert named == [f"trial {item.trial}: {item.objective:.4g}" for item in sweep.records[: curves.TOP]]
     shown = {
-        int(trial) for trace in figure.data if "others" in trace.name for trial in np.unique(trace.customdata)
+        int(trial)
+        for trace in figure.data
+        if trace.customdata is not None and "others" in trace.name
+        for trial in np.unique(trace.customdata)
     }
     assert shown | {item.trial for item in sweep.records[: curves.TOP]} == set(range(500))
-    assert {trace.type for trace in figure.data if "others" in trace.name} == {"scattergl"}
+    thin = [trace for trace in figure.data if "others" in trace.name and trace.customdata is not None]
+    assert {trace.type for trace in thin} == {"scattergl"}
+    legend = [trace.name for trace in figure.data if "others" in trace.name and trace.showlegend is not False]
+    assert sorted(legend) == sorted(trace.name for trace in thin)
     assert any("median" in trace.name for trace in figure.data)
     assert len(figure.data) < 20
 
@@ -181,6 +187,20 @@ def test_parallel_coordinates_leave_out_who_has_no_objective() -> None:
     trace = parameters.parallel_coordinates(sweep_of(10)).data[0]
     assert [item.label for item in trace.dimensions] == ["rank", "lr", "outcome", "eval/loss"]
     assert {len(item["values"]) for item in trace.dimensions} == {6}
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_the_best_is_drawn_on_top_and_one_bad_adapter_does_not_take_all_colours(direction: str) -> None:
+    values = [1.0 + trial / 10 for trial in range(20)]
+    values[7] = 1000.0 if direction == "minimize" else -1000.0
+    records = tuple(record(trial, "finished", value) for trial, value in enumerate(values))
+    line = parameters.parallel_coordinates(Sweep("s", "finished", direction, "m", records)).data[0].line
+    best = (min if direction == "minimize" else max)(values)
+    assert values[int(np.argmax(line.color))] == best
+    assert line.cmax - line.cmin < 3
+    shown = [float(text) for text in line.colorbar.ticktext]
+    assert shown[-1] == pytest.approx(best, rel=0.01)
+    assert sorted(shown, reverse=direction == "minimize") == shown
 
 
 def test_few_trials_are_called_a_hint() -> None:
