@@ -352,6 +352,37 @@ class TestGoingOn:
         assert curve(tracking, children["trial-0001"], "train/loss") == [(1, 3.0)]
 
 
+def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: Path) -> None:
+    """By a day between two steps, and by another before the search goes on."""
+    tracking = TrackingSettings(uri=sqlite, root=tmp_path, experiment="clocks")
+    wall, rising = 2_000_000_000.0, 10.0
+
+    def process(first: int, last: int) -> None:
+        nonlocal wall, rising
+        with Tracker(tracking, clock=lambda: wall, rising=lambda: rising) as tracker:
+            tracker.start_search(facts(tracking))
+            tracker.start_job(job(0), 0)
+            tracker.handle(JobAdmitted(job(0), first - 1, STEPS, "g0"))
+            for step in range(first, last + 1):
+                wall, rising = wall - (86_400.0 if step == first else 0.0), rising + 10.0
+                tracker.handle(progress("trial-0000", step))
+                tracker.handle(group_step(step, ("trial-0000",)))
+            if last == STEPS:
+                tracker.handle(ended("trial-0000", "finished", None))
+                tracker.judge("trial-0000", "finished", 1.0)
+
+    process(1, STEPS // 2)
+    process(STEPS // 2 + 1, STEPS)
+    parent, children = runs_of(tracking)
+    for run in (parent, *children.values()):
+        assert run.info.end_time >= run.info.start_time
+    seconds = [value for _, value in sorted(curve(tracking, parent, "search/seconds"))]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == 10.0 * STEPS
+    steps = sorted(step for step, _ in curve(tracking, children["trial-0000"], "train/loss"))
+    assert steps == list(range(1, STEPS + 1))
+
+
 def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
     settings = TrackingSettings(root=tmp_path)
     tracker = Tracker(settings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,13 +75,44 @@ def test_requests_are_read_in_order_and_gone_when_answered(tmp_path: Path) -> No
     assert box.take_answer(second, 0) is None
 
 
-def test_what_is_no_request_is_left_alone(tmp_path: Path) -> None:
+def test_a_clock_that_is_set_back_does_not_change_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    box = Mailbox(tmp_path / "control")
+    times = iter((2_000_000_000.0, 1_000_000_000.0, 3_000_000_000.0))
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    monkeypatch.setattr(time, "time_ns", lambda: int(next(times) * 1e9))
+    for verb in ("pause", "resume", "stop"):
+        box.post(Request(verb))
+    assert [request.verb for request in box.waiting()] == ["pause", "resume", "stop"]
+
+
+GOOD = {"verb": "pause", "trial": None, "overrides": [], "warm": False, "id": "x"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"verb": "pa',
+        b"\xff\xfe",
+        b"[]",
+        b'{"a": 1}',
+        *(json.dumps(GOOD | change).encode() for change in (
+            {"overrides": None}, {"overrides": [1]}, {"trial": "one"}, {"verb": None}, {"id": "another"},
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_left_alone(tmp_path: Path, content: bytes) -> None:
     box = Mailbox(tmp_path / "control")
     box.post(Request("pause"))
     folder = tmp_path / "control" / "requests"
-    (folder / "00-cut.json").write_text('{"verb": "pa')
+    (folder / "00-x.json").write_bytes(content)
     (folder / ".half.json.17").write_text("{}")
     assert [request.verb for request in box.waiting()] == ["pause"]
+    (folder / "00-x.json").write_text(json.dumps(GOOD | {"since": "a later version"}))
+    assert next(request.id for request in box.waiting()) == "x"
+    (tmp_path / "control" / "orders.json").write_bytes(content)
+    assert box.orders == Orders()
 
 
 def test_orders_stand_until_withdrawn_and_others_see_them(tmp_path: Path) -> None:
@@ -163,6 +196,7 @@ class Study:
         }
         self.requests: dict[str, int] = {}
         self.warm: dict[int, Path | None] = {}
+        self.priorities: list[int | None] = []
         self.saved: set[str] = set()
         self.asked = 0
         self.said: list[str] = []
@@ -179,8 +213,16 @@ class Study:
     def values(self, number: int) -> Mapping[str, Value]:
         return self.points[number]
 
-    def enqueue(self, values: Mapping[str, Value], *, request: str, warm_from: Path | None = None) -> int:
+    def enqueue(
+        self,
+        values: Mapping[str, Value],
+        *,
+        request: str,
+        warm_from: Path | None = None,
+        priority: int | None = None,
+    ) -> int:
         if request not in self.requests:
+            self.priorities.append(priority)
             number = self.requests[request] = len(self.states)
             self.states[number], self.points[number], self.warm[number] = "waiting", values, warm_from
         return self.requests[request]
@@ -208,6 +250,20 @@ def _said(clerk: Clerk, *words: str, warm: bool = False) -> Answer:
     answer = clerk.mailbox.take_answer(request, 0)
     assert answer is not None
     return answer
+
+
+def test_an_added_trial_may_have_a_priority_of_its_own(tmp_path: Path) -> None:
+    study = Study()
+    clerk = _clerk(tmp_path, study)
+    assert "makes room" in _said(clerk, "add", "train.priority=5", "adapter.rank=8").text
+    assert study.points[2] == {"adapter.rank": 8}
+    assert "makes room" not in _said(clerk, "clone", "1").text
+    assert "makes room" in _said(clerk, "clone", "1", "train.priority=-1").text
+    assert study.points[4] == study.points[1]
+    assert study.priorities == [5, None, -1]
+    refused = _said(clerk, "add", "train.priority=soon")
+    assert not refused.done
+    assert "whole number" in refused.text
 
 
 def test_modes_and_stops(tmp_path: Path) -> None:

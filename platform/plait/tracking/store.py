@@ -147,8 +147,9 @@ class Store:
         return any(item.path == path for item in self.client.list_artifacts(run_id))
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
-        """Set a run's final status."""
-        self.client.set_terminated(run_id, status, time_ms)
+        """Set a run's final status. It does not end before it began, whatever the clock says by now."""
+        began = self.client.get_run(run_id).info.start_time
+        self.client.set_terminated(run_id, status, max(time_ms, began))
 
 
 def table_tag(*paths: str) -> tuple[str, str]:

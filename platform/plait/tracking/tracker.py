@@ -55,7 +55,7 @@ class _Totals:
 
     step: int = 0
     seconds_before: float = 0.0
-    started: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
 
 
 class Tracker:
@@ -67,7 +67,8 @@ class Tracker:
 
     Args:
         settings: where to write.
-        clock: seconds since 1970; stamps points and runs.
+        clock: seconds since 1970; stamps points and runs. Where it is set back, stamps wait for it.
+        rising: seconds that only rise; measures how long the search takes.
         directory: folder whose git state is recorded.
 
     Attributes:
@@ -84,6 +85,7 @@ class Tracker:
         settings: TrackingSettings,
         *,
         clock: Callable[[], float] = time.time,
+        rising: Callable[[], float] = time.monotonic,
         directory: Path | None = None,
     ) -> None:
         self.location = locate(settings)
@@ -91,6 +93,8 @@ class Tracker:
         self._store = open_store(self.location, settings.experiment)
         self._settings = settings
         self._clock = clock
+        self._rising = rising
+        self._stamp = 0  # the last one
         self._directory = directory or Path.cwd()
         self._search = ""
         self._parent = ""  # key of the search's run
@@ -138,7 +142,7 @@ class Tracker:
                 self._store.log_parameters(self._parent_id, run_parameters(search.settings))
         self._ids = {record.name: record.run_id for record in self.board.jobs.values()}
         self._ids[self._parent] = self._parent_id
-        self._totals.started = self._clock()
+        self._totals.started = self._rising()
         self._out = self._open_spool(folder)
         self._out.tags(self._parent, tags)
         self._record_facts(search, git)
@@ -325,8 +329,8 @@ class Tracker:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of the search, those of earlier processes included."""
-        return self._totals.seconds_before + self._clock() - self._totals.started
+        """Seconds that the search has taken, those of earlier processes included."""
+        return self._totals.seconds_before + self._rising() - self._totals.started
 
     @property
     def writer_seconds(self) -> float:
@@ -371,7 +375,8 @@ class Tracker:
         return self._out
 
     def _now(self) -> int:
-        return int(self._clock() * 1000)
+        self._stamp = max(self._stamp, int(self._clock() * 1000))
+        return self._stamp
 
     def commit(self) -> None:
         """Return when everything handed over so far is safe on the disk: after a crash it is sent, and steps

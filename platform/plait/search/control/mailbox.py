@@ -2,7 +2,7 @@
 
 ``control/`` in the search's folder holds
 
-    requests/TIME-ID.json   what was asked and is not yet done; read in this order
+    requests/NUMBER-ID.json what was asked and is not yet done; read in this order
     answers/ID.json         what was said to it
     orders.json             what holds until it is withdrawn: paused, stopping, trials to stop
     desk.lock               locked by the process that reads the requests: one of the search's workers
@@ -21,7 +21,7 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Literal, Self, get_args
 
 from plait.errors import StorageError
 from plait.files import write_text
@@ -133,16 +133,17 @@ class Mailbox:
         Raises:
             StorageError: the folder cannot be written.
         """
-        content = asdict(request)
-        self._write(self._requests / f"{time.time_ns():020d}-{request.id}.json", content)
+        before = [path.name.partition("-")[0] for path in self._requests.glob("*.json")]
+        number = 1 + max((int(each) for each in before if each.isdecimal()), default=0)  # no clock: they jump
+        self._write(self._requests / f"{number:020d}-{request.id}.json", asdict(request))
 
     def waiting(self) -> list[Request]:
         """The requests not yet answered, oldest first; what is not a request is left alone."""
         found = []
         for path in sorted(self._requests.glob("*.json")):
-            content = _read(path)
-            if content is not None:
-                found.append(Request(**{**content, "overrides": tuple(content["overrides"])}))
+            request = _request(_read(path))
+            if request is not None and path.name.endswith(f"-{request.id}.json"):
+                found.append(request)
         return found
 
     def answer(self, request: Request, answer: Answer) -> None:
@@ -173,8 +174,7 @@ class Mailbox:
             return Orders()
         stamp = found.st_mtime_ns, found.st_ino  # two changes may come within one tick of the file's clock
         if stamp != self._seen[0]:
-            content = _read(self._orders) or asdict(Orders())
-            self._seen = (stamp, Orders(content["mode"], tuple(content["stops"]), content.get("ended", 0)))
+            self._seen = (stamp, _standing(_read(self._orders)))
         return self._seen[1]
 
     def set_mode(self, mode: Mode) -> None:
@@ -226,6 +226,30 @@ def _read(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is none (yet)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):  # no JSON, or no UTF-8
         return None
     return content if isinstance(content, dict) else None
+
+
+def _request(content: dict[str, Any] | None) -> Request | None:
+    """What a file of requests asks; None where it is something else. Further keys are passed over."""
+    match content:
+        case {
+            "verb": str(verb),
+            "trial": int() | None as trial,
+            "overrides": [*overrides],
+            "warm": bool(warm),
+            "id": str(own),
+        } if all(isinstance(each, str) for each in overrides):
+            return Request(verb, trial, tuple(overrides), warm, own)
+    return None
+
+
+def _standing(content: dict[str, Any] | None) -> Orders:
+    """What a file of orders orders; nothing where it is something else."""
+    match content:
+        case {"mode": mode, "stops": [*stops], "ended": int(ended)} if mode in get_args(Mode) and all(
+            isinstance(each, int) for each in stops
+        ):
+            return Orders(mode, tuple(stops), ended)
+    return Orders()
