@@ -82,17 +82,20 @@ class Draft:
         return microbatch(batches, items, replica, index)
 
 
-def merge(target: Draft, sources: list[Draft], ready: Collection[str], *, capacity: int) -> int:
+def merge(
+    target: Draft, sources: list[Draft], ready: Collection[str], *, capacity: int, most: int | None = None
+) -> int:
     """Move samples of ``sources`` into ``target``; emptied sources are removed from the list.
 
     Args:
         ready: jobs whose step before was done by then; only their samples may move.
+        most: how many sources may be emptied; None for all.
 
     Returns:
         Tokens moved.
     """
-    moved = 0
-    while sources:
+    moved, least = 0, 0 if most is None else len(sources) - most
+    while len(sources) > least:
         source = min(reversed(sources), key=lambda draft: draft.fill)
         whole = source.jobs <= set(ready) and target.fits(source.pieces, capacity)
         pieces = list(source.pieces) if whole else _filling(target, source, ready, capacity)

@@ -6,14 +6,19 @@ microbatch k, its step can be done once the backward of k has left the first sta
 forward of k + S there and not earlier; so the job's next global batch starts at k + S or later, and
 empty microbatches (no-ops) are inserted where it would come sooner.
 
+Merging takes microbatches away, and with them the distance that they keep between two global batches of
+another job. So it takes no more than the turns that follow can spare, and fills those that have to stay
+evenly: a job that waits leaves the pipeline idle, however full the microbatch that it waits for.
+
 In a schedule an :class:`OptimiserStep` stands where it happens: on every stage, right before the forward
 of the microbatch that follows it in the list; at the end of the list, when everything has drained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from plait.planner.merge import Draft, Key, merge
 from plait.planner.packing import PackedBatches
@@ -21,6 +26,7 @@ from plait.plans import GlobalBatch, Microbatch, OptimiserStep
 
 ScheduleItem = Microbatch | OptimiserStep
 Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group
+NOTHING = PackedBatches((), ())
 
 
 def turns(
@@ -44,6 +50,19 @@ class _Due:
 
     round: int
     step: OptimiserStep
+
+
+class _Room(NamedTuple):
+    """What a turn may move into the microbatch before it.
+
+    Attributes:
+        most: microbatches that may go.
+        capacity: tokens that the microbatch before it may have then: no more than the even share of those
+            that have to keep the distance.
+    """
+
+    most: int
+    capacity: int
 
 
 class ScheduleBuilder:
@@ -71,15 +90,16 @@ class ScheduleBuilder:
         self._ready: dict[str, int] = {}  # the round from which a job's next global batch may come
         self._due: list[_Due] = []
 
-    def add(self, turn: Turn) -> None:
-        """Append one turn.
+    def add(self, order: Sequence[Turn], number: int) -> None:
+        """Append the next turn, ``order[number]``; the following ones are those that merging spares.
 
         Every job's turns must come in the order of its steps.
         """
+        turn = order[number]
         # merging may reach one microbatch back
         begin = {replica: max(0, len(stream) - 1) for replica, stream in self._streams.items()}
         for replica, packed in turn.items():
-            self._place(replica, packed)
+            self._place(replica, packed, (order[later] for later in range(number + 1, len(order))))
         keys = dict.fromkeys((batch.job, batch.step) for packed in turn.values() for batch in packed.batches)
         for key in keys:
             job, step = key
@@ -99,12 +119,13 @@ class ScheduleBuilder:
                     items.append(stream[place].microbatch(replica, place))
         return (*items, *(item.step for item in due))
 
-    def _place(self, replica: int, packed: PackedBatches) -> None:
+    def _place(self, replica: int, packed: PackedBatches, following: Iterable[Turn]) -> None:
         stream = self._streams[replica]
         drafts = [Draft.of(packed.batches, items, self._tile) for items in packed.bins]
         if self._merging and stream and stream[-1].pieces:
+            room = self._room(replica, drafts, following)
             ready = {job for job in _jobs(packed) if self._ready.get(job, 0) < len(stream)}
-            merge(stream[-1], drafts, ready, capacity=self._capacity[replica])
+            merge(stream[-1], drafts, ready, capacity=room.capacity, most=room.most)
         if not drafts:
             return
         last = min(reversed(drafts), key=lambda draft: draft.fill)
@@ -113,6 +134,26 @@ class ScheduleBuilder:
             while len(stream) < self._earliest(draft):
                 stream.append(Draft(self._tile))
             stream.append(draft)
+
+    def _room(self, replica: int, drafts: Sequence[Draft], following: Iterable[Turn]) -> _Room:
+        """How far a turn may merge before a job of the following ones has to wait for it."""
+        stream, capacity = self._streams[replica], self._capacity[replica]
+        own = set[str]().union(*(draft.jobs for draft in drafts))
+        waiting = {job: to for job, to in self._ready.items() if to > len(stream) and job not in own}
+        most, level = len(drafts), float(capacity)
+        place = len(stream) + len(drafts)  # where the next turn starts if nothing is merged
+        tokens = stream[-1].fill + sum(draft.fill for draft in drafts)
+        for turn in following:
+            if not waiting:
+                break
+            packed = turn.get(replica, NOTHING)
+            for job in _jobs(packed) & waiting.keys():
+                ready = waiting.pop(job)
+                most = min(most, place - ready)
+                level = min(level, tokens / (ready - len(stream) + 1))
+            place += len(packed.bins)
+            tokens += sum(sum(batch.lengths) for batch in packed.batches)
+        return _Room(max(0, most), min(capacity, max(stream[-1].fill, round(level))))
 
     def _earliest(self, draft: Draft) -> int:
         return max((self._ready.get(job, 0) for job in draft.jobs), default=0)
@@ -138,6 +179,6 @@ def build_schedule(
 ) -> tuple[ScheduleItem, ...]:
     """The schedule of all turns; see :class:`ScheduleBuilder`."""
     builder = ScheduleBuilder(stages, capacity=capacity, tile=tile, merging=merging)
-    for turn in turn_list:
-        builder.add(turn)
+    for number in range(len(turn_list)):
+        builder.add(turn_list, number)
     return builder.schedule()
