@@ -101,7 +101,7 @@ def test_a_capacity_is_halved_until_its_heaviest_microbatch_fits() -> None:
 
 def test_a_sample_that_fits_nowhere_is_named_with_the_memory() -> None:
     profile = cluster_profile(described("h100_llama31_8b"))
-    message = r"sample of 60 tokens: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n.*80 GiB 64.0 GiB may be used"
+    message = r"sample of 60 tokens .*: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n.*80 GiB 64.0 GiB may be used"
     with pytest.raises(CapacityError, match=message):
         fitting(profile, memory(1.0 * GIB), workload(), share=0.8, together=2)
     long = workload(lengths=(40, 7000))
@@ -152,6 +152,23 @@ def test_the_link_of_a_replica_is_the_slowest_that_it_needs() -> None:
     options["device"]["between_nodes_gb_per_s"] = -1
     with pytest.raises(ConfigError, match="between_nodes"):
         cluster_profile(options)
+
+
+def test_where_a_job_ends_the_others_go_on_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned phase by phase it is what planning every step gives."""
+    profile = cluster_profile(described("h100_llama31_8b"))
+    short, long = workload(jobs=1, steps=6), workload(jobs=2, steps=60)
+    mixed = replace(long, steps={"j0": 6, "j1": 60}, batches={**long.batches, "j0": short.batches["j0"]})
+    settings = RunSettings(search=SearchSettings(parallel=2))
+    found = plan_described(mixed, settings, profile, None, tokeniser="x")
+    assert [(group.jobs, group.steps) for group in found.groups] == [(("j0", "j1"), 12), (("j1",), 54)]
+    ends = [group.predicted_seconds for group in found.groups]
+    assert ends == sorted(ends)
+    assert ends[-1] == pytest.approx(found.predicted_seconds)
+    monkeypatch.setattr("plait.planning.workload.MOST_STEPS", 8)
+    few = plan_described(mixed, settings, profile, None, tokeniser="x")
+    assert few.predicted_seconds == pytest.approx(found.predicted_seconds, rel=0.02)
+    assert few.device_seconds_alone == pytest.approx(found.device_seconds_alone, rel=0.02)
 
 
 def test_more_than_one_job_in_a_microbatch_counts_for_each_and_once_in_all() -> None:

@@ -32,12 +32,24 @@ def catalogue() -> DataCatalogue:
 def test_the_first_steps_are_planned_and_stand_for_all() -> None:
     workload = Workload.of([job("long", steps=2 * MOST_STEPS), job("short", steps=3)], catalogue())
     assert [len(workload.batches[name]) for name in ("long", "short")] == [MOST_STEPS, 3]
-    assert workload.truncated
-    assert workload.scale(["long"]) == 2.0
-    assert workload.scale(["short"]) == 1.0
+    assert [phase.scale for phase in workload.phases(["long"])] == [2.0]
+    assert [phase.scale for phase in workload.phases(["short"])] == [1.0]
     assert sorted(workload.batches["short"][0].lengths) == [4, 6]
     assert workload.longest == {"long": 10, "short": 10}
+    assert workload.longest_is == dict.fromkeys(("long", "short"), "row 0 of its validation data")
     assert workload.labelled_share == 0.5
+
+
+def test_a_phase_ends_with_each_job() -> None:
+    workload = Workload.of([job("a", steps=5), job("b", steps=2), job("c", steps=5)], catalogue())
+    first, second = workload.phases(["a", "b", "c"])
+    assert (first.steps, second.steps) == (2, 3)
+    assert [list(phase.batches) for phase in (first, second)] == [["a", "b", "c"], ["a", "c"]]
+    assert [len(phase.batches["a"]) for phase in (first, second)] == [2, 3]
+    many = Workload.of([job(str(n), steps=50 * (n + 1)) for n in range(4)], catalogue())
+    phases = many.phases(["0", "1", "2", "3"])
+    assert [len(phase.batches["3"]) for phase in phases] == [16] * 4
+    assert sum(phase.scale * len(phase.batches["3"]) for phase in phases) == 200
 
 
 def test_higher_priority_goes_first() -> None:
@@ -48,7 +60,9 @@ def test_higher_priority_goes_first() -> None:
 def test_a_sample_that_fits_nowhere_is_named() -> None:
     workload = Workload.of([job("a", steps=1)], catalogue())
     workload.check_fits(10, "The cluster")
-    with pytest.raises(CapacityError, match="job a has a sample of 10 tokens"):
+    with pytest.raises(
+        CapacityError, match="job a has a sample of 10 tokens \\(row 0 of its validation data\\)"
+    ):
         workload.check_fits(9, "The cluster")
 
 

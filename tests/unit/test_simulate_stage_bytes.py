@@ -74,7 +74,8 @@ def test_nothing_is_predicted_where_the_memory_is_not_known() -> None:
 def test_a_pipeline_is_not_starved_by_full_microbatches(jobs: int, size: int, bubble: float) -> None:
     """Small jobs fit into one microbatch; one for each keeps the stages busy."""
     trace = {f"job{j}": [[60, 70, 80, 90][:size] for _ in range(8)] for j in range(jobs)}
-    batches, replicas, options = global_batches(trace), [Replica(0, pp=4)], PlanOptions({0: 2000})
+    batches, replicas = global_batches(trace), [Replica(0, pp=4)]
+    options = PlanOptions({0: 2000}, adapting=True)
     slow = TimeModel(8, {1: LayerTime(1e-6, 1e-5)})
     made = forecast(batches, replicas, slow, options)
     one_by_one = replace(options, groups=jobs)
@@ -82,7 +83,7 @@ def test_a_pipeline_is_not_starved_by_full_microbatches(jobs: int, size: int, bu
         measure(plan_pipelines(make_plan(batches, replicas, slow, each), slow))[0].makespan
         for each in (options, one_by_one)
     ]
-    assert made.metrics.makespan == min(tried)
+    assert made.metrics.makespan <= min(tried)
     assert made.metrics.bubble.total < bubble
 
 

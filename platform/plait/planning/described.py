@@ -13,22 +13,39 @@ from plait.planning.fitting import fitting
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
 from plait.planning.model_memory import ModelMemory
 from plait.planning.outlook import ChangeOutlook, GroupOutlook, Outlook, ReplicaOutlook, SimulatedOutlook
-from plait.planning.workload import Workload
+from plait.planning.workload import Phase, Workload
 from plait.plans import Microbatch, Replica
 from plait.settings import RunSettings
 from plait.simulate.forecast import Forecast, PlanOptions, forecast
+from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
 RECOMPUTED = "With engine.checkpointing=true: each layer's forward pass is taken to run twice."
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """A phase of a wave with its forecast, which is of the steps that are planned."""
+
+    phase: Phase
+    forecast: Forecast
+
+    @property
+    def seconds(self) -> float:
+        """Of all its steps."""
+        return self.phase.scale * self.forecast.metrics.makespan
+
+
+@dataclass(frozen=True, slots=True)
 class _Wave:
-    names: tuple[str, ...]
-    scale: float
     deployment: Deployment
     change: ChangeOutlook | None
-    forecast: Forecast
+    parts: tuple[_Part, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all its phases."""
+        return sum(part.seconds for part in self.parts)
 
 
 def plan_described(
@@ -63,10 +80,10 @@ def plan_described(
     planned = _planned(workload, waves, first.deploy(), profile, memory)
     if on_wave is not None:
         for wave in planned:
-            on_wave(wave.forecast)
+            on_wave(wave.parts[0].forecast)
     return replace(
-        _outlook(workload, profile, planned, first.equal_replicas()),
-        assumptions=_assumptions(workload, settings, published, planned, tokeniser),
+        _outlook(profile, planned, first.equal_replicas()),
+        assumptions=_assumptions(settings, published, planned, tokeniser),
     )
 
 
@@ -83,14 +100,17 @@ def _planned(
         if number > 1:
             wave = Expected.of(workload, names, profile)
             deployment, change = deploy_before(number, deployment, wave, profile.restart_seconds)
-        found = _forecast(workload, names, deployment, profile, memory)
-        planned.append(_Wave(names, workload.scale(names), deployment, change, found))
+        parts = tuple(
+            _Part(phase, _forecast(workload, phase, deployment, profile, memory))
+            for phase in workload.phases(names)
+        )
+        planned.append(_Wave(deployment, change, parts))
     return planned
 
 
 def _forecast(
     workload: Workload,
-    names: tuple[str, ...],
+    phase: Phase,
     deployment: Deployment,
     profile: ClusterProfile,
     memory: ModelMemory | None,
@@ -98,7 +118,7 @@ def _forecast(
     kinds = deployment.shape
     single = [configuration for configuration, count in kinds for _ in range(count)]
     replicas = [Replica(i, c.tp, c.pp, (), ()) for i, c in enumerate(single)]
-    to, jobs = Replicas(kinds, profile.time, workload.labelled_share), workload.named(names)
+    to, jobs = Replicas(kinds, profile.time, workload.labelled_share), workload.named(tuple(phase.batches))
     options = PlanOptions(
         capacities={i: c.max_tokens for i, c in enumerate(single)},
         labelled_share=workload.labelled_share,
@@ -106,29 +126,28 @@ def _forecast(
         bandwidths={i: profile.devices.link(c.devices) for i, c in enumerate(single)},
         dispatch=(lambda lengths: plan_step(lengths, to).replica_of) if len(kinds) > 1 else None,
         memory=None if memory is None else memory.of_jobs(jobs, workload.labelled_share),
+        adapting=True,
     )
-    return forecast({name: workload.batches[name] for name in names}, replicas, profile.time, options)
+    return forecast(phase.batches, replicas, profile.time, options)
 
 
 def _outlook(
-    workload: Workload,
     profile: ClusterProfile,
     waves: Sequence[_Wave],
     equal: Deployment,
 ) -> Outlook:
     devices, deployment = profile.devices, waves[0].deployment
     changes = tuple(wave.change for wave in waves if wave.change is not None)
+    parts = [part for wave in waves for part in wave.parts]
     restarts = profile.restart_seconds * sum(change.changed for change in changes)
     return Outlook(
         cluster=profile.name,
         devices=f"{devices.count} × {devices.kind}",
         profile=f"{profile.model}, {profile.dtype}: {profile.source}",
         replicas=_replicas(waves),
-        groups=tuple(
-            group for number, wave in enumerate(waves, start=1) for group in _groups(workload, wave, number)
-        ),
-        microbatches=round(sum(wave.scale * wave.forecast.metrics.microbatches for wave in waves)),
-        microbatches_alone=round(sum(wave.scale * wave.forecast.alone.microbatches for wave in waves)),
+        groups=tuple(group for number, wave in enumerate(waves, start=1) for group in _groups(wave, number)),
+        microbatches=round(sum(each.phase.scale * each.forecast.metrics.microbatches for each in parts)),
+        microbatches_alone=round(sum(each.phase.scale * each.forecast.alone.microbatches for each in parts)),
         assumptions=(),
         gap=deployment.gap,
         step_seconds=deployment.makespan,
@@ -136,38 +155,64 @@ def _outlook(
         equal_step_seconds=equal.makespan,
         changes=changes,
         simulated=tuple(_simulated(wave, number) for number, wave in enumerate(waves, start=1)),
-        predicted_seconds=restarts + sum(wave.scale * wave.forecast.metrics.makespan for wave in waves),
+        predicted_seconds=restarts + sum(wave.seconds for wave in waves),
         device_seconds=restarts * devices.count
-        + sum(wave.scale * wave.forecast.metrics.device_seconds for wave in waves),
-        device_seconds_alone=sum(wave.scale * wave.forecast.alone.device_seconds for wave in waves),
+        + sum(each.phase.scale * each.forecast.metrics.device_seconds for each in parts),
+        device_seconds_alone=sum(each.phase.scale * each.forecast.alone.device_seconds for each in parts),
     )
 
 
 def _simulated(wave: _Wave, number: int) -> SimulatedOutlook:
-    metrics = wave.forecast.metrics
+    """A wave's figures: sums over its phases, shares weighted by their seconds."""
+    every = [(part.phase.scale, part.forecast.metrics, part.seconds) for part in wave.parts]
+    whole = sum(seconds for *_, seconds in every)
+
+    def mean(of: Callable[[Metrics], float]) -> float:
+        return sum(seconds * of(metrics) for _, metrics, seconds in every) / whole
+
     return SimulatedOutlook(
         wave=number,
-        tokens_per_second=metrics.tokens_per_second,
-        mean_completion=wave.scale * metrics.mean_completion,
-        bubble=metrics.bubble,
-        padding_share=metrics.padding_share,
-        communication_bytes=round(wave.scale * metrics.communication_bytes),
-        peak_tokens=max(metrics.peak_tokens.values(), default=0),
-        noops=round(wave.scale * metrics.noops),
+        tokens_per_second=mean(lambda metrics: metrics.tokens_per_second),
+        mean_completion=_mean_completion(wave),
+        bubble=Bubble(
+            total=mean(lambda metrics: metrics.bubble.total),
+            fill_and_drain=mean(lambda metrics: metrics.bubble.fill_and_drain),
+            imbalance=mean(lambda metrics: metrics.bubble.imbalance),
+            raggedness=mean(lambda metrics: metrics.bubble.raggedness),
+        ),
+        padding_share=mean(lambda metrics: metrics.padding_share),
+        communication_bytes=round(sum(scale * metrics.communication_bytes for scale, metrics, _ in every)),
+        peak_tokens=max(max(metrics.peak_tokens.values(), default=0) for _, metrics, _ in every),
+        noops=round(sum(scale * metrics.noops for scale, metrics, _ in every)),
     )
+
+
+def _mean_completion(wave: _Wave) -> float:
+    """Mean over the jobs of the seconds until their last step."""
+    ends: dict[str, float] = {}
+    start = 0.0
+    for part in wave.parts:
+        own: dict[str, float] = {}
+        for (job, _), seconds in part.forecast.run.steps.items():
+            own[job] = max(seconds, own.get(job, 0.0))
+        ends |= {job: start + part.phase.scale * seconds for job, seconds in own.items()}
+        start += part.seconds
+    return sum(ends.values()) / len(ends)
 
 
 def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
     """Those of the first deployment, with the most bytes of all waves that it serves."""
     first = waves[0]
-    served = [wave.forecast for wave in waves if wave.deployment.shape == first.deployment.shape]
+    served = [
+        part.forecast
+        for wave in waves
+        if wave.deployment.shape == first.deployment.shape
+        for part in wave.parts
+    ]
+    plan = first.parts[0].forecast.plan
     found = []
     for configuration, count in first.deployment.shape:
-        own = [
-            each
-            for each in first.forecast.plan.replicas
-            if (each.tp, each.pp) == (configuration.tp, configuration.pp)
-        ]
+        own = [each for each in plan.replicas if (each.tp, each.pp) == (configuration.tp, configuration.pp)]
         sizes = [each.replica_bytes.get(replica.id) for each in served for replica in own]
         known = [size for size in sizes if size is not None]
         found.append(
@@ -175,7 +220,7 @@ def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
                 configuration.tp,
                 configuration.pp,
                 count,
-                configuration.max_tokens,
+                int(plan.choices[f"capacity.{own[0].id}"] or 0),
                 own[0].layer_split,
                 max(known, default=None),
                 COMPUTED if known else "",
@@ -185,22 +230,19 @@ def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
 
 
 def _assumptions(
-    workload: Workload,
-    settings: RunSettings,
-    profile: ClusterProfile,
-    waves: Sequence[_Wave],
-    tokeniser: str,
+    settings: RunSettings, profile: ClusterProfile, waves: Sequence[_Wave], tokeniser: str
 ) -> tuple[str, ...]:
+    parts = [part for wave in waves for part in wave.parts]
     lines = [
         f"Seconds are simulated for {profile.model}; samples have the lengths that the tokeniser of "
         f"{tokeniser} gives them.",
         f"Most tokens of a microbatch are those of table {profile.table!r}, which the published system ran, "
-        "or fewer where memory does not take them.",
+        "or fewer where memory does not take them or a pipeline is faster with fewer.",
         WAVES,
     ]
     if settings.engine.checkpointing:
         lines.append(RECOMPUTED)
-    if workload.truncated:
+    if any(part.phase.scale > 1 for part in parts):
         lines.append(TRUNCATED)
     limits = dict.fromkeys(wave.deployment.limit_hit for wave in waves)
     lines += [
@@ -208,9 +250,9 @@ def _assumptions(
         for limit in limits
         if limit is not None
     ]
-    if not all(wave.forecast.plan.choices["packing repeats"] for wave in waves):
+    if not all(part.forecast.plan.choices["packing repeats"] for part in parts):
         lines.append(NOT_REPEATED)
-    if not any(wave.forecast.replica_bytes for wave in waves):
+    if not any(part.forecast.replica_bytes for part in parts):
         return (*lines, "Bytes are unknown: the cluster does not give the sizes of its model.")
     lines.append(f"Bytes are computed from {profile.model}'s sizes for Plait's own engine.")
     reduced = dict.fromkeys(
@@ -229,23 +271,27 @@ def _assumptions(
     return tuple(lines)
 
 
-def _groups(workload: Workload, wave: _Wave, number: int) -> list[GroupOutlook]:
-    found = []
-    items = [item for item in wave.forecast.plan.schedule if isinstance(item, Microbatch) and item.segments]
-    for group in wave.forecast.plan.groups:
-        scale, predicted = workload.scale(group.jobs), group.predicted
-        assert predicted.seconds is not None
-        assert predicted.device_seconds is not None
-        own = [item for item in items if any(each.job in group.jobs for each in item.segments)]
-        found.append(
-            GroupOutlook(
-                wave=number,
-                jobs=group.jobs,
-                steps=sum(workload.steps[name] for name in group.jobs),
-                microbatches=round(scale * len(own)),
-                predicted_seconds=wave.scale * predicted.seconds,
-                device_seconds=wave.scale * predicted.device_seconds,
-                predicted_bytes=predicted.bytes,
+def _groups(wave: _Wave, number: int) -> list[GroupOutlook]:
+    """The groups of every phase."""
+    found, start = [], 0.0
+    for part in wave.parts:
+        plan, scale = part.forecast.plan, part.phase.scale
+        items = [item for item in plan.schedule if isinstance(item, Microbatch)]
+        for group in plan.groups:
+            predicted = group.predicted
+            assert predicted.seconds is not None
+            assert predicted.device_seconds is not None
+            own = [item for item in items if any(each.job in group.jobs for each in item.segments)]
+            found.append(
+                GroupOutlook(
+                    wave=number,
+                    jobs=group.jobs,
+                    steps=part.phase.steps * len(group.jobs),
+                    microbatches=round(scale * len(own)),
+                    predicted_seconds=start + scale * predicted.seconds,
+                    device_seconds=scale * predicted.device_seconds,
+                    predicted_bytes=predicted.bytes,
+                )
             )
-        )
+        start += part.seconds
     return found

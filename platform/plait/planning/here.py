@@ -13,7 +13,7 @@ from plait.engine.admission import Admission, Demand
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
 from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook
-from plait.planning.workload import Workload
+from plait.planning.workload import MOST_STEPS, Phase, Workload
 from plait.settings import RunSettings
 
 PROFILED = "by the stored profile"
@@ -27,7 +27,9 @@ WAVES = (
     "A wave starts when the one before it is done. Training fills places as they come free, and goes where "
     "the sampler leads: trials here are drawn without results."
 )
-TRUNCATED = "Of each job the first 64 steps are planned; those after them are taken to be like them."
+TRUNCATED = (
+    f"At most {MOST_STEPS} steps are planned of a wave's jobs; those after them are taken to be like them."
+)
 
 
 def plan_here(
@@ -54,23 +56,18 @@ def plan_here(
         ),
     )
     capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
-    groups, repeats = [], True
-    for wave, names in enumerate(waves, start=1):
-        packed = _Packed.of(workload, names, capacity, time)
-        groups.append(
-            GroupOutlook(
-                wave=wave,
-                jobs=names,
-                steps=sum(workload.steps[name] for name in names),
-                microbatches=packed.microbatches,
-                predicted_seconds=packed.seconds,
-                device_seconds=packed.seconds,
-                predicted_bytes=admission.predicted([demands[name] for name in names]),
-            )
-        )
-        repeats = repeats and packed.repeats
-    alone = [_Packed.of(workload, (job.name,), capacity, time) for job in workload.jobs]
-    seconds = _total(group.predicted_seconds for group in groups)
+    parts = [
+        (wave, phase, _Packed.of(phase, workload.labelled_share, capacity, time))
+        for wave, names in enumerate(waves, start=1)
+        for phase in workload.phases(names)
+    ]
+    groups = _groups(parts, lambda names: admission.predicted([demands[name] for name in names]))
+    alone = [
+        _Packed.of(phase, workload.labelled_share, capacity, time)
+        for job in workload.jobs
+        for phase in workload.phases([job.name])
+    ]
+    seconds = _total(packed.seconds for *_, packed in parts)
     return Outlook(
         cluster="local",
         devices=devices,
@@ -81,9 +78,9 @@ def plan_here(
         microbatches_alone=sum(each.microbatches for each in alone),
         assumptions=(
             WAVES,
-            *((TRUNCATED,) if workload.truncated else ()),
+            *((TRUNCATED,) if any(phase.scale > 1 for _, phase, _ in parts) else ()),
             *((NO_STEPS,) if time is not None else ()),
-            *(() if repeats else (NOT_REPEATED,)),
+            *(() if all(packed.repeats for *_, packed in parts) else (NOT_REPEATED,)),
         ),
         predicted_seconds=seconds,
         device_seconds=seconds,
@@ -93,7 +90,7 @@ def plan_here(
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Microbatches of jobs that train together, over their whole budget, and their seconds where known.
+    """Microbatches of jobs that train together in a phase, and their seconds where known.
 
     ``repeats``: no limit of time decided, so that packing again gives the same.
     """
@@ -103,9 +100,9 @@ class _Packed:
     repeats: bool
 
     @classmethod
-    def of(cls, workload: Workload, names: tuple[str, ...], capacity: int, time: TimeModel | None) -> _Packed:
-        batches, scale = {name: workload.batches[name] for name in names}, workload.scale(names)
-        packed = pack_all(list(turns(batches, [names])), capacity=capacity)
+    def of(cls, phase: Phase, labelled_share: float, capacity: int, time: TimeModel | None) -> _Packed:
+        batches, scale = phase.batches, phase.scale
+        packed = pack_all(list(turns(batches, [tuple(batches)])), capacity=capacity)
         bins = [
             [each.batches[batch].lengths[place] for batch, place in items]
             for each in packed
@@ -114,12 +111,32 @@ class _Packed:
         seconds = None
         if time is not None:
             shapes = (
-                MicrobatchShape.of(lengths, labelled=round(workload.labelled_share * sum(lengths)))
-                for lengths in bins
+                MicrobatchShape.of(lengths, labelled=round(labelled_share * sum(lengths))) for lengths in bins
             )
             seconds = scale * sum(time.microbatch(shape) for shape in shapes)
         repeats = all(each.limit_hit != "time" for each in packed)
         return cls(round(scale * len(bins)), seconds, repeats)
+
+
+def _groups(
+    parts: Iterable[tuple[int, Phase, _Packed]], predict: Callable[[Sequence[str]], int]
+) -> list[GroupOutlook]:
+    """The jobs of every wave and phase: all that train at once are one group here."""
+    groups = list[GroupOutlook]()
+    for wave, phase, packed in parts:
+        begun = groups[-1].predicted_seconds if groups and groups[-1].wave == wave else 0.0
+        groups.append(
+            GroupOutlook(
+                wave=wave,
+                jobs=tuple(phase.batches),
+                steps=phase.steps * len(phase.batches),
+                microbatches=packed.microbatches,
+                predicted_seconds=_total((begun, packed.seconds)),
+                device_seconds=packed.seconds,
+                predicted_bytes=predict(tuple(phase.batches)),
+            )
+        )
+    return groups
 
 
 def _total(seconds: Iterable[float | None]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,7 +14,26 @@ from plait.errors import CapacityError
 from plait.jobs import JobSpec
 from plait.plans import GlobalBatch
 
-MOST_STEPS = 64  # optimiser steps of each job that are planned sample by sample
+MOST_STEPS = 64  # optimiser steps of a wave's jobs that are planned sample by sample
+LEAST_STEPS = 8  # of each phase of a wave that has many
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Steps in which the same jobs train together.
+
+    Attributes:
+        batches: each job's global batches that are planned; those after them are taken to be like them.
+        steps: that each of the jobs makes.
+    """
+
+    batches: Mapping[str, tuple[GlobalBatch, ...]]
+    steps: int
+
+    @property
+    def scale(self) -> float:
+        """All steps over those that are planned."""
+        return self.steps / len(next(iter(self.batches.values())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +45,7 @@ class Workload:
         batches: each job's first global batches, at most ``MOST_STEPS``.
         steps: optimiser steps of each job's whole budget.
         longest: tokens of each job's longest sample, validation included.
+        longest_is: which sample that is, in words.
         labelled_share: share of the planned tokens that count in the loss.
     """
 
@@ -32,6 +53,7 @@ class Workload:
     batches: Mapping[str, tuple[GlobalBatch, ...]]
     steps: Mapping[str, int]
     longest: Mapping[str, int]
+    longest_is: Mapping[str, str]
     labelled_share: float
 
     @classmethod
@@ -42,29 +64,37 @@ class Workload:
             DataError: a job has no training sample.
         """
         ordered = sorted(jobs, key=lambda job: -job.train.priority)
-        batches, steps, longest, tokens, labelled = {}, {}, {}, 0, 0
+        batches, steps, longest, longest_is, tokens, labelled = {}, {}, {}, {}, 0, 0
         for job in ordered:
             sets = data.of(job.data)
             order = DataOrder.of(job.train, len(sets.train))
             steps[job.name] = order.steps
-            longest[job.name] = max(int(s.lengths.max(initial=0)) for s in (sets.train, sets.validation))
+            longest[job.name], longest_is[job.name] = max(
+                (int(split.lengths[place]), f"row {split.rows[place]} of {name}")
+                for name, split in (
+                    ("its training data", sets.train),
+                    ("its validation data", sets.validation),
+                )
+                for place in ([int(np.argmax(split.lengths))] if len(split) else [])
+            )
             planned = range(1, min(order.steps, MOST_STEPS) + 1)
             own = tuple(training_batch(job, order, sets.train, step) for step in planned)
             counted = sets.train.labelled
             tokens += sum(sum(batch.lengths) for batch in own)
             labelled += sum(int(counted[np.asarray(batch.samples)].sum()) for batch in own)
             batches[job.name] = own
-        return cls(tuple(ordered), batches, steps, longest, labelled / tokens)
+        return cls(tuple(ordered), batches, steps, longest, longest_is, labelled / tokens)
 
-    @property
-    def truncated(self) -> bool:
-        """Whether some job has more steps than are planned."""
-        return any(self.steps[name] > len(own) for name, own in self.batches.items())
-
-    def scale(self, names: Sequence[str]) -> float:
-        """All steps of these jobs over those of them that are planned."""
-        planned = sum(len(self.batches[name]) for name in names)
-        return sum(self.steps[name] for name in names) / planned
+    def phases(self, names: Sequence[str]) -> tuple[Phase, ...]:
+        """What these jobs do together: a phase ends where a job does, and the others go on without it."""
+        ends = sorted({self.steps[name] for name in names})
+        most = max(LEAST_STEPS, MOST_STEPS // len(ends))
+        found = []
+        for start, end in pairwise([0, *ends]):
+            planned = min(end - start, most)
+            live = [name for name in names if self.steps[name] > start]
+            found.append(Phase({name: self.batches[name][:planned] for name in live}, end - start))
+        return tuple(found)
 
     def named(self, names: Sequence[str]) -> list[JobSpec]:
         """These jobs."""
@@ -83,7 +113,7 @@ class Workload:
         for name, length in self.longest.items():
             if length > capacity:
                 raise CapacityError(
-                    f"job {name} has a sample of {length} tokens",
+                    f"job {name} has a sample of {length} tokens ({self.longest_is[name]})",
                     f"{where} takes at most {capacity} tokens at once.",
                     "Drop or cut long samples (data.overlong, model.max_length), or use larger devices.",
                 )

@@ -25,6 +25,7 @@ from plait.simulate.report import VALUE_BYTES, Metrics, measure
 from plait.simulate.stage_bytes import Held, RunMemory, most_bytes
 from plait.simulate.systems import Machine, job_load, schedule_work
 
+TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -43,6 +44,7 @@ class PlanOptions:
             out by load.
         memory: of the jobs' microbatches; None predicts no bytes.
         groups: of jobs that are packed together; None leaves their number to the planner.
+        adapting: in a pipeline, whether groups and smaller capacities are tried (:func:`adapted`).
     """
 
     capacities: Mapping[int, int]
@@ -54,6 +56,7 @@ class PlanOptions:
     dispatch: Dispatcher | None = None
     memory: RunMemory | None = None
     groups: int | None = None
+    adapting: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -98,9 +101,6 @@ def forecast(
 ) -> Forecast:
     """Plan the global batches of jobs, and simulate the plan and training job by job.
 
-    In a pipeline jobs that are packed together may wait for each other's steps: there a plan with a group for
-    each job is simulated too, and the one that ends first is taken.
-
     Args:
         batches: each job's global batches in order; for long jobs, its first ones.
         replicas: the deployment; one without a layer split gets the balanced one.
@@ -111,12 +111,10 @@ def forecast(
         ConfigError: no jobs, or more stages than layers.
         InputError: the time model lacks a replica's tensor-parallel degree.
     """
-    tried = [options]
-    if max((each.pp for each in replicas), default=1) > 1:
-        tried.append(replace(options, groups=len(batches)))
-    plans = [make_plan(batches, replicas, time, each, pool=pool) for each in tried]
-    candidates = [(plan, _pipelines(plan, time, options)) for plan in plans]
-    plan, pipelines = min(candidates, key=lambda each: simulate(each[1]).makespan)
+    if options.adapting:
+        options = adapted(batches, replicas, time, options, pool=pool)
+    plan = make_plan(batches, replicas, time, options, pool=pool)
+    pipelines = _pipelines(plan, time, options)
     hidden, tp = options.hidden_size, tensor_parallel(plan)
     metrics, run = measure(pipelines, hidden_size=hidden, tp=tp)
     alone, _ = measure(_alone(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
@@ -126,6 +124,46 @@ def forecast(
         largest[replica] = max(size, largest.get(replica, 0))
     predicted = _predicted(plan, batches, metrics, run, _by_job(held, pipelines))
     return Forecast(predicted, metrics, alone, run, pipelines, largest)
+
+
+def adapted(
+    batches: Mapping[str, Sequence[GlobalBatch]],
+    replicas: Sequence[Replica],
+    time: TimeModel,
+    options: PlanOptions,
+    *,
+    pool: Executor | None = None,
+) -> PlanOptions:
+    """The options with the groups and capacities whose first steps are over first, simulated.
+
+    Jobs that are packed together wait for each other's steps, and few large microbatches leave the stages of
+    a pipeline idle. So a group for each job is tried, and smaller capacities of pipelines.
+    """
+    if max(each.pp for each in replicas) == 1:
+        return options
+    first = {job: own[:TRIED_STEPS] for job, own in batches.items()}
+    longest = max(length for own in batches.values() for batch in own for length in batch.lengths)
+
+    def seconds(tried: PlanOptions) -> float:
+        plan = make_plan(first, replicas, time, tried, pool=pool)
+        return simulate(_pipelines(plan, time, tried)).makespan
+
+    both = [options, replace(options, groups=len(batches))]
+    tried = [replace(min(both, key=seconds), capacities=each) for each in _halved(options, replicas, longest)]
+    return min(tried, key=seconds)
+
+
+def _halved(options: PlanOptions, replicas: Sequence[Replica], longest: int) -> list[Mapping[int, int]]:
+    """The capacities, and those of pipelines halved and halved again, down to the longest sample."""
+    found = [options.capacities]
+    while True:
+        smaller = dict(found[-1])
+        for replica in replicas:
+            if replica.pp > 1:
+                smaller[replica.id] = max(smaller[replica.id] // 2, min(smaller[replica.id], longest))
+        if smaller == dict(found[-1]):
+            return found
+        found.append(smaller)
 
 
 def _pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[int, Pipeline]:
