@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.bench.recorded_curves import Curve, Point
 from plait.bench.replay_study import Evaluation
-from plait.bench.search_vs_sequential import Kept, Options, seeded
+from plait.bench.search_vs_sequential import Kept, Options, measured_when, seeded
 from plait.bench.search_vs_sequential_joint import JointSearch
 from plait.bench.search_vs_sequential_result import (
     SeedResult,
@@ -140,3 +140,12 @@ def test_seeds_that_are_done_are_kept_for_the_same_settings_only(tmp_path):
     kept.path.write_text("{}")
     with pytest.raises(DataError, match="Remove it"):
         Kept.open(options, settings, JOBS)
+
+
+def test_seeds_of_several_versions_are_said():
+    first = {"when": "2026-01-02T03:04:05+00:00", "commit": "a" * 40}
+    second = {"when": "2026-01-01T03:04:05+00:00", "commit": "b" * 40}
+    assert "2 versions" not in measured_when([first, first])
+    text = measured_when([first, second])
+    assert "from 2026-01-01" in text and "to 2026-01-02" in text
+    assert "2 versions" in text and "fresh=true" in text

@@ -262,20 +262,26 @@ def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
 
     parts = "from the measured times of all trials, replayed"
     orders = "mean over all orders of its trials, from their measured times"
+    trials = "sum of its measured trials without their evaluations at rungs"
     return [
         figure("loss that all sides reach", lambda c: c.target, "nats"),
         figure(
             "Plait's best loss above the full grid's", lambda c: 100 * (c.joint.best / c.full.best - 1), "%"
         ),
         figure("Plait: until it was reached", lambda c: c.joint.reached, "s"),
-        figure("sequential, no pruner: until it was reached", lambda c: c.full.reached, "s"),
+        figure("sequential, no pruner: until it was reached", lambda c: c.full.reached, "s", of=trials),
         figure("sequential, same rungs: until it was reached", lambda c: c.rungs.reached, "s", of=parts),
         figure("Plait: whole search", lambda c: c.joint.seconds, "s"),
-        figure("sequential, no pruner: whole search", lambda c: c.full.seconds, "s"),
+        figure("sequential, no pruner: whole search", lambda c: c.full.seconds, "s", of=trials),
         figure("sequential, same rungs: whole search", lambda c: c.rungs.seconds, "s", of=parts),
-        figure("to the same loss, over no pruner", lambda c: c.full.reached / c.joint.reached, "×"),
         figure(
-            "to the same loss, over no pruner in any order",
+            "to the same loss, over no pruner, in these orders",
+            lambda c: c.full.reached / c.joint.reached,
+            "×",
+            of=trials,
+        ),
+        figure(
+            "to the same loss, over no pruner, in any order",
             lambda c: c.any_order / c.joint.reached,
             "×",
             of=orders,
@@ -292,7 +298,7 @@ def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
             "×",
             of=parts,
         ),
-        figure("whole search, over no pruner", lambda c: c.full.seconds / c.joint.seconds, "×"),
+        figure("whole search, over no pruner", lambda c: c.full.seconds / c.joint.seconds, "×", of=trials),
         figure(
             "whole search, over the same rungs", lambda c: c.rungs.seconds / c.joint.seconds, "×", of=parts
         ),
@@ -320,6 +326,7 @@ def _assumptions(
 ) -> tuple[str, ...]:
     stopping = settings.search.stopping
     rungs = ", ".join(map(str, stopping.rungs or ()))
+    facts = [result.facts for result in kept.results.values()]
     return (
         f"Medians over {options.seeds} seeds (smallest to largest in the notes); {len(jobs)} trials of "
         f"{jobs[0].train.steps} steps, batch {jobs[0].train.global_batch}; {stopping.kind} at {rungs}, eta "
@@ -330,5 +337,15 @@ def _assumptions(
         "rungs at those it comes to, nothing for leaving a trial and going on with it. Loading is not timed.",
         "PEFT trained every trial to its end; what it takes with rungs is derived by replay of its measured "
         "parts through the same loop and rules, one trial at a time.",
-        f"Each seed is kept in {kept.path}.",
+        f"Each seed is kept in {kept.path}. {measured_when(facts)}",
     )
+
+
+def measured_when(facts: Sequence[Mapping[str, Any]]) -> str:
+    """When the seeds were measured and on which commit; several commits are said, for figures mix them."""
+    times = sorted(str(each["when"]) for each in facts)
+    commits = sorted({str(each["commit"])[:12] for each in facts})
+    text = f"They were measured from {times[0]} to {times[-1]}, commit {', '.join(commits)}."
+    if len(commits) == 1:
+        return text
+    return f"{text} These are {len(commits)} versions: bench.options.fresh=true measures all anew."
