@@ -40,9 +40,9 @@ def curve(job: JobSpec, step: int) -> float:
 def make_job(trial: Trial, steps: int = 8) -> JobSpec:
     lr = trial.values["train.lr"]
     assert isinstance(lr, float)
-    return JobSpec(
-        trial.name, ADAPTER, TrainSpec(steps=steps, batch_size=2, lr=lr), lengths_data((3, 5, 8, 4))
-    )
+    own = [text.partition("=")[2] for text in trial.overrides if text.startswith("train.priority=")]
+    train = TrainSpec(steps=steps, batch_size=2, lr=lr, priority=int(own[0]) if own else 0)
+    return JobSpec(trial.name, ADAPTER, train, lengths_data((3, 5, 8, 4)))
 
 
 @dataclass
@@ -96,9 +96,10 @@ class Bench:
     clock: Callable[[], float] = time.monotonic
 
     def run(self) -> SearchResult:
+        parallel = self.search.parallel
         run = RunSettings(
             engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),
-            planner=PlannerSettings(max_jobs=self.max_jobs),
+            planner=PlannerSettings(max_jobs=min(self.max_jobs or parallel, parallel)),
             search=self.search,
         )
         identity = identify(SPACE, JobSpec("base"), run)

@@ -19,6 +19,7 @@ from plait.errors import StorageError
 from plait.search.control import Mailbox, Orders
 from plait.search.control.mailbox import Mode
 from plait.search.study import StudyTrials
+from plait.search.workers import Owner as Trainer
 
 RUNNING, PAUSED = Orders(), Orders("paused")
 STOPPING, CANCELLING = Orders("stopping"), Orders("cancelling")
@@ -307,6 +308,30 @@ def test_a_worker_ends_with_the_others_when_the_last_withdraws_the_order(tmp_pat
     assert bench.run().ended_by == mode
     assert len(bench.trials) == 2
     assert box.orders == RUNNING
+
+
+def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other brings the last member of a cohort to its rung; here its first one waits, beside a trial of
+    the next cohort that nothing happens to."""
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
+
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        if poll == 0:
+            elsewhere = study._study.ask(study._distributions)
+            elsewhere.set_user_attr("plait.owner", Trainer("other", "elsewhere", "/nowhere").to_json())
+        if poll == 5:
+            study._study._storage.set_trial_intermediate_value(0, 2, 99.0)
+            study._study.tell(0, 99.0)
+        return RUNNING
+
+    bench = Bench(tmp_path, halving(trials=4, parallel=2, cohort=2, rungs=(2,)), owner=owner, alive=60)
+    bench.run()
+    beside = [event.jobs for event in bench.of(GroupStep) if "trial-0001" in event.jobs]
+    assert len(beside[0]) == 2
+    assert steps_of(bench, "trial-0001") == list(range(1, 9))
+    assert len(beside[2]) == 2  # its third step, beside one that has not ended
 
 
 def test_resume_after_stop_draws_again(tmp_path: Path) -> None:

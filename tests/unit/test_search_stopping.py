@@ -147,9 +147,10 @@ def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Pa
     known: list[Counter[TrialState]] = []
     ask = StudyTrials.ask
 
-    def noted(self: StudyTrials, *, new: bool = True) -> Trial | None:
-        known.append(Counter(trial.state for trial in self._study.get_trials(deepcopy=False)))
-        return ask(self, new=new)
+    def noted(self: StudyTrials, *, new: bool = True, above: int | None = None) -> Trial | None:
+        if above is None:
+            known.append(Counter(trial.state for trial in self._study.get_trials(deepcopy=False)))
+        return ask(self, new=new, above=above)
 
     monkeypatch.setattr(StudyTrials, "ask", noted)
     bench = Bench(tmp_path, halving(trials=12, parallel=4, cohort=4))

@@ -174,10 +174,12 @@ def build_coordinator(
     if not settings.search.fresh:
         kernels = same_kernels(kernels, device, model.dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
+    parallel = settings.search.parallel  # beyond these, a job of higher priority displaces another
+    planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
         LocalWorker(model, data, engine),
         data,
-        settings,
+        replace(settings, planner=planner),
         folder=folder,
         states=states,
         profile=stored_profile(settings, model.config_digest),

@@ -27,6 +27,7 @@ from plait.search.trials import Finished, Outcome, Trial, TrialSource
 from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
+LOOK_SECONDS = 1.0  # between two looks at what others did: decided at a rung, or let a trial come first
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 BY_OWNER = "ended by its owner"
 
@@ -164,6 +165,8 @@ class SearchRun:
     _parked: dict[str, Trial] = field(default_factory=dict)
     _returning: list[Trial] = field(default_factory=list)  # parked, and let past their rungs
     _diverged: set[str] = field(default_factory=set)
+    _priority: dict[str, int] = field(default_factory=dict)
+    _next_look: float = -math.inf
     _drawn_out: bool = False
     _observed: Observed = field(default_factory=Observed)
     _failed: int = 0
@@ -175,8 +178,11 @@ class SearchRun:
         self._failed = SearchResult(tuple(self.source.finished())).failed
         while not self.stop():
             self._obey()
-            self._judge()
+            look = self._look()
+            self._judge(ask_again=look)
             self._fill()
+            if look:
+                self._let_in()
             if self._live:
                 self._advance()
                 continue
@@ -228,17 +234,48 @@ class SearchRun:
             return
         while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
             if self._returning:
-                trial = min(self._returning, key=lambda each: each.number)
-                self._returning.remove(trial)
-                self._live[trial.name] = self._parked.pop(trial.name)
-                self._at_rung.discard(trial.name)
-                self.coordinator.unpark(trial.name, AT_RUNG)
+                self._come_back(self._first_returning)
                 continue
-            new = self.source.ask(new=self._orders.mode == "running" and not self._hopeless)
+            new = self.source.ask(new=self._draws)
             if new is None:
                 self._drawn_out = True
                 return
             self._start(new)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether further trials may begin."""
+        return self._orders.mode == "running" and not self._hopeless
+
+    def _look(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        return True
+
+    def _let_in(self) -> None:
+        """Who has a higher priority than one of those that train waits for no place: the engine parks that
+        one, which comes back by itself."""
+        while self._live and self._draws:
+            ranks = sorted((self._priority[name] for name in self._live), reverse=True)
+            lowest = ranks[: self.settings.parallel][-1]
+            if self._returning and self._priority[self._first_returning.name] > lowest:
+                self._come_back(self._first_returning)
+            elif (new := self.source.ask(above=lowest)) is not None:
+                self._start(new)
+            else:
+                return
+
+    @property
+    def _first_returning(self) -> Trial:
+        return min(self._returning, key=lambda each: (-self._priority[each.name], each.number))
+
+    def _come_back(self, trial: Trial) -> None:
+        self._returning.remove(trial)
+        self._live[trial.name] = self._parked.pop(trial.name)
+        self._at_rung.discard(trial.name)
+        self.coordinator.unpark(trial.name, AT_RUNG)
 
     def _wait(self) -> bool:
         """Nobody trains, and nobody can be drawn: False when nothing more can come."""
@@ -322,6 +359,7 @@ class SearchRun:
             self._over(trial, Outcome("failed", None, str(error)))
         else:
             self._live[job.name] = trial
+            self._priority[job.name] = job.train.priority
 
     def _advance(self) -> None:
         events = list(self.coordinator.advance())

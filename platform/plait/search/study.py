@@ -25,18 +25,26 @@ from plait.search.samplers import distributions, drawn_beside, make_sampler, one
 from plait.search.signature import TOKEN, check_material, check_problem, create
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
+from plait.search.trial_records import (
+    BEYOND,
+    CHECKPOINT,
+    OWNER,
+    PRIORITY,
+    PRIORITY_KEY,
+    REASON,
+    REQUEST,
+    RETRY_OF,
+    RUN_ID,
+    STATES,
+    WARM,
+    outcome_of,
+    priority_of,
+    trainer_of,
+)
 from plait.search.trials import Finished, Outcome, Trial
-from plait.search.workers import Owner, Workers, owner_of
+from plait.search.workers import Owner, Workers
 from plait.settings import SearchSettings
 
-REASON = "plait.reason"  # trial: why it ended as it did
-RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
-CHECKPOINT = "plait.checkpoint"  # trial: where its states are
-OWNER = "plait.owner"  # trial: who trains it
-BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
-REQUEST = "plait.request"  # trial: the request that it answers
-WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
-RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
 
@@ -89,6 +97,7 @@ class StudyTrials:
         self._folder = None if folder is None else folder(name)
         self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
         self._own: set[int] = set()  # trials that this process trains
+        self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
         self._study = self.patience(lambda: self._open(name, identity))
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
@@ -123,7 +132,7 @@ class StudyTrials:
             SearchError: another process on this host trains it.
         """
         for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            owner = _owner(item)
+            owner = trainer_of(item)
             if self._workers is not None and owner is not None and self._workers.surely_lives(owner):
                 raise SearchError(
                     f"search.fresh=true: search.name={study.study_name} is being trained by another process",
@@ -171,12 +180,15 @@ class StudyTrials:
 
     # ---- drawing and taking up -----------------------------------------------------------------------------
 
-    def ask(self, *, new: bool = True) -> Trial | None:
-        """The next trial, or None when all have been drawn; first those that nobody trains any more.
+    def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
+        """The next trial, or None when all have been drawn: by priority, then those that nobody trains any
+        more, then those whose values are known, then new ones.
 
-        With ``new`` false, only those.
+        Args:
+            new: whether any but those that nobody trains any more are asked for.
+            above: only trials of a higher priority than this, as far as it is known before they are drawn.
         """
-        return self._locked(lambda: self._ask(new))
+        return self._locked(lambda: self._ask(new, above))
 
     def enqueue(
         self,
@@ -186,6 +198,7 @@ class StudyTrials:
         request: str = "",
         retry_of: int | None = None,
         warm_from: Path | None = None,
+        priority: int | None = None,
     ) -> int:
         """Let a trial with these values come next; its number.
 
@@ -195,9 +208,10 @@ class StudyTrials:
             request: what it answers: a second call for the same one enqueues nothing.
             retry_of: a failed trial.
             warm_from: folder of the weights that it begins with.
+            priority: of its own, where that is not searched.
         """
         warm = None if warm_from is None else str(warm_from.absolute())
-        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of, WARM: warm}
+        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of, WARM: warm, PRIORITY: priority}
         return self._locked(
             lambda: self._enqueue(
                 values, {key: fact for key, fact in facts.items() if fact not in ("", None)}
@@ -211,14 +225,18 @@ class StudyTrials:
         time.sleep(POLL_SECONDS)
         return True
 
-    def _ask(self, new: bool) -> Trial | None:
+    def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self._trials()
-        if orphans := self._orphans(trials):
-            return self._take(orphans[0])
-        if not new:
+        waiting = [item for item in trials if new and item.state == TrialState.WAITING]
+        known = [*self._orphans(trials), *waiting]
+        first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
+        if above is not None and (first is None or self._priority(first) <= above):
             return None
-        waiting = any(item.state == TrialState.WAITING for item in trials)
-        if not waiting and len(trials) >= self._total(trials):
+        if first is not None and (first.state == TrialState.RUNNING or first is not waiting[0]):
+            if first.state == TrialState.WAITING:  # Optuna would begin the one that waits longest
+                self._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING)
+            return self._take(self._trials()[first.number])
+        if not new or (not waiting and len(trials) >= self._total(trials)):
             return None
         if self._prior:  # its values are drawn beside the study, which the prior is no part of
             self._study.sampler = optuna.samplers.RandomSampler()
@@ -228,6 +246,9 @@ class StudyTrials:
         with one_torch_thread(self._settings.sampler):
             asked = self._study.ask(self._distributions)
         return self._take(self._trials()[asked.number])
+
+    def _priority(self, item: FrozenTrial) -> int:
+        return priority_of(item, self._usual_priority)
 
     def _take(self, item: FrozenTrial) -> Trial:
         """Sign a trial; complete the values of one whose process was killed while it drew them."""
@@ -242,7 +263,8 @@ class StudyTrials:
     def _complete(self, item: FrozenTrial) -> None:
         """Give a trial the values that were not written yet, drawn beside the study with the prior and what
         was there before the trial, since a sampler draws all values of a trial in one go."""
-        before = [other for other in self._trials() if other.number < item.number]
+        earlier = self._trials()[: item.number]
+        before = [other for other in earlier if other.state != TrialState.WAITING]
         prior = [each.frozen(self._distributions) for each in self._prior]
         sampler = make_sampler(self._settings, self._space, item.number, prior)
         known = [*prior, *before]
@@ -266,10 +288,10 @@ class StudyTrials:
         attributes = self._study.user_attrs
         owners: dict[Owner | None, bool] = {}
         for item in running:
-            owner = _owner(item)
+            owner = trainer_of(item)
             if owner not in owners:
                 owners[owner] = self._workers.gone(owner, attributes)
-        return [item for item in running if owners[_owner(item)]]
+        return [item for item in running if owners[trainer_of(item)]]
 
     def _count_others(self) -> int:
         trials = self._trials()
@@ -323,7 +345,7 @@ class StudyTrials:
     def _tell(self, trial: Trial, outcome: Outcome) -> bool:
         """Whether the trial is this process's own, and is over now."""
         frozen, live = self._live(trial)
-        if self._workers is not None and _owner(frozen) != self._workers.own:
+        if self._workers is not None and trainer_of(frozen) != self._workers.own:
             return False
         if frozen.state.is_finished():  # told by an attempt whose answer got lost
             return True
@@ -353,7 +375,7 @@ class StudyTrials:
         over = [item for item in self.patience(self._trials) if item.state.is_finished()]
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
-        return [Finished(self._trial(item), _outcome(item)) for item in over]
+        return [Finished(self._trial(item), outcome_of(item)) for item in over]
 
     def close(self) -> None:
         """This process draws no more: what it has not ended is free to be taken up."""
@@ -383,7 +405,10 @@ class StudyTrials:
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
         values = {key: frozen.params[key] for key in self._distributions}
-        trial = Trial(frozen.number, values, tuple(self._space.overrides(values)))
+        overrides = self._space.overrides(values)
+        if PRIORITY in frozen.user_attrs:
+            overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
+        trial = Trial(frozen.number, values, tuple(overrides))
         places = [] if self.states_folder is None else [self.states_folder / trial.name]
         if saved := frozen.user_attrs.get(CHECKPOINT):
             places.append(Path(saved))
@@ -395,7 +420,7 @@ class StudyTrials:
     def state(self, number: int) -> str | None:
         """ "running", "waiting", "complete", "pruned" or "failed"; None where there is no such trial."""
         trials = self.patience(self._trials)
-        return _STATES[trials[number].state] if 0 <= number < len(trials) else None
+        return STATES[trials[number].state] if 0 <= number < len(trials) else None
 
     def values(self, number: int) -> dict[str, Value]:
         """The searched keys of a trial that was drawn."""
@@ -422,24 +447,3 @@ class StudyTrials:
         for item in trials:
             if item.state == TrialState.FAIL and item.number not in tried and item.params:
                 self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number})
-
-
-_STATES = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
-
-
-def _owner(item: FrozenTrial) -> Owner | None:
-    return owner_of(item.user_attrs.get(OWNER))
-
-
-def _outcome(item: FrozenTrial) -> Outcome:
-    reason, run_id = str(item.user_attrs.get(REASON, "")), str(item.user_attrs.get(RUN_ID, ""))
-    if item.state == TrialState.COMPLETE:
-        first, *others = item.values
-        return Outcome("complete", first, reason, run_id, tuple(others), item.constraints)
-    return Outcome("pruned" if item.state == TrialState.PRUNED else "failed", None, reason, run_id)

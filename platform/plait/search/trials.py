@@ -80,10 +80,12 @@ class TrialSource(Protocol):
     def total(self) -> int:
         """How many trials there are to be."""
 
-    def ask(self, *, new: bool = True) -> Trial | None:
-        """The next trial, or None when all have been drawn; first those that were cut short.
+    def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
+        """The next trial, or None when all have been drawn: by priority, then those that were cut short.
 
-        With ``new`` false, only those.
+        Args:
+            new: whether any but those that were cut short are asked for.
+            above: only trials of a higher priority than this, as far as it is known before they are drawn.
         """
 
     def report(self, trial: Trial, step: int, value: float) -> None:

@@ -12,8 +12,10 @@ from plait.errors import InputError, SearchError
 from plait.search.control.mailbox import Answer, Desk, Mailbox, Mode, Orders, Request
 from plait.search.points import read_point
 from plait.search.space import Space, Value
+from plait.search.trial_records import PRIORITY_KEY
 
 RUNNING = "running"
+_BEFORE = ", or a trial of lower priority makes room"
 
 
 class Study(Protocol):
@@ -25,7 +27,14 @@ class Study(Protocol):
     def values(self, number: int) -> Mapping[str, Value]:
         """Of a trial's searched keys."""
 
-    def enqueue(self, values: Mapping[str, Value], *, request: str, warm_from: Path | None = None) -> int:
+    def enqueue(
+        self,
+        values: Mapping[str, Value],
+        *,
+        request: str,
+        warm_from: Path | None = None,
+        priority: int | None = None,
+    ) -> int:
         """Let a trial with these values come next, beyond those asked for; its number. One for a request."""
 
 
@@ -109,7 +118,8 @@ class Clerk:
         return f"Trial {number} ends after this step."
 
     def _add(self, request: Request, values: Mapping[str, Value], warm_from: Path | None = None) -> str:
-        point = {**values, **read_point(self.space, request.overrides)}
+        overrides, priority = self._priority(request.overrides)
+        point = {**values, **read_point(self.space, overrides)}
         keys = [dimension.name for dimension in self.space.dimensions]
         if self.whole and (missing := [key for key in keys if key not in point]):
             raise SearchError(
@@ -117,8 +127,22 @@ class Clerk:
                 "A grid (search.sampler=grid) draws no values for what is left open.",
                 f"Give every key: {', '.join(keys)}.",
             )
-        number = self.study.enqueue(point, request=request.id, warm_from=warm_from)
-        return f"Trial {number} comes next, as soon as a place is free."
+        number = self.study.enqueue(point, request=request.id, warm_from=warm_from, priority=priority)
+        return (
+            f"Trial {number} comes next, as soon as a place is free{_BEFORE if priority is not None else ''}."
+        )
+
+    def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
+        """A trial may have a priority of its own, which changes nothing of what it comes to: apart from the
+        values that are searched."""
+        key = f"{PRIORITY_KEY}="
+        given = [each for each in overrides if each.startswith(key)]
+        if not given or any(dimension.name == PRIORITY_KEY for dimension in self.space.dimensions):
+            return list(overrides), None
+        try:
+            return [each for each in overrides if each not in given], int(given[-1].removeprefix(key))
+        except ValueError:
+            raise SearchError(given[-1], "A priority is a whole number.", f"Give {key}5.") from None
 
     def _clone(self, request: Request, number: int) -> Answer | None:
         if self._known(number) == "waiting":

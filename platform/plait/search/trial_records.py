@@ -1,0 +1,54 @@
+"""What a study keeps with each trial beside its values, and how that is read."""
+
+from __future__ import annotations
+
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.search.trials import Outcome
+from plait.search.workers import Owner, owner_of
+
+REASON = "plait.reason"  # trial: why it ended as it did
+RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
+CHECKPOINT = "plait.checkpoint"  # trial: where its states are
+OWNER = "plait.owner"  # trial: who trains it
+BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
+REQUEST = "plait.request"  # trial: the request that it answers
+WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
+RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
+PRIORITY = "plait.priority"  # trial: its own, where that is not searched
+PRIORITY_KEY = "train.priority"
+
+STATES = {
+    TrialState.RUNNING: "running",
+    TrialState.WAITING: "waiting",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+
+
+def trainer_of(item: FrozenTrial) -> Owner | None:
+    """Who trains it; None where nobody signed it."""
+    return owner_of(item.user_attrs.get(OWNER))
+
+
+def priority_of(item: FrozenTrial, usual: int) -> int:
+    """Of its job, as far as it is known: a sampler may draw another for a trial that waits.
+
+    Args:
+        item: the trial.
+        usual: of the search's jobs.
+    """
+    if PRIORITY in item.user_attrs:
+        return int(item.user_attrs[PRIORITY])
+    enqueued = item.system_attrs.get("fixed_params", {})
+    return int(item.params.get(PRIORITY_KEY, enqueued.get(PRIORITY_KEY, usual)))
+
+
+def outcome_of(item: FrozenTrial) -> Outcome:
+    """How a trial that is over ended."""
+    reason, run_id = str(item.user_attrs.get(REASON, "")), str(item.user_attrs.get(RUN_ID, ""))
+    if item.state == TrialState.COMPLETE:
+        first, *others = item.values
+        return Outcome("complete", first, reason, run_id, tuple(others), item.constraints)
+    return Outcome("pruned" if item.state == TrialState.PRUNED else "failed", None, reason, run_id)

@@ -1,0 +1,156 @@
+"""Trials of higher priority in a search whose places are taken: they come in at once, others go on later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from optuna.trial import TrialState
+from rung_bench import Bench, KilledError, Notes, halving, states
+
+from plait.engine.live import DISPLACED
+from plait.engine.messages import GroupStep, JobParked, JobProgress
+from plait.search.control import Orders
+from plait.search.study import StudyTrials
+
+GROUP = ("trial-0000", "trial-0001")
+NONE = {"kind": "none"}
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.search.run.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
+
+
+def adds(study: StudyTrials, poll: int, *priorities: int | None) -> Orders:
+    """The owner, who adds trials of these priorities after some iterations."""
+    if poll == 3:
+        for at, priority in enumerate(priorities):
+            study.enqueue({"train.lr": 1e-3}, request=f"request {at}", priority=priority)
+    return Orders()
+
+
+def groups(bench: Bench) -> list[tuple[str, ...]]:
+    """Who trained together, in order, each group once."""
+    found: list[tuple[str, ...]] = []
+    for event in bench.of(GroupStep):
+        jobs = tuple(sorted(event.jobs))
+        if found[-1:] != [jobs]:
+            found.append(jobs)
+    return found
+
+
+def steps_of(bench: Bench, name: str) -> list[int]:
+    return [event.step for event in bench.of(JobProgress) if event.job == name]
+
+
+def test_an_urgent_trial_takes_the_place_of_the_last_one_which_goes_on_later(tmp_path: Path) -> None:
+    search = halving(trials=2, parallel=2, **NONE)
+    bench = Bench(tmp_path, search, owner=lambda study, poll: adds(study, poll, 0, 5, 1))
+    bench.run()
+    assert groups(bench) == [
+        GROUP,
+        ("trial-0003", "trial-0004"),
+        GROUP,
+        ("trial-0002",),
+    ]
+    assert {event.job for event in bench.of(JobParked)} == set(GROUP)
+    for number in range(5):
+        assert steps_of(bench, f"trial-{number:04d}") == list(range(1, 9))
+    assert [trial.state for trial in bench.trials] == [TrialState.COMPLETE] * 5
+    undisturbed = Bench(tmp_path / "undisturbed", search)
+    undisturbed.run()
+    assert states(bench)[:2] == states(undisturbed)
+
+
+def test_no_more_than_the_places_are_taken_by_urgent_trials(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path, halving(trials=1, parallel=1, **NONE), owner=lambda study, poll: adds(study, poll, 5, 5, 7)
+    )
+    bench.run()
+    assert groups(bench) == [(f"trial-{number:04d}",) for number in (0, 3, 1, 2, 0)]
+
+
+def test_trials_of_the_same_priority_wait_for_a_place(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path, halving(trials=2, parallel=2, **NONE), owner=lambda study, poll: adds(study, poll, None, 0)
+    )
+    bench.run()
+    assert groups(bench) == [GROUP, ("trial-0002", "trial-0003")]
+    assert not bench.of(JobParked)
+
+
+def test_a_killed_search_goes_on_with_the_urgent_trial_first(tmp_path: Path) -> None:
+    bench = Bench(
+        tmp_path,
+        halving(trials=2, parallel=1, **NONE),
+        owner=lambda study, poll: adds(study, poll, 5),
+        checkpoint_steps=1,
+    )
+    with pytest.raises(KilledError):
+        replace(bench, alive=6).run()
+    assert groups(bench) == [("trial-0000",), ("trial-0001",)]
+    again = replace(bench, notes=Notes(), owner=lambda _study, _poll: Orders())
+    again.run()
+    assert groups(again) == [(f"trial-{number:04d}",) for number in (1, 0, 2)]
+
+
+def test_an_urgent_trial_waits_out_a_pause(tmp_path: Path) -> None:
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        adds(study, poll, 5)
+        return Orders("paused") if 2 <= poll < 6 else Orders()
+
+    bench = Bench(tmp_path, halving(trials=2, parallel=2, **NONE), owner=owner, alive=200)
+    bench.run()
+    assert groups(bench) == [
+        GROUP,
+        ("trial-0000", "trial-0002"),
+        ("trial-0001", "trial-0002"),
+        ("trial-0001",),
+    ]
+    assert [trial.state for trial in bench.trials] == [TrialState.COMPLETE] * 3
+
+
+def test_one_that_is_let_past_its_rung_takes_the_place_of_one_that_is_too(tmp_path: Path) -> None:
+    """The cohort is decided as its last member comes to the rung, which would keep its place."""
+
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        if poll == 0:
+            for lr, priority in ((1e-1, 0), (1e-3, 5), (1e-5, 0), (2e-3, 0)):
+                study.enqueue({"train.lr": lr}, request=f"request {lr}", priority=priority)
+        return Orders()
+
+    bench = Bench(tmp_path, halving(trials=1, parallel=1, cohort=4, rungs=(2,)), owner=owner)
+    bench.run()
+    assert groups(bench) == [(f"trial-{number:04d}",) for number in (1, 0, 2, 3, 1, 3, 4)]
+    assert bench.of(JobParked)[-1] == JobParked("trial-0003", 2, DISPLACED)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    added=st.lists(st.tuples(st.integers(0, 20), st.integers(-1, 3)), max_size=6),
+    parallel=st.integers(1, 3),
+    kind=st.sampled_from(["none", "successive_halving", "patience"]),
+)
+def test_whoever_comes_first_each_trial_takes_each_step_once(
+    tmp_path_factory: pytest.TempPathFactory, added: list[tuple[int, int]], parallel: int, kind: str
+) -> None:
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        for at, (when, priority) in enumerate(added):
+            if poll == when:
+                study.enqueue({}, request=f"request {at}", priority=priority)
+        return Orders()
+
+    folder = tmp_path_factory.mktemp("search")
+    bench = Bench(folder, halving(4, parallel, kind=kind, cohort=3, rungs=(2, 5)), owner=owner, alive=500)
+    bench.run()
+    assert max(len(jobs) for jobs in groups(bench)) <= parallel
+    assert all(state.is_finished() for state, _ in states(bench))
+    for trial in bench.trials:
+        steps = steps_of(bench, f"trial-{trial.number:04d}")
+        assert steps == list(range(1, len(steps) + 1))
+        assert trial.state != TrialState.COMPLETE or len(steps) == 8
