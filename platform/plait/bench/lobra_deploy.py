@@ -19,6 +19,7 @@ from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import ReplicaCost
 from plait.jobs import JobSpec
 from plait.planner.deployment import Deployment, DeployOptions, deploy
+from plait.planner.deployment_change import best_equal_replicas
 from plait.planner.dispatch import dispatch
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
@@ -54,7 +55,8 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
 def compare(
     profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Sequence[Sequence[int]]
 ) -> list[Figure]:
-    """Figures of one assumption: with every configuration, and without pipelines as in LobRA's plan."""
+    """Figures of one assumption: with every configuration, without pipelines as in LobRA's plan, and with
+    replicas that are all equal (Task-Fused)."""
     workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
     buckets = workload.buckets(profile)
     counts = workload.expected(buckets)
@@ -77,6 +79,17 @@ def compare(
                 f"published {theirs.makespan:.2f} s; {needs}",
             )
         )
+    chosen = deploy(costs, counts, profile.devices.count)
+    equal = best_equal_replicas(costs, counts, profile.devices.count)
+    figures.append(
+        Figure(
+            f"{assumption}; equal replicas (Task-Fused) slower by",
+            100.0 * (equal.makespan / chosen.makespan - 1.0),
+            "%",
+            "computed",
+            note=f"{equal}, {equal.makespan:.2f} s; Plait by replica: {chosen}, {chosen.makespan:.2f} s",
+        )
+    )
     return figures
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import cast
 
 from plait.bench.figures import Figure, Report
@@ -22,6 +23,7 @@ from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import deploy
 from plait.planner.dispatch import dispatch, spread
 from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
 from plait.planner.solver import Limits
 from plait.samples import Int64
 from plait.settings import RunSettings
@@ -36,7 +38,8 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     """Planning seconds beside the published ones, with each plan's distance to its proved bound.
 
     Options: ``tasks``, ``assumptions`` (the first is used), ``devices`` (number: published seconds or
-    null), ``kinds`` (rows [tp, pp, replicas] of the dispatch), ``steps``.
+    null), ``kinds`` (rows [tp, pp, replicas] of the dispatch), ``steps``, ``step_seconds`` (that a step
+    trains while the next one is planned).
     """
     del jobs
     profile = cluster_profile(settings.cluster.options)
@@ -46,7 +49,9 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     for devices, theirs in cast("Mapping[int, float | None]", options["devices"]).items():
         figures += _deployment_figures(profile, workload, int(devices), theirs)
     kinds = cast("Sequence[Sequence[int]]", options["kinds"])
-    figures += _dispatch_figures(profile, workload.batches[: int(cast("int", options["steps"]))], kinds)
+    batches = workload.batches[: int(cast("int", options["steps"]))]
+    figures += _dispatch_figures(profile, batches, kinds)
+    figures += _ahead_figures(profile, batches, kinds, float(cast("float", options["step_seconds"])))
     return Report("Planning time", tuple(figures), (f"{assumption}", f"cost model: {profile.source}"))
 
 
@@ -104,6 +109,40 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Sequence[Se
             Figure(f"{case}: {name} above the bound", 100.0 * median(each), "%", "computed")
             for name, each in gaps.items()
         ),
+    ]
+
+
+def _ahead_figures(
+    profile: ClusterProfile, batches: Int64, rows: Sequence[Sequence[int]], step_seconds: float
+) -> list[Figure]:
+    """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead."""
+    costs = costs_of(profile, limits(profile), _devices(rows))
+    kinds = tuple((kind.cost.configuration, kind.count) for kind in replicas(costs, rows))
+    to = Replicas(kinds, profile.time)
+    steps = [[int(length) for length in batch] for batch in batches]
+    now, ahead = [], []
+    with ProcessPoolExecutor(1) as executor:
+        planner = StepPlanner(to, executor)
+        planner.prepare(steps[0])
+        planner.take(steps[0])  # the process starts, which is no step's time
+        for lengths in steps:
+            planner.prepare(lengths)
+            sleep(step_seconds)  # the step before trains
+            begin = perf_counter()
+            planner.take(lengths)
+            ahead.append(perf_counter() - begin)
+            begin = perf_counter()
+            plan_step(lengths, to)
+            now.append(perf_counter() - begin)
+    return [
+        Figure(
+            f"dispatch, a step waits: {name}",
+            1e3 * median(seconds),
+            "ms",
+            "measured",
+            note=f"longest {1e3 * max(seconds):.1f} ms; steps of {1e3 * step_seconds:.0f} ms, slept",
+        )
+        for name, seconds in (("planned when it begins", now), ("planned ahead", ahead))
     ]
 
 

@@ -1,35 +1,25 @@
 """Which replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
 
-A few hundred deployments are enumerated and judged in the order of their own bounds; where there are
-more, candidates come from a bisection on the makespan and from replacing replicas of the best so far.
-Either way the answer carries a proved bound over all configurations, not only over those it tried.
+The search is by branch and bound over patterns; small instances are enumerated where the optimum is to be
+proved. Either way the answer carries a proved bound over all configurations, not only over those it tried.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from plait.cost.replica import ReplicaCost
+from plait.cost.replica import Configuration, ReplicaCost
 from plait.errors import CapacityError
-from plait.planner.deployment_bounds import Counts, bisection, relaxation_bound
-from plait.planner.deployment_patterns import refine
-from plait.planner.dispatch import (
-    EXACT,
-    Dispatch,
-    check_coverage,
-    device_seconds,
-    dispatch,
-    dispatch_of,
-    spread,
-)
+from plait.planner.deployment_bounds import relaxation_bound
+from plait.planner.deployment_branching import kinds_of, search
+from plait.planner.deployment_patterns import Replicas
+from plait.planner.dispatch import EXACT, Dispatch, check_coverage, device_seconds, dispatch, spread
 from plait.planner.dispatch_search import (
     ReplicaKind,
-    descend,
     makespan,
     relaxed_shares,
     single,
@@ -90,8 +80,13 @@ class Deployment:
         """Distance of the makespan to the proved bound, relative."""
         return self.makespan / self.bound - 1.0
 
+    @property
+    def shape(self) -> tuple[tuple[Configuration, int], ...]:
+        """Configurations with their number of replicas."""
+        return tuple((kind.cost.configuration, kind.count) for kind in self.kinds)
+
     def __str__(self) -> str:
-        return ", ".join(f"{kind.cost.configuration}×{kind.count}" for kind in self.kinds)
+        return ", ".join(f"{configuration}×{count}" for configuration, count in self.shape)
 
 
 def propose(costs: Sequence[ReplicaCost], devices: int) -> tuple[ReplicaCost, ...]:
@@ -135,15 +130,17 @@ def deploy(
         raise CapacityError(f"{devices} devices", "No configuration is that small.", "Add devices.")
     check_coverage([ReplicaKind(cost, 1) for cost in able], counts)
     relaxation = relaxation_bound(able, counts, devices)
-    whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
-    if options.exact or len(whole) <= options.enumerate_up_to:
-        complete = whole if len(whole) <= options.enumerate_up_to else list(_maximal(able, devices, None))
-        found = _enumerated(able, counts, complete, devices, relaxation, options)
-    else:
-        found = _searched(able, counts, devices, relaxation, options)
-    if options.exact or options.equal_shares or found.gap <= options.gap:
-        return found
-    return _refined(found, able, counts, devices, options.gap)
+    if options.exact or options.equal_shares:
+        whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
+        if len(whole) <= options.enumerate_up_to:
+            return _enumerated(able, counts, whole, devices, relaxation, options)
+        if options.exact:
+            every = list(_maximal(able, devices, None))
+            return _enumerated(able, counts, every, devices, relaxation, options)
+        return _searched(able, counts, devices, relaxation, options)
+    found = search(able, counts, devices, bound=relaxation, goal=options.gap)
+    judged = len(found.candidates)
+    return Deployment(found.kinds, found.expected, found.bound, relaxation, judged, found.limit_hit)
 
 
 def judge(kinds: Sequence[ReplicaKind], counts: Sequence[int], options: DeployOptions) -> Dispatch:
@@ -157,7 +154,7 @@ def judge(kinds: Sequence[ReplicaKind], counts: Sequence[int], options: DeployOp
 def _enumerated(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
-    deployments: Sequence[Counts],
+    deployments: Sequence[Replicas],
     devices: int,
     relaxation: float,
     options: DeployOptions,
@@ -166,14 +163,14 @@ def _enumerated(
     bounded = sorted(
         (relaxed_shares(kinds, counts)[0], p)
         for p in deployments
-        if _covers(kinds := _kinds(costs, p), counts)
+        if _covers(kinds := kinds_of(costs, p), counts)
     )
     best, bounds, judged = None, [], 0
     for bound, p in bounded:
         if best is not None and bound >= best.expected.makespan * (1 - options.gap * (not options.exact)):
             bounds.append(bound)
             break
-        kinds = _kinds(costs, p)
+        kinds = kinds_of(costs, p)
         found, judged = judge(kinds, counts, options), judged + 1
         bounds.append(max(bound, found.bound if options.exact else bound))
         if best is None or found.makespan < best.expected.makespan:
@@ -181,9 +178,8 @@ def _enumerated(
     assert best is not None  # coverage was checked
     bound, limit_hit = min([*bounds, best.makespan]), best.expected.limit_hit
     if not options.exact and best.makespan > bound * (1 + options.gap):
-        proved = bisection(costs, counts, devices)
+        proved = search(costs, counts, devices, bound=relaxation, goal=options.gap)
         bound = min(max(bound, proved.bound), best.makespan)
-        limit_hit = limit_hit or proved.limit_hit
     return Deployment(best.kinds, best.expected, bound, relaxation, judged, limit_hit)
 
 
@@ -194,24 +190,19 @@ def _searched(
     relaxation: float,
     options: DeployOptions,
 ) -> Deployment:
-    """Candidates from the bisection, judged by a quick dispatch.
-
-    With equal shares also replacements around the best; without, patterns find better ones afterwards.
-    """
-    proved = bisection(costs, counts, devices)
+    """With equal shares: candidates of the search without them, and replacements of replicas of the best."""
+    proved = search(costs, counts, devices, bound=relaxation, goal=options.gap)
     proposal = {id(cost) for cost in propose(costs, devices)}
-    seen: dict[Counts, float] = {}
+    seen: dict[Replicas, float] = {}
 
-    def quick(p: Counts) -> float:
+    def quick(p: Replicas) -> float:
         if p not in seen:
-            kinds = _kinds(costs, p)
+            kinds = kinds_of(costs, p)
             seen[p] = _quick_makespan(kinds, counts) if _covers(kinds, counts) else float("inf")
         return seen[p]
 
-    one_each = [tuple(int(i == chosen) for i in range(len(costs))) for chosen in range(len(costs))]
-    front = [_filled(costs, p, devices, proposal) for p in proved.candidates or one_each]
-    best = min(front, key=quick)
-    while options.equal_shares and len(seen) < options.judged * 10:
+    best = min(proved.candidates, key=quick)
+    while len(seen) < options.judged * 10:
         neighbours = [p for p in _neighbours(costs, best, proposal) if p not in seen]
         better = min(neighbours, key=quick, default=best)
         if quick(better) >= quick(best):
@@ -219,26 +210,10 @@ def _searched(
         best = better
     able = (p for p in seen if seen[p] < float("inf"))  # others leave a sequence without a replica
     finalists = sorted(able, key=lambda p: (seen[p], p))[: max(1, options.judged // 10)]
-    found = [(judge(_kinds(costs, p), counts, options), p) for p in finalists]
+    found = [(judge(kinds_of(costs, p), counts, options), p) for p in finalists]
     expected, p = min(found, key=lambda item: item[0].makespan)
     bound = min(proved.bound, expected.makespan)
-    return Deployment(_kinds(costs, p), expected, bound, relaxation, len(seen), proved.limit_hit)
-
-
-def _refined(
-    found: Deployment, costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int, goal: float
-) -> Deployment:
-    """A better bound, and a better deployment where patterns give one."""
-    refined = refine(costs, counts, devices, bound=found.bound, makespan=found.makespan, goal=goal)
-    kinds, expected = found.kinds, found.expected
-    if refined.replicas:
-        chosen = Counter(each.cost for each in refined.replicas)
-        kinds = tuple(ReplicaKind(costs[place], chosen[place]) for place in sorted(chosen))
-        shares = np.array([each.counts for each in refined.replicas], dtype=np.int64)
-        each = single(kinds)
-        expected = dispatch_of(each, counts, descend(each, counts, shares), refined.bound)
-    bound = min(refined.bound, expected.makespan)
-    return replace(found, kinds=kinds, expected=expected, bound=bound)
+    return Deployment(kinds_of(costs, p), expected, bound, relaxation, len(seen), proved.limit_hit)
 
 
 def _quick_makespan(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> float:
@@ -247,7 +222,7 @@ def _quick_makespan(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> floa
     return makespan(single(kinds), spread_shares(kinds, whole_totals(kinds, counts, fractional)))
 
 
-def _neighbours(costs: Sequence[ReplicaCost], p: Counts, proposal: set[int]) -> Iterator[Counts]:
+def _neighbours(costs: Sequence[ReplicaCost], p: Replicas, proposal: set[int]) -> Iterator[Replicas]:
     """Deployments that replace one replica, or two of one kind, by others on as many devices."""
     allowed = [i for i, cost in enumerate(costs) if id(cost) in proposal]
     for i, count in enumerate(p):
@@ -262,19 +237,7 @@ def _neighbours(costs: Sequence[ReplicaCost], p: Counts, proposal: set[int]) -> 
                     yield tuple(q)
 
 
-def _filled(costs: Sequence[ReplicaCost], p: Counts, devices: int, proposal: set[int]) -> Counts:
-    """``p`` with the devices that it leaves idle given to the largest proposed configurations that fit."""
-    q = list(p)
-    left = devices - sum(count * cost.configuration.devices for count, cost in zip(p, costs, strict=True))
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i].configuration.devices, costs[i].ramp))
-    for i in order:
-        if id(costs[i]) in proposal:
-            more, left = divmod(left, costs[i].configuration.devices)
-            q[i] += more
-    return tuple(q)
-
-
-def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> Iterator[Counts]:
+def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> Iterator[Replicas]:
     """Every choice of replica counts that leaves no room for another replica; at most ``most`` of them.
 
     More replicas are never slower: an added one may stay idle.
@@ -283,7 +246,7 @@ def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> It
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     p = [0] * len(sizes)
 
-    def place(position: int, left: int) -> Iterator[Counts]:
+    def place(position: int, left: int) -> Iterator[Replicas]:
         if position == len(order):
             if left < min(sizes):
                 yield tuple(p)
@@ -295,10 +258,6 @@ def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> It
         p[i] = 0
 
     yield from itertools.islice(place(0, devices), most)
-
-
-def _kinds(costs: Sequence[ReplicaCost], p: Counts) -> tuple[ReplicaKind, ...]:
-    return tuple(ReplicaKind(cost, count) for cost, count in zip(costs, p, strict=True) if count)
 
 
 def _covers(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> bool:

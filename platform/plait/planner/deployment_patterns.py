@@ -1,37 +1,34 @@
-"""Deployment by patterns: what one replica does within a makespan, and how few devices cover a batch so.
+"""Deployment by patterns: what one replica does within a makespan, and how much of a batch replicas cover so.
 
 A pattern is the whole numbers of sequences that one replica of one configuration takes, with T of at most
 τ seconds. A deployment reaches τ exactly where patterns on at most N devices cover the batch: a cutting
 stock problem. Its linear relaxation, solved by generating columns (Gilmore and Gomory), sees whole
-sequences and whole microbatches on every replica, which the bounds of :mod:`plait.planner.deployment_bounds`
-do not, so it proves far better ones where replicas take few sequences; and its patterns, in whole numbers,
-are a deployment with its dispatch.
+sequences and whole microbatches on every replica, which the linear relaxation of the dispatch does not, so
+it proves far better bounds where replicas take few sequences; and its patterns, in whole numbers, are a
+deployment with its dispatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linprog
 
 from plait.cost.replica import ReplicaCost
+from plait.planner.deployment_pricing import HOLDS, Precision, Pricing
+from plait.planner.dispatch import device_seconds
 from plait.planner.dispatch_search import Float64, Int64
+from plait.planner.solver import Limit, Limits, Program, solve
 
-Int16 = npt.NDArray[np.int16]
+Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
 
-GRID, FINE_GRID = 8192, 16384  # units of time that pricing tells apart: for patterns, and for bounds
-WHOLE = 64  # most sequences of a bucket whose numbers are tried one by one
-LEVELS, FINE_LEVELS = 12, 64  # classes of longest microbatch that pricing tells apart
-ROUNDS = 200  # of column generation for one makespan
-SLACKS = (0.985, 0.97, 0.95)  # of the devices: how far patterns are improved before whole ones are taken
-PRECISION = 0.001  # of a refinement, relative
-ATTEMPTS = 7  # makespans that a refinement tries at each end
-EAGER = 0.85  # share of the allowed distance at which a deployment is looked for first
+PRECISIONS = (Precision(2048, 16, 0.006), Precision(16384, 16, 0.001), Precision(16384, 512, 0.0005))
+ROUNDS = 300  # of column generation for one makespan
 TOLERANCE = 1e-7
+REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
+WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +41,43 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class Covered:
-    """The relaxation at one makespan.
+class Ranges:
+    """Fewest and most replicas of each configuration."""
+
+    low: Replicas
+    high: Replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Relaxed:
+    """The relaxation at one makespan, with replicas and their patterns divisible.
 
     Attributes:
-        devices: of the relaxation over the patterns found: an upper end of its optimum.
-        proved: no fewer devices do, divisible replicas allowed: a lower end.
+        share: of the batch that patterns found so far cover; enough of it ends the search for more.
+        most: no patterns cover more.
+        replicas: of each configuration.
     """
 
-    devices: float
-    proved: float
+    share: float
+    most: float
+    replicas: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A linear program's answer.
+
+    Attributes:
+        prices: of a sequence of each bucket.
+        needs: what a pattern of each configuration must be worth more than to help.
+        value: of the duals.
+    """
+
+    share: float
+    prices: Float64
+    needs: Float64
+    value: float
+    replicas: tuple[float, ...]
 
 
 class Patterns:
@@ -62,304 +86,175 @@ class Patterns:
     Args:
         costs: configurations.
         counts: B_j.
+        devices: N.
     """
 
-    def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int] | Int64) -> None:
+    def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int] | Int64, devices: int) -> None:
         self._costs = tuple(costs)
         self._counts = np.asarray(counts, dtype=np.int64)
-        self._sizes = np.array([cost.configuration.devices for cost in costs], dtype=np.float64)
-        self.found: dict[tuple[int, tuple[int, ...]], Pattern] = {}
-
-    def add(self, cost: int, counts: Sequence[int] | Int64) -> Pattern:
-        """Keep a pattern."""
-        key = (cost, tuple(int(value) for value in counts))
-        if key not in self.found:
-            self.found[key] = Pattern(cost, key[1], self._costs[cost].seconds(key[1]))
-        return self.found[key]
-
-    def within(self, tau: float) -> list[Pattern]:
-        """All that take at most ``tau`` seconds."""
-        return [each for each in self.found.values() if each.seconds <= tau * (1 + TOLERANCE)]
-
-    def cover(self, tau: float, devices: int, *, enough: float | None = None) -> Covered:
-        """Generate patterns for ``tau`` until ``devices`` suffice the relaxation, or no pattern is missing.
-
-        Args:
-            enough: go on until so few devices suffice; None takes ``devices``.
-        """
-        pricing = [_Pricing(cost, self._counts, tau) for cost in self._costs]
-        if not self._start(pricing, tau):
-            return Covered(float("inf"), float("inf"))
-        proved, active = 0.0, list(range(len(pricing)))
-        for _ in range(ROUNDS):
-            value, duals = self._relaxed(self.within(tau))
-            if value <= (devices if enough is None else enough):
-                break
-            # Configurations that had nothing to give the last time are asked again only when no other has.
-            improved = [place for place in active if self._improve(place, pricing[place], duals)]
-            if not improved:
-                others = [place for place in range(len(pricing)) if place not in active]
-                improved = [place for place in others if self._improve(place, pricing[place], duals)]
-            active = improved
-            if not improved:
-                limit = max(each.most(duals) / size for each, size in zip(pricing, self._sizes, strict=True))
-                proved = float(duals @ self._counts) / max(limit, 1e-12)
-                break
-        return Covered(value, proved)
-
-    def _improve(self, place: int, pricing: _Pricing, duals: Float64) -> bool:
-        """Keep this configuration's patterns that are worth more than their devices; whether one is new."""
-        before = len(self.found)
-        for worth, counts in pricing.best(duals):
-            if worth > self._sizes[place] * (1 + 1e-6):
-                self.add(place, counts)
-        return len(self.found) > before
-
-    def _start(self, pricing: Sequence[_Pricing], tau: float) -> bool:
-        """A pattern for each bucket by itself; whether every bucket has one."""
-        able = np.zeros(len(self._counts), dtype=bool)
-        for place, each in enumerate(pricing):
-            for j, most in enumerate(each.alone):
-                if most and self._counts[j]:
-                    counts = [0] * len(self._counts)
-                    counts[j] = int(most)
-                    able[j] |= self.add(place, counts).seconds <= tau * (1 + TOLERANCE)
-        return bool(able[self._counts > 0].all())
-
-    def _relaxed(self, patterns: Sequence[Pattern]) -> tuple[float, Float64]:
-        """Fewest devices with divisible replicas of these patterns, and the buckets' prices."""
-        result, used = self._solved(patterns)
-        duals = np.zeros(len(self._counts))
-        duals[used] = np.maximum(0.0, -result.ineqlin.marginals)
-        return float(result.fun), duals
-
-    def _parts(self, tau: float) -> tuple[list[Pattern], Float64]:
-        """Patterns within τ that the relaxation uses, and how many of each."""
-        patterns = self.within(tau)
-        parts = self._solved(patterns)[0].x
-        kept = np.flatnonzero(parts > 1e-9)
-        return [patterns[place] for place in kept], parts[kept]
-
-    def _solved(self, patterns: Sequence[Pattern]) -> tuple[Any, Int64]:
-        used = np.flatnonzero(self._counts)
-        matrix = np.array([each.counts for each in patterns], dtype=np.float64)[:, used].T
-        costs = self._sizes[[each.cost for each in patterns]]
-        least = self._counts[used].astype(np.float64)
-        return linprog(costs, A_ub=-matrix, b_ub=-least, method="highs"), used
-
-    def dive(self, tau: float, devices: int, *, slack: float) -> list[Pattern] | None:
-        """Whole replicas on at most ``devices`` that cover the batch within ``tau``; None if not found.
-
-        The relaxation's whole part is kept, and patterns are generated anew for what is left over, until
-        nothing is left; where no part is whole, the largest one is made so.
-        """
-        left, room, chosen = self._counts.copy(), devices, list[Pattern]()
-        seeds: list[Pattern] = self.within(tau)
-        while left.any():
-            rest = Patterns(self._costs, left)
-            for each in seeds:
-                rest.add(each.cost, np.minimum(each.counts, left))
-            if rest.cover(tau, room, enough=room * slack).devices > room * (1 + TOLERANCE):
-                return None
-            seeds, parts = rest._parts(tau)
-            number = np.floor(parts + 1e-6).astype(np.int64)
-            if not number.any():
-                number[parts.argmax()] = 1
-            for each, count in zip(seeds, number, strict=True):
-                for _ in range(int(count)):
-                    taken = np.minimum(each.counts, left)
-                    if taken.any():
-                        chosen.append(self.add(each.cost, taken))
-                        left = left - taken
-                        room -= int(self._sizes[each.cost])
-            if room < 0:
-                return None
-        return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class Refined:
-    """What patterns found and proved.
-
-    Attributes:
-        bound: no deployment is faster.
-        replicas: a pattern for each replica of a deployment, by configuration; empty where none was found.
-    """
-
-    bound: float
-    replicas: tuple[Pattern, ...]
+        self._used = np.flatnonzero(self._counts)
+        self._devices = devices
+        self._sizes = np.array([cost.configuration.devices for cost in costs], dtype=np.int64)
+        self._pricing: tuple[float, tuple[Pricing, ...]] = (0.0, ())
+        self._found: dict[tuple[int, tuple[int, ...]], Pattern] = {}
 
     @property
-    def makespan(self) -> float:
-        """Seconds of the slowest replica; inf without replicas."""
-        return max((each.seconds for each in self.replicas), default=float("inf"))
+    def everything(self) -> Ranges:
+        """Any number of replicas that the devices hold."""
+        return Ranges((0,) * len(self._costs), tuple(int(most) for most in self._devices // self._sizes))
 
+    def devices(self, replicas: Sequence[int]) -> int:
+        """That these replicas take."""
+        return int(self._sizes @ np.asarray(replicas))
 
-def refine(
-    costs: Sequence[ReplicaCost],
-    counts: Sequence[int],
-    devices: int,
-    *,
-    bound: float,
-    makespan: float,
-    goal: float,
-) -> Refined:
-    """Search between a proved bound and a makespan that can be had, from both ends, by patterns.
+    def relax(self, tau: float, ranges: Ranges, *, exact: bool = False) -> Relaxed:
+        """Generate patterns for ``tau`` until they cover the batch, or it is proved that none do.
 
-    Args:
-        bound: no deployment is faster.
-        makespan: of a deployment that is known.
-        goal: stop within this distance of the bound.
-    """
-    patterns = Patterns(costs, counts)
-    low = start = bound
-    best, high, raised = tuple[Pattern, ...](), makespan, False
-    for _ in range(ATTEMPTS):
-        if high <= low * (1 + goal) or high <= start * (1 + PRECISION):
-            break
-        near = low * (1 + EAGER * goal)
-        tau = near if start < near else (start * high) ** 0.5
-        if not raised and patterns.cover(tau, devices).devices > devices:
-            low, start = _raise_bound(patterns, devices, start, high)
-            raised = True
-            continue
-        found = next((f for slack in SLACKS if (f := patterns.dive(tau, devices, slack=slack))), None)
-        if found is None:
-            start = tau
-        else:
-            best = tuple(sorted(found, key=lambda each: each.cost))
-            high = max(each.seconds for each in best)
-    return Refined(low, best)
+        Args:
+            exact: to the finest precision, where the proof needs it.
+        """
+        pricing, most, level = self._start(tau), float("inf"), 0
+        found = Relaxed(0.0, 0.0, (0.0,) * len(self._costs))
+        for _ in range(ROUNDS):
+            solved = self._solved(tau, ranges)
+            if solved is None:
+                break  # the ranges alone need more devices
+            found = Relaxed(solved.share, most, solved.replicas)
+            if solved.share >= 1 - TOLERANCE:
+                break
+            before = len(self._found)
+            excess = self._priced(pricing, solved, ranges, level)
+            # Duals that are too cheap by the excess are made right by the replicas, or by the devices.
+            repair = min(
+                float(excess @ ranges.high), float((excess / self._sizes).max(initial=0.0)) * self._devices
+            )
+            most = min(most, solved.value + repair)
+            found = replace(found, most=most)
+            if most < 1 - TOLERANCE:
+                break
+            if len(self._found) == before:
+                level += 1
+                if level == len(PRECISIONS) - (not exact):
+                    break
+        return found
 
+    def enrich(self, tau: float, replicas: Replicas) -> None:
+        """Generate patterns until the batch is covered with the fewest of these replicas' devices."""
+        ranges = Ranges((0,) * len(replicas), replicas)
+        self.relax(tau, ranges)
+        pricing = self._start(tau)
+        for _ in range(ROUNDS):
+            solved, before = self._solved(tau, ranges, cover=True), len(self._found)
+            if solved is None:
+                break
+            self._priced(pricing, solved, ranges, 0)
+            if len(self._found) == before:
+                break
 
-def _raise_bound(patterns: Patterns, devices: int, bound: float, makespan: float) -> tuple[float, float]:
-    """The best bound that the relaxation proves, and the makespan from which on it has an answer."""
-    low, start, high = bound, bound, makespan
-    tau = low * (1 + 2 * PRECISION)
-    for _ in range(ATTEMPTS):
-        if not start * (1 + PRECISION) < tau < high:
-            break
-        covered = patterns.cover(tau, devices)
-        if covered.devices <= devices:
-            high = tau
-        else:
-            start = tau  # where it is not proved either, the bound stays where it is
-            if covered.proved > devices * (1 + TOLERANCE):
-                low = tau
-        tau = (start * high) ** 0.5
-    return low, start
+    def whole(self, tau: float, replicas: Replicas) -> tuple[Int64 | None, Limit | None]:
+        """A pattern found for each replica (replicas in order, R), so that little stays uncovered.
 
+        Returns:
+            None where the solver finds nothing; which limit ended it.
+        """
+        patterns = [each for each in self._within(tau) if replicas[each.cost] and any(each.counts)]
+        program = Program()
+        number = [program.variable(upper=float(replicas[each.cost]), integer=True) for each in patterns]
+        worth = np.min([device_seconds(cost) for cost in self._costs], axis=0)
+        for j in map(int, self._used):
+            missing = program.variable(upper=float(self._counts[j]), cost=float(worth[j] / tau))
+            terms = [(n, float(p.counts[j])) for n, p in zip(number, patterns, strict=True) if p.counts[j]]
+            program.row([*terms, (missing, 1.0)], lower=float(self._counts[j]))
+        for place, count in enumerate(replicas):
+            own = [(n, 1.0) for n, p in zip(number, patterns, strict=True) if p.cost == place]
+            program.row(own, upper=float(count))
+        solution = solve(program, WHOLE_LIMITS)
+        if not solution.values:
+            return None, solution.limit_hit
+        rows: list[tuple[int, ...]] = []
+        for place, count in enumerate(replicas):
+            own_rows = [
+                p.counts
+                for n, p in zip(number, patterns, strict=True)
+                if p.cost == place
+                for _ in range(round(solution.values[n]))
+            ]
+            rows += own_rows + [(0,) * len(self._counts)] * (count - len(own_rows))
+        return np.array(rows, dtype=np.int64), solution.limit_hit
 
-class _Pricing:
-    """Most valuable pattern of one configuration within τ: a knapsack over time, by dynamic programming."""
+    def _add(self, cost: int, counts: Int64) -> Pattern:
+        key = (cost, tuple(int(value) for value in counts))
+        if key not in self._found:
+            self._found[key] = Pattern(cost, key[1], self._costs[cost].seconds(key[1]))
+        return self._found[key]
 
-    def __init__(self, cost: ReplicaCost, counts: Int64, tau: float) -> None:
-        self._cost = cost
-        self._counts = counts
-        self._tau = tau
-        self.alone = self._alone()
-        self._classes, self._fine = self._ramp_classes(LEVELS), self._ramp_classes(FINE_LEVELS)
+    def _within(self, tau: float) -> list[Pattern]:
+        """All that take at most ``tau`` seconds."""
+        return [each for each in self._found.values() if each.seconds <= tau * (1 + HOLDS)]
 
-    def best(self, prices: Float64) -> list[tuple[float, Int64]]:
-        """Value and sequences of each ramp class's best pattern; times are rounded up, so that they hold."""
-        return [self._fill(prices, *each, up=True) for each in self._classes]
+    def _start(self, tau: float) -> tuple[Pricing, ...]:
+        """The pricing at ``tau``; an idle replica and one for each bucket by itself are patterns."""
+        if self._pricing[0] != tau:
+            self._pricing = tau, tuple(Pricing(cost, self._counts, tau) for cost in self._costs)
+            for place, each in enumerate(self._pricing[1]):
+                for j in (None, *np.flatnonzero(each.alone)):
+                    counts = np.zeros(len(self._counts), dtype=np.int64)
+                    if j is not None:
+                        counts[j] = each.alone[j]
+                    self._add(place, counts)
+        return self._pricing[1]
 
-    def most(self, prices: Float64) -> float:
-        """No pattern is worth more; times are rounded down."""
-        return max((self._fill(prices, *each, up=False)[0] for each in self._fine), default=0.0)
+    def _priced(self, pricing: Sequence[Pricing], solved: _Solved, ranges: Ranges, level: int) -> Float64:
+        """Keep patterns that help; by how much one of each configuration may still be worth too much."""
+        excess = np.zeros(len(self._costs))
+        for place, each in enumerate(pricing):
+            if ranges.high[place]:
+                need = max(0.0, float(solved.needs[place]))
+                priced = each.priced(solved.prices, need * (1 + REDUCED) + 1e-12, PRECISIONS[level])
+                for counts in priced.patterns:
+                    self._add(place, counts)
+                excess[place] = max(0.0, priced.limit - float(solved.needs[place]))
+        return excess
 
-    def _ramp_classes(self, levels: int) -> list[tuple[float, float]]:
-        """(least, most) seconds of the longest microbatch; one class where nothing is paid twice."""
-        cost = self._cost
-        if not cost.ramp:
-            return [(0.0, float("inf"))]
-        seconds = sorted(
-            {
-                float((cost.fixed + cost.each[:, j] * size).max())
-                for j in np.flatnonzero(self._counts[: cost.supported])
-                for size in range(1, int(min(cost.batch[j], self._counts[j])) + 1)
-            }
+    def _solved(self, tau: float, ranges: Ranges, *, cover: bool = False) -> _Solved | None:
+        """The largest share of the batch that patterns cover; with ``cover``, the whole of it by few devices.
+
+        None where that cannot be.
+        """
+        patterns, used = self._within(tau), self._used
+        kinds = np.array([each.cost for each in patterns])
+        sequences = np.array([each.counts for each in patterns], dtype=np.float64)[:, used].T
+        low, high = np.array(ranges.low), np.array(ranges.high)
+        floors = np.flatnonzero(low)
+        ceilings = np.flatnonzero(high * self._sizes < self._devices)
+        rows = np.concatenate(
+            [
+                -sequences,
+                self._sizes[kinds][None],
+                -1.0 * (kinds == floors[:, None]),
+                kinds == ceilings[:, None],
+            ]
         )
-        if not seconds:
-            return []
-        places = np.unique(np.linspace(0, len(seconds) - 1, min(levels, len(seconds))).round().astype(int))
-        ends = [seconds[place] for place in places]
-        starts = [seconds[0], *(seconds[place + 1] for place in places[:-1])]
-        return [(s, e) for s, e in zip(starts, ends, strict=True) if cost.ramp * s < self._tau]
-
-    def _alone(self) -> Int64:
-        """Most sequences of each bucket by itself within τ."""
-        most = np.zeros(len(self._counts), dtype=np.int64)
-        for j in range(self._cost.supported):
-            d = np.arange(1, int(self._counts[j]) + 1)
-            rows = np.zeros((len(d), len(self._counts)), dtype=np.int64)
-            rows[:, j] = d
-            fits = self._cost.seconds_many(rows) <= self._tau
-            most[j] = d[fits].max(initial=0)
-        return most
-
-    def _fill(self, prices: Float64, least: float, longest: float, *, up: bool) -> tuple[float, Int64]:
-        """The knapsack for patterns whose longest microbatch takes between ``least`` and ``longest``."""
-        cost = self._cost
-        paid = longest if up and cost.ramp else least
-        room = self._tau - cost.ramp * paid
-        none = np.zeros(len(self._counts), dtype=np.int64)
-        if room <= 0:
-            return 0.0, none
-        grid = GRID if up else FINE_GRID
-        best = np.zeros(grid + 1)
-        steps: list[tuple[int, Int64, Int64, Int16]] = []
-        for j in np.flatnonzero((prices > 0) & (self._counts > 0) & (cost.batch > 0)):
-            for counts, weights in self._groups(int(j), longest, grid / room, up=up):
-                choice = np.zeros(grid + 1 if up else 0, dtype=np.int16)
-                after = best.copy()
-                for option, (number, weight) in enumerate(zip(counts, weights, strict=True), start=1):
-                    if weight > grid:
-                        break
-                    value = best[: grid + 1 - weight] + prices[j] * number
-                    if up:
-                        np.copyto(choice[weight:], option, where=value > after[weight:])
-                    np.maximum(after[weight:], value, out=after[weight:])
-                best = after
-                steps.append((int(j), counts, weights, choice))
-        return float(best[-1]), self._trace(steps) if up else none
-
-    def _trace(self, steps: Sequence[tuple[int, Int64, Int64, Int16]]) -> Int64:
-        taken = np.zeros(len(self._counts), dtype=np.int64)
-        left = GRID
-        for j, counts, weights, choice in reversed(steps):
-            option = int(choice[left])
-            if option:
-                taken[j] += counts[option - 1]
-                left -= int(weights[option - 1])
-        return np.minimum(taken, self._counts)
-
-    def _groups(self, j: int, longest: float, scale: float, *, up: bool) -> list[tuple[Int64, Int64]]:
-        """Choices (sequences, units of time) of bucket j, at most one of each group: doubling runs of full
-        microbatches, and one that is not full."""
-        cost, count = self._cost, int(self._counts[j])
-        batch = int(cost.batch[j])
-        sizes = np.arange(1, batch + 1)
-        seconds = cost.fixed[:, None] + cost.each[:, j, None] * sizes
-        allowed = int(np.count_nonzero(seconds.max(axis=0) <= longest * (1 + 1e-12)))
-        most = min(count, int(self.alone[j])) if allowed == batch else min(allowed, count)
-        if most <= WHOLE:
-            d = np.arange(1, most + 1)
-            every = cost.fixed[:, None] * -(-d // batch) + cost.each[:, j, None] * d
-            return [(d, self._units(every, scale, up=up))] if most else []
-        groups, full, run = [], most // batch, 1
-        while full > 0:
-            take = min(run, full)
-            groups.append((np.array([take * batch]), take * seconds[:, -1:]))
-            full -= take
-            run *= 2
-        if batch > 1:
-            groups.append((sizes[:-1], seconds[:, :-1]))
-        return [(counts, self._units(each, scale, up=up)) for counts, each in groups]
-
-    def _units(self, seconds: Float64, scale: float, *, up: bool) -> Int64:
-        """Stages differ in cost: the slowest counts for patterns, the mean of all for bounds."""
-        scaled = scale * (seconds.max(axis=0) if up else seconds.mean(axis=0))
-        whole = np.ceil(scaled - 1e-9) if up else np.floor(scaled + 1e-9)
-        units: Int64 = whole.astype(np.int64)
-        return units
+        share = np.zeros((len(rows), 1))
+        share[: len(used), 0] = self._counts[used]
+        limits = np.concatenate([np.zeros(len(used)), [self._devices], -low[floors], high[ceilings]])
+        paid = self._sizes[kinds] if cover else np.zeros(len(kinds))
+        result = linprog(
+            np.append(paid, 0.0 if cover else -1.0),
+            A_ub=np.concatenate([rows, share], axis=1),
+            b_ub=limits,
+            bounds=[(0, None)] * len(patterns) + [(1 if cover else 0, 1 if cover else None)],
+            method="highs",
+        )
+        if result.x is None:
+            return None
+        duals = np.maximum(0.0, -result.ineqlin.marginals)
+        of_buckets, of_devices, of_ranges = np.split(duals, [len(used), len(used) + 1])
+        prices = np.zeros(len(self._counts))
+        prices[used] = of_buckets
+        needs = self._sizes * (float(cover) + of_devices[0])
+        needs[floors] -= of_ranges[: len(floors)]
+        needs[ceilings] += of_ranges[len(floors) :]
+        parts = np.bincount(kinds, weights=result.x[:-1], minlength=len(self._costs))
+        value = float(duals @ limits)
+        return _Solved(float(result.x[-1]), prices, needs, value, tuple(float(part) for part in parts))

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 INFINITY = math.inf
 
+FEASIBLE = 1e-5  # violation of a solution that is accepted: ten times what the solver allows itself
+
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Limit = Literal["nodes", "gap", "time", "solutions"]
 
@@ -83,14 +85,18 @@ class Program:
         self.rows.append(Row(tuple(terms), lower, upper))
 
     def violation(self, values: Sequence[float]) -> float:
-        """Largest amount by which ``values`` break a row, a bound or integrality; 0 where feasible."""
+        """Largest amount by which ``values`` break a row, a bound or integrality; 0 where feasible.
+
+        A row's is relative to its largest term, where that is above 1: the solver rounds in proportion.
+        """
         worst = 0.0
         for value, low, high, whole in zip(values, self.lower, self.upper, self.integer, strict=True):
-            worst = max(worst, low - value, value - high)
+            worst = max(worst, (low - value) / max(1.0, abs(value)), (value - high) / max(1.0, abs(value)))
             worst = max(worst, abs(value - round(value)) if whole else 0.0)
         for row in self.rows:
-            activity = sum(values[index] * coefficient for index, coefficient in row.terms)
-            worst = max(worst, row.lower - activity, activity - row.upper)
+            parts = [values[index] * coefficient for index, coefficient in row.terms]
+            activity, size = sum(parts), max(1.0, *map(abs, parts), 1.0)
+            worst = max(worst, (row.lower - activity) / size, (activity - row.upper) / size)
         return worst
 
     def objective(self, values: Sequence[float]) -> float:
@@ -104,7 +110,8 @@ class Solution:
 
     Attributes:
         status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
-            but stopped early; "infeasible" is proved; "unknown" stopped early without values.
+            but stopped early; "infeasible" is proved; "unknown" stopped early without values, or has none
+            that hold once integers are whole.
         objective: of ``values``; None without values.
         bound: proved: no solution is below it; -inf where nothing is known.
         values: one for each variable, integers exact; empty without a solution.
@@ -209,6 +216,8 @@ def _read(model: Any, variables: Sequence[Any], program: Program) -> Solution:
         float(round(value)) if whole else float(value)
         for value, whole in zip(raw, program.integer, strict=True)
     )
+    if program.violation(values) > FEASIBLE:
+        return Solution("unknown", None, bound, (), limit, nodes)
     proved = scip_status == "optimal" or limit == "gap"
     return Solution(
         "optimal" if proved else "feasible", program.objective(values), bound, values, limit, nodes
