@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from plait.errors import CapacityError, ConfigError, DataError, InputError
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "published"
 TABLE = PUBLISHED / "lobra_llama2_7b_a100_40g_layer_time.csv"
+LAYER = {"tp": 1, "fixed": 1.0, "token": 1e-6}
 PROFILES = sorted((ROOT / "conf" / "cluster").glob("*_*.yaml"))
 
 
@@ -250,7 +252,7 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"time": None}, "cluster.time is missing"),
+        ({"time": None}, "cluster.options.time is missing"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "0 or more"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": "slow", "token": 1e-6}]}}, "must be a number"),
         ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, "tp is missing"),
@@ -260,12 +262,58 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         ({"max_tokens_tables": {"appendix": [[1, 1, -2048]]}}, "max_tokens=-2048"),
         ({"shape": {"hidden_size": 64}}, "intermediate_size is missing"),
         ({"memory": {"token": -1.0}}, "memory.token=-1"),
+        ({"memory": "x"}, "memory='x'"),
+        ({"shape": [1]}, "shape=.1."),
+        ({"speed": 3}, "options.speed"),
+        ({"time": "x"}, "time='x'"),
+        ({"time": {"layers": 32, "layer": [LAYER], "forward_shar": 0.3}}, "forward_shar"),
+        ({"time": {"layers": 32}}, "layer is missing"),
+        ({"time": {"layers": 32, "layer": []}}, "needs layers"),
+        ({"time": {"layers": 31.5, "layer": [LAYER]}}, "whole number"),
+        ({"time": {"layers": math.inf, "layer": [LAYER]}}, "finite"),
+        ({"time": {"layers": 32, "layer": LAYER}}, "list of rows"),
+        ({"time": {"layers": 32, "layer": 5}}, "list of rows"),
+        ({"time": {"layers": 32, "layer": [1, 2]}}, "layer=1"),
+        ({"time": {"layers": 32, "layer": [LAYER, LAYER]}}, "tp=1 twice"),
+        ({"time": {"layers": 32, "layer": [LAYER | {"tp": 1.5}]}}, "tp=1.5"),
+        ({"time": {"layers": 32, "layer": [LAYER | {"token": math.inf}]}}, "finite"),
+        ({"max_tokens_tables": [[1, 1, 3]]}, "max_tokens_tables="),
+        ({"max_tokens_tables": {"appendix": None}}, "list of rows"),
+        ({"max_tokens_tables": {"appendix": []}}, "each replica"),
+        ({"max_tokens_tables": {"appendix": [[1, 1, 8], [1, 1, 9]]}}, "tp=1, pp=1 twice"),
+        ({"restart_seconds": -1}, "restart_seconds"),
+        ({"restart_seconds": math.nan}, "finite"),
+        ({"device": "A100"}, "device='A100'"),
     ],
 )
 def test_profile_with_a_bad_entry_says_which(change: dict[str, object], message: str) -> None:
     options = yaml.safe_load(PROFILES[0].read_text())["options"]
     with pytest.raises(ConfigError, match=message):
         cluster_profile(options | change)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("memory_gib", math.inf, "finite"),
+        ("memory_gib", math.nan, "finite"),
+        ("memory_gib", 10**400, "finite"),
+        ("memory_gib", 0, "above 0"),
+        ("count", 3.7, "whole number"),
+        ("count", 0, "above 0"),
+        ("count", True, "must be a number"),
+        ("per_node", "eight", "must be a number"),
+        ("between_nodes_gb_per_s", "fast", "must be a number"),
+        ("between_nodes_gb_per_s", -5, "above 0"),
+        ("within_node_gb_per_s", None, "is missing"),
+        ("speed", 3, "device.speed"),
+    ],
+)
+def test_devices_with_a_bad_entry_say_which(key: str, value: object, message: str) -> None:
+    options = yaml.safe_load(PROFILES[0].read_text())["options"]
+    with pytest.raises(ConfigError, match=message) as caught:
+        cluster_profile(options | {"device": options["device"] | {key: value}})
+    assert f"cluster.options.device.{key}" in str(caught.value)
 
 
 # ---- assumed lengths --------------------------------------------------------------------------------------

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cost.reading import by_degree, mapping, need, number, numbers, rows, whole
 from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.errors import ConfigError, choices
 
-T = TypeVar("T")
-
 GIB = 1024**3
 GB = 10**9
-RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§4.2) says less than three minutes
+RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§5.1) says less than three minutes
+TABLES = "cluster.options.max_tokens_tables"
+KEYS = (
+    "name",
+    "source",
+    "model",
+    "dtype",
+    "shape",
+    "device",
+    "restart_seconds",
+    "time",
+    "max_tokens",
+    "max_tokens_tables",
+    "memory",
+)
+BETWEEN = "between_nodes_gb_per_s"
+DEVICE_KEYS = ("kind", "memory_gib", "count", "per_node", "within_node_gb_per_s", BETWEEN)
+SHARES = ("forward_share", "head_forward_share")
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -119,114 +135,75 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
     """The profile that ``cluster.options`` describes.
 
     Raises:
-        ConfigError: a key is missing or a value is negative, missing or of the wrong kind.
+        ConfigError: a key is missing or unknown, or a value is negative or of the wrong kind.
     """
-    tables = _need(options, "max_tokens_tables", "cluster")
-    table = str(_need(options, "max_tokens", "cluster"))
+    options = mapping(options, "cluster.options", KEYS)
+    tables = mapping(need(options, "max_tokens_tables", "cluster.options"), TABLES)
+    table = str(need(options, "max_tokens", "cluster.options"))
     if table not in tables:
-        raise ConfigError(f"cluster.max_tokens={table!r}", f"It must be one of {choices(dict(tables))}.")
-    if not tables[table]:
-        raise ConfigError(
-            f"cluster.max_tokens_tables.{table}=[]",
-            "A table has a row [tp, pp, most tokens] for each replica.",
-        )
-    memory = options.get("memory")
+        raise ConfigError(f"cluster.options.max_tokens={table!r}", f"It must be one of {choices(tables)}.")
+    restart = {"restart_seconds": RESTART_SECONDS, **options}
     return ClusterProfile(
-        name=str(_need(options, "name", "cluster")),
-        source=str(_need(options, "source", "cluster")),
-        model=str(_need(options, "model", "cluster")),
+        name=str(need(options, "name", "cluster.options")),
+        source=str(need(options, "source", "cluster.options")),
+        model=str(need(options, "model", "cluster.options")),
         dtype=str(options.get("dtype", "bfloat16")),
-        devices=_devices(_need(options, "device", "cluster")),
-        time=_time(_need(options, "time", "cluster")),
-        configurations=tuple(_configuration(row) for row in tables[table]),
+        devices=_devices(need(options, "device", "cluster.options")),
+        time=_time(need(options, "time", "cluster.options")),
+        configurations=_configurations(tables[table], f"{TABLES}.{table}"),
         table=table,
         tables=tuple(sorted(tables)),
-        memory=None if memory is None else _memory(memory),
+        memory=None if options.get("memory") is None else _memory(options["memory"]),
         shape=None if options.get("shape") is None else _shape(options["shape"]),
-        restart_seconds=_number(
-            {"restart_seconds": RESTART_SECONDS, **options}, "restart_seconds", "cluster"
-        ),
+        restart_seconds=number(restart, "restart_seconds", "cluster.options"),
     )
 
 
-def _shape(raw: Mapping[str, Any]) -> dict[str, int]:
-    for name in raw:
-        if name not in SIZES:
-            raise ConfigError(f"cluster.shape.{name}", f"cluster.shape has the keys {choices(SIZES)}.")
-    found = {name: int(_number(raw, name, "cluster.shape")) for name in SIZES}
-    for name, value in found.items():
-        if value < 1:
-            raise ConfigError(f"cluster.shape.{name}={value}", "It must be at least 1.")
-    return found
+def _shape(value: object) -> dict[str, int]:
+    raw = mapping(value, "cluster.options.shape", SIZES)
+    return {name: whole(raw, name, "cluster.options.shape") for name in SIZES}
 
 
-def _memory(raw: Mapping[str, Any]) -> MemoryModel:
-    return MemoryModel.of(_built(MemoryCoefficients, raw, "cluster.memory"))
+def _memory(value: object) -> MemoryModel:
+    return MemoryModel.of(numbers(MemoryCoefficients, value, "cluster.options.memory"))
 
 
-def _devices(raw: Mapping[str, Any]) -> Devices:
-    between = raw.get("between_nodes_gb_per_s")
+def _devices(value: object) -> Devices:
+    owner = "cluster.options.device"
+    raw = mapping(value, owner, DEVICE_KEYS)
+    for name in DEVICE_KEYS:
+        if name != "kind" and raw.get(name) is not None and not number(raw, name, owner) > 0:
+            raise ConfigError(f"{owner}.{name}={raw[name]}", "It must be above 0.")
     return Devices(
-        kind=str(_need(raw, "kind", "cluster.device")),
-        memory_bytes=int(_number(raw, "memory_gib", "cluster.device") * GIB),
-        count=int(_number(raw, "count", "cluster.device")),
-        per_node=int(_number(raw, "per_node", "cluster.device")),
-        within_node=_number(raw, "within_node_gb_per_s", "cluster.device") * GB,
-        between_nodes=None if between is None else float(between) * GB,
+        kind=str(need(raw, "kind", owner)),
+        memory_bytes=int(number(raw, "memory_gib", owner) * GIB),
+        count=whole(raw, "count", owner),
+        per_node=whole(raw, "per_node", owner),
+        within_node=number(raw, "within_node_gb_per_s", owner) * GB,
+        between_nodes=None if raw.get(BETWEEN) is None else number(raw, BETWEEN, owner) * GB,
     )
 
 
-def _time(raw: Mapping[str, Any]) -> TimeModel:
-    shares = {
-        key: _number(raw, key, "cluster.time")
-        for key in ("forward_share", "head_forward_share")
-        if key in raw
-    }
+def _time(value: object) -> TimeModel:
+    owner = "cluster.options.time"
+    raw = mapping(value, owner, ("layers", "layer", "head", *SHARES))
     return TimeModel(
-        layers=int(_number(raw, "layers", "cluster.time")),
-        layer=_by_degree(raw, "layer", LayerTime),
-        head=_by_degree(raw, "head", HeadTime),
-        **shares,
+        layers=whole(raw, "layers", owner),
+        layer=by_degree(need(raw, "layer", owner), LayerTime, f"{owner}.layer"),
+        head=by_degree(raw.get("head") or (), HeadTime, f"{owner}.head"),
+        **{key: number(raw, key, owner) for key in SHARES if key in raw},
     )
 
 
-def _by_degree(raw: Mapping[str, Any], key: str, kind: type[T]) -> dict[int, T]:
-    """Rows such as {tp: 2, fixed: …, token: …} as coefficients by tensor-parallel degree."""
-    found = {}
-    for row in raw.get(key) or ():
-        owner = f"cluster.time.{key}"
-        tp = int(_number(row, "tp", owner))
-        found[tp] = _built(kind, {name: value for name, value in row.items() if name != "tp"}, owner)
-    return found
-
-
-def _built(kind: type[T], raw: Mapping[str, Any], owner: str) -> T:
-    """A dataclass of numbers from a mapping; an unknown or missing key is named."""
-    known = {each.name: each for each in fields(cast(Any, kind))}
-    for name in raw:
-        if name not in known:
-            raise ConfigError(f"{owner}.{name}", f"{owner} has the keys {choices(known)}.")
-    for name, each in known.items():
-        if each.default is MISSING and raw.get(name) is None:
-            raise ConfigError(f"{owner}.{name} is missing", f"{owner} has the keys {choices(known)}.")
-    return kind(**{str(name): _number(raw, str(name), owner) for name in raw})
-
-
-def _configuration(row: Sequence[int]) -> Configuration:
-    whole = isinstance(row, Sequence) and len(row) == 3 and all(type(value) is int for value in row)
-    if not whole:
-        raise ConfigError(f"max_tokens_tables row {row!r}", "A row is [tp, pp, most tokens].")
-    return Configuration(*row)
-
-
-def _number(raw: Mapping[str, Any], key: str, owner: str) -> float:
-    value = _need(raw, key, owner)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{owner}.{key}={value!r}", "It must be a number.")
-    return float(value)
-
-
-def _need(raw: Mapping[str, Any], key: str, owner: str) -> Any:
-    if raw.get(key) is None:
-        raise ConfigError(f"{owner}.{key} is missing", f"{owner} has {choices(dict(raw))}.")
-    return raw[key]
+def _configurations(value: object, owner: str) -> tuple[Configuration, ...]:
+    found: dict[tuple[int, int], Configuration] = {}
+    for row in rows(value, owner):
+        if not (isinstance(row, Sequence) and len(row) == 3 and all(type(each) is int for each in row)):
+            raise ConfigError(f"{owner}: row {row!r}", "A row is [tp, pp, most tokens].")
+        tp, pp, most = row
+        if (tp, pp) in found:
+            raise ConfigError(f"{owner} has tp={tp}, pp={pp} twice", "Each kind of replica has one row.")
+        found[tp, pp] = Configuration(tp, pp, most)
+    if not found:
+        raise ConfigError(f"{owner}=[]", "A table has a row [tp, pp, most tokens] for each replica.")
+    return tuple(found.values())
