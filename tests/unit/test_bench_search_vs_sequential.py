@@ -147,5 +147,7 @@ def test_seeds_of_several_versions_are_said():
     second = {"when": "2026-01-01T03:04:05+00:00", "commit": "b" * 40}
     assert "2 versions" not in measured_when([first, first])
     text = measured_when([first, second])
-    assert "from 2026-01-01" in text and "to 2026-01-02" in text
-    assert "2 versions" in text and "fresh=true" in text
+    assert "from 2026-01-01" in text
+    assert "to 2026-01-02" in text
+    assert "2 versions" in text
+    assert "fresh=true" in text
