@@ -186,7 +186,7 @@ def draw_workload(
     jobs = draw_jobs(replace(command, settings=settings))
     longest = shape.max_length
     if settings.model.kind in STAND_INS:
-        longest = settings.model.max_length or settings.engine.capacity_or_usual
+        longest = settings.model.max_length or sys.maxsize
     where = f"{profile.devices.count} × {profile.devices.kind}"
     return Workload.of(jobs, open_data(settings, longest, jobs, cluster=where).catalogue)
 
