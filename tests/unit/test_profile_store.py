@@ -94,6 +94,24 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         (("time", "layer"), [], "needs layers"),
         (("time", "forward_share"), None, "forward_share is missing"),
         (("version",), 99, "version 99"),
+        (("memory", "phases"), [1], "phases=.1."),
+        (("memory", "phases"), {}, "one phase or more"),
+        (("memory", "phases", "forward", "token"), "x", "must be a number"),
+        (("memory", "phases", "forward", "token"), float("inf"), "finite"),
+        (("memory",), 3, "memory=3"),
+        (("memory", "observations", 0, "peaks"), [1], "keys with values"),
+        (("memory", "observations", 0, "peaks", "forward"), -1, "forward=-1"),
+        (("memory", "observations", 0, "shape"), {}, "wrote"),
+        (("memory", "observations", 0, "static"), float("nan"), "finite"),
+        (("capacity",), -5, "capacity=-5"),
+        (("capacity",), "x", "capacity='x'"),
+        (("capacities", 0, "capacity"), 0.5, "whole number"),
+        (("targets",), 4, "targets=4"),
+        (("how",), "guessed", "measured"),
+        (("memory_error",), "small", "memory_error"),
+        (("time", "layer", 0, "tp"), "1", "must be a number"),
+        (("time", "layer", 0, "tp"), 2, "without tp=1"),
+        (("time", "layer"), [3], "layer=3"),
     ],
 )
 def test_altered_entries_are_named(
@@ -115,8 +133,15 @@ def test_altered_entries_are_named(
 
 def test_a_file_that_is_no_profile(tmp_path: Path) -> None:
     path = save_profile(_profile(), cache=tmp_path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match=r"plait profile"):
+    for content in (b"{", b"[1]", b"null", b"\xff\xfe{", b""):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"plait profile"):
+            load_profile(KEY, cache=tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    profile_path(KEY, tmp_path).mkdir(parents=True)
+    with pytest.raises(StorageError, match="PLAIT_CACHE"):
         load_profile(KEY, cache=tmp_path)
 
 

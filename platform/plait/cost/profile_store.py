@@ -9,11 +9,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape, Phase
+from plait.cost.reading import by_degree, mapping, number, rows, whole
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import ConfigError, StorageError
+from plait.errors import ConfigError, StorageError, choices
 from plait.files import write_text
 from plait.settings import EngineSettings
 
@@ -137,17 +138,25 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
         cache: Plait's cache folder (``plait.paths.cache_dir()``).
 
     Raises:
-        ConfigError: the file is of another model, device or release, or an entry is negative or missing.
+        ConfigError: the file is of another model, device or release, or an entry is negative, missing or of
+            the wrong kind.
+        StorageError: the file cannot be read.
     """
     path = profile_path(key, cache)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return None
-    return read_profile(text, key, f"profile {path.name}")
+    except OSError as error:
+        raise StorageError(
+            f"{path}: {error.strerror}",
+            "The stored profile of this model and device must be readable.",
+            "Make it readable, remove it, or choose another cache folder with PLAIT_CACHE.",
+        ) from error
+    return read_profile(content, key, f"profile {path.name}")
 
 
-def read_profile(text: str, key: ProfileKey, name: str) -> Profile:
+def read_profile(text: str | bytes, key: ProfileKey, name: str) -> Profile:
     """A profile from what :func:`save_profile` wrote.
 
     Raises:
@@ -170,9 +179,9 @@ def read_profile(text: str, key: ProfileKey, name: str) -> Profile:
         return _profile(raw, stored)
     except KeyError as error:
         raise ConfigError(f"{name}: {error.args[0]} is missing", "Every entry is needed.", remedy) from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"{name}: {error.value}", error.rule, remedy) from error
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.value}", error.rule, remedy) from error
+    except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: {error}", "It must be a profile that Plait wrote.", remedy) from error
 
 
@@ -234,40 +243,70 @@ def _time_mapping(time: TimeModel) -> dict[str, Any]:
 
 
 def _profile(raw: Mapping[str, Any], key: ProfileKey) -> Profile:
-    memory = raw["memory"]
-    phases = {name: _phase(name, phase) for name, phase in memory["phases"].items()}
-    rows = memory["logit_rows"]
-    observations = tuple(
-        MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"])
-        for each in memory["observations"]
-    )
+    if raw["how"] not in get_args(How):
+        raise ConfigError(f"how={raw['how']!r}", f"It must be one of {choices(get_args(How))}.")
+    memory_error = number(raw, "memory_error", "profile")
+    others = {name: raw[name] for name in ("time_error", "depth_error") if raw.get(name) is not None}
+    errors = {name: number(others, name, "profile") for name in others}
     return Profile(
         key=key,
-        model=raw["model"],
-        memory=MemoryModel(phases, math.inf if rows is None else rows, observations),
-        time=None if raw["time"] is None else _time(raw["time"]),
-        capacity=raw["capacity"],
-        capacities=tuple(CapacityChoice(**each) for each in raw["capacities"]),
-        targets=tuple(raw["targets"]),
+        model=str(raw["model"]),
+        memory=_memory(mapping(raw["memory"], "memory")),
+        time=None if raw["time"] is None else _time(mapping(raw["time"], "time")),
+        capacity=whole(raw, "capacity", "profile"),
+        capacities=tuple(_capacity(each) for each in rows(raw["capacities"], "capacities")),
+        targets=tuple(map(str, rows(raw["targets"], "targets"))),
         how=raw["how"],
-        memory_error=raw["memory_error"],
-        time_error=raw["time_error"],
-        depth_error=raw.get("depth_error"),
+        memory_error=memory_error,
+        time_error=errors.get("time_error"),
+        depth_error=errors.get("depth_error"),
     )
 
 
-def _phase(name: str, raw: Mapping[str, float]) -> Phase:
-    coefficients = {key: raw[key] for key in asdict(MemoryCoefficients())}
-    if not raw["margin"] >= 0.0:
-        raise ConfigError(f"memory.{name}.margin={raw['margin']}", "It must be 0 or more.")
+def _memory(raw: Mapping[str, Any]) -> MemoryModel:
+    phases = mapping(raw["phases"], "memory.phases")
+    if not phases:
+        raise ConfigError("memory.phases={}", "A memory model has one phase or more.")
+    most = math.inf if raw["logit_rows"] is None else whole(raw, "logit_rows", "memory")
+    observations = tuple(_observation(each) for each in rows(raw["observations"], "memory.observations"))
+    return MemoryModel({name: _phase(name, each) for name, each in phases.items()}, most, observations)
+
+
+def _phase(name: str, value: object) -> Phase:
+    owner = f"memory.{name}"
+    raw = mapping(value, owner)
+    coefficients = {key: number(raw, key, owner) for key in asdict(MemoryCoefficients())}
+    if number(raw, "margin", owner) < 0.0:
+        raise ConfigError(f"{owner}.margin={raw['margin']}", "It must be 0 or more.")
     return Phase(MemoryCoefficients(**coefficients), raw["margin"])
 
 
+def _observation(value: object) -> MemoryObservation:
+    owner = "memory.observations"
+    raw = mapping(value, owner)
+    peaks, shape = mapping(raw["peaks"], owner), mapping(raw["shape"], owner)
+    for entries in (peaks, shape, {"static": raw["static"]}):
+        for name in entries:
+            if number(entries, name, owner) < 0:
+                raise ConfigError(f"{owner}.{name}={entries[name]}", "It must be 0 or more.")
+    return MemoryObservation(MemoryShape(**shape), dict(peaks), raw["static"])
+
+
+def _capacity(value: object) -> CapacityChoice:
+    raw = mapping(value, "capacities")
+    speed = None if raw["tokens_per_second"] is None else number(raw, "tokens_per_second", "capacities")
+    size = int(number(raw, "predicted_bytes", "capacities"))
+    return CapacityChoice(whole(raw, "capacity", "capacities"), speed, size, bool(raw["fits"]))
+
+
 def _time(raw: Mapping[str, Any]) -> TimeModel:
+    layer = by_degree(raw["layer"], LayerTime, "time.layer")
+    if layer and 1 not in layer:
+        raise ConfigError("time.layer without tp=1", "Seconds are measured on one device.")
     return TimeModel(
-        layers=raw["layers"],
-        layer={row["tp"]: LayerTime(row["fixed"], row["token"], row["square"]) for row in raw["layer"]},
-        head={row["tp"]: HeadTime(row["fixed"], row["labelled"]) for row in raw["head"]},
-        forward_share=raw["forward_share"],
-        head_forward_share=raw["head_forward_share"],
+        layers=whole(raw, "layers", "time"),
+        layer=layer,
+        head=by_degree(raw["head"], HeadTime, "time.head"),
+        forward_share=number(raw, "forward_share", "time"),
+        head_forward_share=number(raw, "head_forward_share", "time"),
     )
