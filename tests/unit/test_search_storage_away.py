@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,34 @@ from sqlalchemy.exc import OperationalError
 
 def path() -> tuple[tuple[str, int], ...]:
     """Which lines of Plait this comes from."""
-    found, frame = [], sys._getframe()
-    while (frame := frame.f_back) is not None:
+    found, frame = [], sys._getframe().f_back
+    while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("plait."):
             found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
     return tuple(found)
+
+
+AWAY = OperationalError("SELECT", {}, Exception("server closed the connection"))
 
 
 class Leaving(InMemoryStorage):
     """Is away at one call of this thread, counted from the first; answers the next.
 
+    Args:
+        away_at: number of that call.
+        done: whether what it asks for is done all the same, and only the answer is lost.
+
     Attributes:
         first: number of the first call from each place in Plait.
     """
 
-    def __init__(self, away_at: int | None = None) -> None:
+    def __init__(self, away_at: int | None = None, *, done: bool = False) -> None:
         super().__init__()
         self.calls = 0
         self.first: dict[tuple[tuple[str, int], ...], int] = {}
         self._away_at = away_at
+        self._done = done
         self._thread = threading.get_ident()  # others beat, and give up at once
 
     def __getattribute__(self, name: str) -> Any:
@@ -48,7 +58,9 @@ class Leaving(InMemoryStorage):
                 self.calls += 1
                 self.first.setdefault(path(), self.calls)
                 if self.calls == self._away_at:
-                    raise OperationalError("SELECT", {}, Exception("server closed the connection"))
+                    if self._done:
+                        request(*arguments, **named)
+                    raise AWAY
             return request(*arguments, **named)
 
         return meet
@@ -64,11 +76,14 @@ REQUESTS = {
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.search.run.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
     monkeypatch.setattr("plait.search.patience.FIRST_DELAY", 0.0)
+    monkeypatch.setattr("plait.search.study.POLL_SECONDS", 0.0)
 
 
+@pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("kind", ["successive_halving", "asha"])
-def test_a_search_outlives_an_outage_wherever_it_asks(tmp_path: Path, kind: str) -> None:
+def test_a_search_outlives_an_outage_wherever_it_asks(tmp_path: Path, kind: str, done: bool) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = halving(trials=4, parallel=2, kind=kind)
     undisturbed = Bench(tmp_path / "undisturbed", search, storage=(storage := Leaving()))
@@ -76,6 +91,34 @@ def test_a_search_outlives_an_outage_wherever_it_asks(tmp_path: Path, kind: str)
     requests = sorted(storage.first.values())
     assert len(requests) > 20
     for request in requests:
-        bench = Bench(tmp_path / str(request), search, storage=Leaving(request))
+        bench = Bench(tmp_path / str(request), search, storage=Leaving(request, done=done), alive=200)
         bench.run()
         assert states(bench) == states(undisturbed), request
+
+
+def test_a_search_outlives_an_outage_at_the_end_of_any_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done under it is done; a lock that lives in a database is given up by a request to it."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    away_at, locks = 0, 0
+
+    @contextmanager
+    def lock(*_: object) -> Iterator[None]:
+        nonlocal locks
+        locks += 1
+        yield
+        if locks == away_at:
+            raise AWAY
+
+    monkeypatch.setattr("plait.search.study.study_lock", lock)
+    search = halving(trials=4, parallel=2)
+    undisturbed = Bench(tmp_path / "undisturbed", search)
+    undisturbed.run()
+    taken = locks
+    assert taken > 8
+    for away_at in range(1, taken + 1):
+        locks = 0
+        bench = Bench(tmp_path / str(away_at), search, alive=200)
+        bench.run()
+        assert states(bench) == states(undisturbed), away_at

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 import optuna
 from optuna.storages import BaseStorage
@@ -15,13 +16,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.engine.saved import remove_states, states
 from plait.errors import SearchError
-from plait.search.feasibility import check_sampler, grid_size
+from plait.search.completion import complete
+from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
 from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
 from plait.search.prior import Known, check_prior, take_over
 from plait.search.rung_records import StudyRungs
-from plait.search.samplers import distributions, drawn_beside, make_sampler, one_torch_thread
+from plait.search.samplers import distributions, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material, check_problem, create
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
@@ -39,6 +41,7 @@ from plait.search.trial_records import (
     WARM,
     outcome_of,
     priority_of,
+    total_of,
     trainer_of,
 )
 from plait.search.trials import Finished, Outcome, Trial
@@ -153,7 +156,7 @@ class StudyTrials:
     @property
     def total(self) -> int:
         """How many trials there are to be: as asked for, at most the points of a grid, and those beyond."""
-        return self._total(self.patience(self._trials))
+        return total_of(self.patience(self._trials), self._settings, self._space)
 
     @property
     def left_over(self) -> int:
@@ -188,7 +191,10 @@ class StudyTrials:
             new: whether any but those that nobody trains any more are asked for.
             above: only trials of a higher priority than this, as far as it is known before they are drawn.
         """
-        return self._locked(lambda: self._ask(new, above))
+        trial = self._locked(lambda: self._ask(new, above))
+        if trial is not None:  # only now: what an attempt took that came to nothing is nobody's
+            self._own.add(trial.number)
+        return trial
 
     def enqueue(
         self,
@@ -211,7 +217,13 @@ class StudyTrials:
             priority: of its own, where that is not searched.
         """
         warm = None if warm_from is None else str(warm_from.absolute())
-        facts = {BEYOND: beyond, REQUEST: request, RETRY_OF: retry_of, WARM: warm, PRIORITY: priority}
+        facts = {
+            BEYOND: beyond,
+            REQUEST: request or uuid4().hex,
+            RETRY_OF: retry_of,
+            WARM: warm,
+            PRIORITY: priority,
+        }
         return self._locked(
             lambda: self._enqueue(
                 values, {key: fact for key, fact in facts.items() if fact not in ("", None)}
@@ -236,7 +248,7 @@ class StudyTrials:
             if first.state == TrialState.WAITING:  # Optuna would begin the one that waits longest
                 self._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING)
             return self._take(self._trials()[first.number])
-        if not new or (not waiting and len(trials) >= self._total(trials)):
+        if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
             return None
         if self._prior:  # its values are drawn beside the study, which the prior is no part of
             self._study.sampler = optuna.samplers.RandomSampler()
@@ -255,28 +267,9 @@ class StudyTrials:
         if self._workers is not None:
             self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
         if item.params.keys() < self._distributions.keys():
-            self._complete(item)
+            complete(self._study, self._storage, item, self._settings, self._space, self._prior)
             item = self._trials()[item.number]
-        self._own.add(item.number)
         return self._trial(item)
-
-    def _complete(self, item: FrozenTrial) -> None:
-        """Give a trial the values that were not written yet, drawn beside the study with the prior and what
-        was there before the trial, since a sampler draws all values of a trial in one go."""
-        earlier = self._trials()[: item.number]
-        before = [other for other in earlier if other.state != TrialState.WAITING]
-        prior = [each.frozen(self._distributions) for each in self._prior]
-        sampler = make_sampler(self._settings, self._space, item.number, prior)
-        known = [*prior, *before]
-        with one_torch_thread(self._settings.sampler):
-            drawn = drawn_beside(sampler, self._study.directions, known, item, self._distributions)
-        for key, value in drawn.system_attrs.items():
-            if key not in item.system_attrs:
-                self._storage.set_trial_system_attr(item._trial_id, key, value)
-        for key, distribution in self._distributions.items():
-            if key not in item.params:
-                value = distribution.to_internal_repr(drawn.params[key])
-                self._storage.set_trial_param(item._trial_id, key, value, distribution)
 
     def _orphans(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         """Trials that are running by name only."""
@@ -290,7 +283,8 @@ class StudyTrials:
         for item in running:
             owner = trainer_of(item)
             if owner not in owners:
-                owners[owner] = self._workers.gone(owner, attributes)
+                mine = owner == self._workers.own  # but not known to be: it was taken in vain
+                owners[owner] = mine or self._workers.gone(owner, attributes)
         return [item for item in running if owners[trainer_of(item)]]
 
     def _count_others(self) -> int:
@@ -393,15 +387,6 @@ class StudyTrials:
 
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
-
-    def _total(self, trials: list[FrozenTrial]) -> int:
-        beyond = sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
-        wanted = self._settings.trials
-        if self._settings.sampler == "grid":
-            return min(wanted, grid_size(self._space)) + beyond
-        if self._settings.failed == "drop":
-            wanted += sum(item.state == TrialState.FAIL for item in trials)
-        return wanted + beyond
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
         values = {key: frozen.params[key] for key in self._distributions}

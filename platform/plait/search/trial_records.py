@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.search.feasibility import grid_size
+from plait.search.space import Space
 from plait.search.trials import Outcome
 from plait.search.workers import Owner, owner_of
+from plait.settings import SearchSettings
 
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
@@ -43,6 +48,23 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
         return int(item.user_attrs[PRIORITY])
     enqueued = item.system_attrs.get("fixed_params", {})
     return int(item.params.get(PRIORITY_KEY, enqueued.get(PRIORITY_KEY, usual)))
+
+
+def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
+    """How many trials there are to be: as asked for, at most the points of a grid, and those beyond.
+
+    Args:
+        trials: of the study so far.
+        settings: of the search.
+        space: what is searched.
+    """
+    beyond = sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
+    wanted = settings.trials
+    if settings.sampler == "grid":
+        return min(wanted, grid_size(space)) + beyond
+    if settings.failed == "drop":
+        wanted += sum(item.state == TrialState.FAIL for item in trials)
+    return wanted + beyond
 
 
 def outcome_of(item: FrozenTrial) -> Outcome:
