@@ -1,11 +1,12 @@
 """A process that has imported everything, and forks searches that are killed: imports take longest.
 
-Reads requests, one a line: a list of lives that are lived side by side, each {"arguments": [...], "folder":
-str, "log": str, "seconds": float | null, "until": str, "grown": list | null}. A life is ended by SIGKILL once
-it has used so many seconds of the processor, once ``until`` stands in its output, which goes to the file
-``log`` of its folder, or once a file of the folder has so many bytes, ``grown``: [name, bytes]. Answers with
-one line: for each life its exit status, or its signal as a negative number, and the seconds of the processor
-that it used.
+Reads requests, one a line: a list of lives that are lived side by side, each {"arguments": [...],
+"folder": str, "log": str, "seconds": float | null, "until": str, "grown": list | null,
+"operations": int | null}. A life is ended by SIGKILL once it has used so many seconds of the processor, once
+``until`` stands in its output, which goes to the file ``log`` of its folder, once a file of the folder has so
+many bytes, ``grown``: [name, bytes], or right before that one of its operations on the disk; the file
+``operations`` has their number where it lives to its end. Answers with one line: for each life its exit
+status, or its signal as a negative number, and the seconds of the processor that it used.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import torch
@@ -27,16 +31,45 @@ import plait.search.launch
 import plait.tracking
 from plait.cli.main import main
 
+DURABLE = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "write", "pwrite", "ftruncate")
 
-def child(arguments: list[str], folder: str, log: str) -> None:
+
+class Operations:
+    """Counts what this process does to the disk, in all of its threads.
+
+    Args:
+        last: before which it is killed; None: never.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        self.count = 0
+        self._last = last
+        self._lock = threading.Lock()
+        for name in DURABLE:
+            setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            with self._lock:
+                self.count += 1
+                if self.count == self._last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return operation(*arguments, **more)
+
+        return counted
+
+
+def child(arguments: list[str], folder: str, log: str, last: int | None) -> None:
     """The search, with its output in a file; never returns."""
     os.chdir(folder)
+    operations = Operations(last)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     status = 1
     try:
         status = main(arguments)
+        Path("operations").write_text(str(operations.count))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -62,6 +95,7 @@ class Life:
         seconds: float | None,
         until: str,
         grown: tuple[str, int] | None,
+        operations: int | None,
     ) -> None:
         self._log = Path(folder) / log
         self._before = self._log.stat().st_size if self._log.exists() else 0
@@ -71,7 +105,7 @@ class Life:
         self.status: int | None = None
         self._process = os.fork()
         if self._process == 0:
-            child(arguments, folder, log)
+            child(arguments, folder, log, operations)
 
     def look(self) -> bool:
         """Whether it still lives; it is killed if its time has come."""
