@@ -244,6 +244,11 @@ class TestWholeSearch:
 
 
 class TestGoingOn:
+    @pytest.fixture(autouse=True)
+    def _patient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is asked here is what the store is told, however slow the machine is at it."""
+        monkeypatch.setattr("plait.tracking.tracker.LAST_SECONDS", 60.0)
+
     def interrupt(self, tracking: TrackingSettings) -> None:
         """Trial 0 finishes, trial 1 is at step 7 when the process is interrupted."""
         with pytest.raises(KeyboardInterrupt):

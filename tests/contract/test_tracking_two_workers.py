@@ -1,8 +1,10 @@
 """A search that two processes train and end together: its run has the whole, in any order of their ends."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from mlflow import MlflowClient
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking import JobRecord, Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.names import RUNNING
 
 OBJECTIVES = SearchSettings(
@@ -174,3 +177,58 @@ def test_the_leaderboard_shows_where_those_are_that_go_on(settings: TrackingSett
     tracker.end_search()
     tracker.close()
     assert [item.state for item in load_search(settings, "both").records][1:] == ["interrupted"] * 2
+
+
+def test_one_process_at_a_time_writes_the_searchs_own_curves(settings: TrackingSettings) -> None:
+    first = worker(settings)
+    begin(first, 0)
+    second = worker(settings)
+    begin(second, 1)
+    for at in range(1, 4):
+        for tracker, name in ((first, "trial-0000"), (second, "trial-0001")):
+            tracker.handle(GroupStep("g0", at, (name,), 1, 100, 0.5, None, 200))
+    end(first, 0)
+    first.others = lambda: True
+    first.end_search()
+    first.close()
+    second.handle(GroupStep("g0", 4, ("trial-0001",), 1, 100, 0.5, None, 200))
+    second.flush()
+    found = load_search(settings, "both")
+    history = MlflowClient(locate(settings).uri).get_metric_history(found.run_id, "search/ended")
+    assert [(point.step, point.value) for point in history] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 0)]
+    second.end_search()
+    second.close()
+
+
+def test_what_others_train_is_on_the_board_while_the_search_goes_on(
+    settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.tracker.Elsewhere", partial(Elsewhere, pause=0.01))
+    first, second = worker(settings), worker(settings)
+    begin(first, 0)
+    begin(second, 1)
+    end(first, 0)
+    first.flush()
+    until = time.monotonic() + 30
+    while "trial-0000" not in second.board.jobs and time.monotonic() < until:
+        second.handle(GroupStep("g0", 1, ("trial-0001",), 1, 100, 0.5, None, 200))
+        time.sleep(0.01)
+    record = second.board.jobs["trial-0000"]
+    assert (record.state, record.objective, record.others) == ("finished", *VALUES[0][:1], VALUES[0][1:])
+    assert second.board.jobs["trial-0001"].state == "running"
+    for tracker in (first, second):
+        tracker.end_search()
+        tracker.close()
+
+
+def test_nothing_is_read_where_no_other_process_is() -> None:
+    read: list[int] = []
+
+    def looked() -> list[JobRecord]:
+        read.append(1)
+        return []
+
+    alone = Elsewhere(lambda: False, looked, pause=0.001)
+    time.sleep(0.05)
+    alone.close()
+    assert (list(alone.take()), read) == ([], [])

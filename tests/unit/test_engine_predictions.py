@@ -24,7 +24,7 @@ from plait.models.targets import LinearInfo
 from plait.plans import Microbatch
 from plait.samples import Sample, Split, TokenisedData
 from plait.settings import EngineSettings, RunSettings
-from plait.tracking.fits import COLUMNS, Fits
+from plait.tracking.fits import COLUMNS, MOST_ROWS, Fits
 
 CAPACITY, WEIGHTS = 64, 50_000
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
@@ -93,6 +93,23 @@ class Machine:
             self.fits += self.predictions.learn(expected, outcome, seconds, iteration)
             for job in self.jobs.values():
                 job.advance(1)
+
+
+def test_what_jobs_of_the_same_targets_read_is_found_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for every mixture of jobs, of which a long search has more and more."""
+    asked: list[frozenset[str]] = []
+    found = WorkerFacts.inputs_read
+
+    def inputs_read(self: WorkerFacts, linears: frozenset[str]) -> float:
+        asked.append(linears)
+        return found(self, linears)
+
+    monkeypatch.setattr(WorkerFacts, "inputs_read", inputs_read)
+    machine = Machine(tmp_path)
+    machine.run(20)
+    assert asked == [{"layers.0.q_proj"}]
 
 
 def test_seconds_and_bytes_are_learnt_and_every_fit_tells_its_error(tmp_path: Path) -> None:
@@ -176,3 +193,25 @@ def test_fits_are_a_table(tmp_path: Path) -> None:
     row = dict(zip(table["columns"], table["data"][0], strict=True))
     assert json.loads(row["coefficients"]) == {"token": 0.5}
     assert (row["iteration"], row["mean_error"], row["ahead_error"]) == (9, 0.01, None)
+
+
+def test_many_fits_are_written_as_the_table_grows_and_stay_few_on_the_page(tmp_path: Path) -> None:
+    def fitted(at: int) -> ModelFitted:
+        return ModelFitted("seconds", at, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
+
+    sizes = []
+    for count in (1000, 2000):
+        (tmp_path / str(count)).mkdir()
+        fits, sent = Fits(tmp_path / str(count)), 0
+        for at in range(1, count + 1):
+            fits.add(fitted(at))
+            if fits.grown:
+                sent += len(fits.artifact())
+        sizes.append(sent)
+    assert sizes[1] < 2.5 * sizes[0]  # and not four times
+    rows = json.loads(fits.artifact())["data"]
+    assert MOST_ROWS / 2 < len(rows) <= MOST_ROWS
+    assert [row[1] for row in rows] == sorted(row[1] for row in rows)
+    assert rows[-1][1] == 2000
+    assert not fits.behind
+    assert Fits(tmp_path / "2000").behind  # of an earlier process

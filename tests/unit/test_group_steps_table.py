@@ -70,3 +70,13 @@ def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> Non
     (tmp_path / "group_steps.jsonl").write_text('{"iteration": 1}\n')
     with pytest.raises(StorageError, match=r"group_steps\.jsonl"):
         GroupSteps(tmp_path)
+
+
+def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
+    both = GroupSteps(tmp_path), GroupSteps(tmp_path)
+    for at in range(1, 6):
+        for table in both:
+            table.add(step(at))
+    rows = read_group_steps(both[0].path)
+    assert [row.iteration for row in rows] == list(range(1, 11))
+    assert len(json.loads(both[1].artifact())["data"]) == 10

@@ -2,11 +2,13 @@
 
 One JSON object a line, appended as training goes, below the search's folder; the same columns as a table of
 the search's run in MLflow. A search that is gone on with adds to its table, so a step that is trained again
-after a crash stands there twice: both took their seconds.
+after a crash stands there twice: both took their seconds. Several processes may add to one table: iterations
+are numbered as they stand there.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -26,7 +28,7 @@ class GroupStepRow:
     """One iteration of a group.
 
     Attributes:
-        iteration: of the search, from 1, counted on over restarts.
+        iteration: of the search, from 1, by whichever process, counted on over restarts.
         job_tokens: real tokens by job, in the order of ``jobs``.
         seconds: from the first microbatch to the last job's optimiser step.
         predicted_seconds, predicted_bytes: known before it ran; None where nothing was.
@@ -87,8 +89,9 @@ class GroupSteps:
             predicted_bytes=step.predicted_bytes,
         )
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+            with self.path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # a line is whole before another process reads or writes
+                file.write(json.dumps(asdict(row)).encode() + b"\n")
         except OSError as error:
             raise _trouble(self.path, error) from error
         self._count += 1
@@ -109,10 +112,11 @@ class GroupSteps:
         """Cut off a last line that a crash left unfinished."""
         if not self.path.exists():
             return
-        whole = self.path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):
-            with self.path.open("r+b") as file:
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            whole = file.read()
+            end = whole.rfind(b"\n") + 1
+            if end < len(whole):
                 file.truncate(end)
 
 
@@ -125,7 +129,7 @@ def read_group_steps(path: Path) -> list[GroupStepRow]:
     try:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
-        return [_row(json.loads(line)) for line in lines]
+        return [_row(json.loads(line) | {"iteration": at}) for at, line in enumerate(lines, 1)]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise _trouble(path, error) from error
 

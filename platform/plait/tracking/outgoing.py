@@ -45,9 +45,14 @@ class Outgoing:
         """Take over what other workers of the search that have ended left unsent."""
         head, mine = self._spool.head, self._spool.path
         if head is not None:
-            self.shared |= any(path != mine for path in spool_files(mine.parent, head.parent_id))
+            self.shared |= self.others_write()
             for left in free_spools(mine.parent, head.parent_id):
                 self._spool.take_over(left)
+
+    def others_write(self) -> bool:
+        """Whether other processes of this host work on the search."""
+        head, mine = self._spool.head, self._spool.path
+        return head is not None and any(path != mine for path in spool_files(mine.parent, head.parent_id))
 
     def knows(self, run: str) -> bool:
         """Whether the spool has points of a run, so that it knows which are written."""

@@ -42,6 +42,7 @@ def record_of(run: Run) -> JobRecord:
         run_id=run.info.run_id,
         others=_others(metrics),
         feasible=tags.get(names.TAG_FEASIBLE) != "false",
+        on_front=tags.get(names.TAG_PARETO) == "true",
     )
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +30,7 @@ from plait.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import check_folder, open_store, storage_errors
+from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.encoding import Head
 from plait.tracking.final import Judged, so_far, write_final
 from plait.tracking.leaderboard import to_split_json, varying
@@ -42,20 +43,12 @@ from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
 from plait.tracking.spool import free_spools, open_spool
 from plait.tracking.store import table_tag
+from plait.tracking.totals import Totals
 from plait.tracking.values import group_values, parameter_text, run_parameters, search_values, user
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that goes on
 REFRESH_SHARE = 0.005  # of the time may go into making them
-
-
-@dataclass(slots=True)
-class _Totals:
-    """The search's own counters, that go on where an earlier process left them."""
-
-    step: int = 0
-    seconds_before: float = 0.0
-    started: float = field(default_factory=time.monotonic)
 
 
 class Tracker:
@@ -93,7 +86,6 @@ class Tracker:
         self._store = open_store(self.location, settings.experiment)
         self._settings = settings
         self._clock = clock
-        self._rising = rising
         self._stamp = 0  # the last one
         self._directory = directory or Path.cwd()
         self._search = ""
@@ -101,7 +93,8 @@ class Tracker:
         self._parent_id = ""
         self._ids: dict[str, str] = {}  # by key; filled by the writer as it makes runs
         self._out: Outgoing | None = None
-        self._totals = _Totals()
+        self._totals = Totals(rising)
+        self._elsewhere: Elsewhere | None = None
         self._tables = [names.LEADERBOARD_FILE]
         self._next_refresh = 0.0
         self._front: set[str] = set()  # jobs that are tagged as being on the Pareto front
@@ -142,8 +135,9 @@ class Tracker:
                 self._store.log_parameters(self._parent_id, run_parameters(search.settings))
         self._ids = {record.name: record.run_id for record in self.board.jobs.values()}
         self._ids[self._parent] = self._parent_id
-        self._totals.started = self._rising()
         self._out = self._open_spool(folder)
+        self._totals.begin(folder.parent, self._parent_id)
+        self._elsewhere = Elsewhere(self._out.others_write, self._stored)
         self._out.tags(self._parent, tags)
         self._record_facts(search, git)
         return self._parent_id
@@ -165,12 +159,9 @@ class Tracker:
         self._parent_id = run.info.run_id
         self._store.reopen(self._parent_id)
         last = self._store.client.get_metric_history(self._parent_id, names.SEARCH_SECONDS)
-        self._totals.step = max((point.step for point in last), default=0)
-        self._totals.seconds_before = run.data.metrics.get(names.SEARCH_SECONDS, 0.0)
-        for child in self._store.children(self._parent_id).values():
-            self.board.add(record := record_of(child))
-            if child.data.tags.get(names.TAG_PARETO) == "true":
-                self._front.add(record.name)
+        step = max((point.step for point in last), default=0)
+        self._totals.stood(step, run.data.metrics.get(names.SEARCH_SECONDS, 0.0))
+        self._take_others(self._stored())
 
     def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
         self.record("config.yaml", search.config)
@@ -218,13 +209,18 @@ class Tracker:
     def _learn_of_others(self) -> None:
         """Have the jobs on the board that other workers of this search trained, as far as the store knows."""
         with suppress(StorageError), storage_errors(self.location):
-            for child in self._store.children(self._parent_id).values():
-                record = record_of(child)
-                if child.data.tags.get(names.TAG_PARETO) == "true":
-                    self._front.add(record.name)
-                if record.name not in self._own:
-                    self.board.add(record)
-                    self._ids[record.name] = record.run_id
+            self._take_others(self._stored())
+
+    def _stored(self) -> list[JobRecord]:
+        """The search's jobs as the store has them; who is tagged as on the front is so there."""
+        return [record_of(child) for child in self._store.children(self._parent_id).values()]
+
+    def _take_others(self, records: Sequence[JobRecord]) -> None:
+        for record in records:
+            self._front |= {record.name} if record.on_front else set()
+            if record.name not in self._own:
+                self.board.add(record)
+                self._ids[record.name] = record.run_id
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
@@ -300,6 +296,7 @@ class Tracker:
             case JobEnded():
                 self._job_ended(event, logged)
             case GroupStep():
+                self._take_others(self._elsewhere.take() if self._elsewhere is not None else ())
                 self._log_totals(group_values(event))
 
     def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
@@ -318,10 +315,10 @@ class Tracker:
 
     def _log_totals(self, more: Mapping[str, float]) -> None:
         """One point of the search's own curves; the last one is always written."""
-        self._totals.step += 1
-        if not more or self._started.wants_totals(self._totals.step):
+        step = self._totals.next()
+        if step is not None and (not more or self._started.wants_totals(step)):
             values = dict(more) | search_values(self.board, self.seconds)
-            self._started.points(self._parent, self._totals.step, values)
+            self._started.points(self._parent, step, values)
 
     def run_id(self, job: str) -> str:
         """MLflow's id of a job's run; "" while the store has not made it."""
@@ -330,7 +327,7 @@ class Tracker:
     @property
     def seconds(self) -> float:
         """Seconds that the search has taken, those of earlier processes included."""
-        return self._totals.seconds_before + self._rising() - self._totals.started
+        return self._totals.seconds
 
     @property
     def writer_seconds(self) -> float:
@@ -408,7 +405,10 @@ class Tracker:
             patience: seconds for the store; None waits as long as it takes what it gets.
         """
         out, self._out = self._out, None
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         if out is not None:
+            self._totals.close()
             self.notices += out.close(patience, done=self._state == names.FINISHED)
 
     def conclude(self, judged: Sequence[Judged]) -> None:
