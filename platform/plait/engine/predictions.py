@@ -68,7 +68,7 @@ class Predictions:
         self, facts: WorkerFacts, admission: Admission, profile: Profile | None, folder: Path
     ) -> None:
         self._facts = facts
-        self._read: dict[frozenset[str], float] = {}  # share of input features, by jobs
+        self._read: dict[frozenset[frozenset[str]], float] = {}  # share of input features, by targets
         self._logit_rows = facts.shape.logit_rows
         self._admission = admission
         self._profile = profile
@@ -119,9 +119,9 @@ class Predictions:
             (jobs[each.job].spec.adapter.rank * len(linears[each.job]) / whole, each.lengths)
             for each in microbatch.segments
         ]
-        together = frozenset(linears)
+        together = frozenset(linears.values())
         if together not in self._read:
-            self._read[together] = self._facts.inputs_read(frozenset().union(*linears.values()))
+            self._read[together] = self._facts.inputs_read(frozenset().union(*together))
         return MemoryShape.of(
             [length for _, lengths in parts for length in lengths],
             labelled=_labelled(microbatch, jobs),
