@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 import yaml
 
-from plait.cost.memory import MemoryCoefficients, MemoryModel
+from plait.cli.helps import TEXTS
+from plait.cli.plan import described as described_cluster
+from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import Configuration
+from plait.cost.shapes import MicrobatchShape
 from plait.engine.catalogue import DataCatalogue
 from plait.errors import CapacityError, ConfigError, ModelError
 from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models.targets import resolve_targets
 from plait.planning.described import RECOMPUTED, plan_described
 from plait.planning.fitting import fitting
-from plait.planning.model_memory import ModelMemory, inputs_read, llama_linears, parameters
+from plait.planning.model_memory import ModelMemory, inputs_read, llama_linears, weight_bytes
 from plait.planning.outlook import Outlook
+from plait.planning.parallelism import configurations
 from plait.planning.workload import Workload
 from plait.samples import Sample, Split, TokenisedData
-from plait.settings import EngineSettings, RunSettings, SearchSettings
+from plait.settings import ClusterSettings, EngineSettings, RunSettings, SearchSettings
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -48,7 +52,7 @@ def workload(lengths: tuple[int, ...] = (40, 60), jobs: int = 2, steps: int = 4)
 def memory(token: float, *, weights: int = 8 * GIB, layers: int = 32) -> ModelMemory:
     model = MemoryModel.of(MemoryCoefficients(token=token), margin=0.0)
     adapters = (AdapterSpec(rank=4, target_modules=("q_proj",)),)
-    return ModelMemory(model, weights, llama_linears(SIZES, layers), 2, 256, adapters)
+    return ModelMemory(model, StaticBytes(weights), llama_linears(SIZES, layers), 2, 256, adapters)
 
 
 def planned(profile: ClusterProfile, settings: RunSettings, of: ModelMemory | None = None) -> Outlook:
@@ -72,7 +76,10 @@ def test_sizes_are_those_of_the_model_that_transformers_makes() -> None:
     }
     assert {each.name: (each.in_features, each.out_features) for each in linears} == there
     norms = (2 * 3 + 1) * SIZES["hidden_size"]
-    assert parameters(SIZES, linears) + norms == sum(each.numel() for each in model.parameters())
+    static = weight_bytes(SIZES, linears, 2)
+    assert static.stage((3,), 0) + 2 * norms == 2 * sum(each.numel() for each in model.parameters())
+    assert static.embedding == static.head == 2 * model.lm_head.weight.numel()
+    assert sum(static.stage((1, 0, 2), stage) for stage in range(3)) == static.stage((3,), 0)
 
 
 def test_inputs_that_are_read_together_count_once() -> None:
@@ -169,6 +176,45 @@ def test_where_a_job_ends_the_others_go_on_without_it(monkeypatch: pytest.Monkey
     few = plan_described(mixed, settings, profile, None, tokeniser="x")
     assert few.predicted_seconds == pytest.approx(found.predicted_seconds, rel=0.02)
     assert few.device_seconds_alone == pytest.approx(found.device_seconds_alone, rel=0.02)
+
+
+def test_side_by_side_each_job_has_the_replica_on_which_it_takes_least() -> None:
+    profile = cluster_profile(described("a100_40g_llama2_7b"))
+    search = SearchSettings(parallel=2)
+    found = plan_described(workload(), RunSettings(search=search), profile, None, tokeniser="x")
+    # 4 steps of one microbatch of 100 tokens, two jobs: on one device each, whatever else the table has
+    lengths = MicrobatchShape.of([40, 60], labelled=98)
+    assert found.device_seconds_side_by_side == pytest.approx(
+        2 * 4 * profile.time.microbatch(lengths), rel=1e-6
+    )
+    single = replace(
+        profile, configurations=tuple(each for each in profile.configurations if each.devices == 8)
+    )
+    wide = plan_described(workload(), RunSettings(search=search), single, None, tokeniser="x")
+    assert wide.device_seconds_side_by_side is not None
+    assert wide.device_seconds_side_by_side > found.device_seconds_side_by_side
+    assert wide.device_seconds_alone is not None
+    assert wide.device_seconds_side_by_side < wide.device_seconds_alone
+
+
+def test_the_engine_s_capacity_bounds_the_cluster_s_table() -> None:
+    cluster = ClusterSettings("described", described("h100_llama31_8b"))
+    settings = RunSettings(cluster=cluster, engine=EngineSettings(capacity=512))
+    found, profile = described_cluster(settings)
+    assert {each.max_tokens for each in profile.configurations} == {512}
+    assert found.engine.capacity == 512
+    assert {
+        each.max_tokens for each in described_cluster(RunSettings(cluster=cluster))[1].configurations
+    } == {6144}
+    kinds = configurations(profile, every=True, most_tokens=2048)
+    assert {each.max_tokens for each in kinds} == {512, 1024, 2048}
+
+
+def test_helps_name_every_described_cluster() -> None:
+    names = {path.stem for path in CLUSTERS.glob("*.yaml")} - {"local"}
+    assert len(names) >= 4
+    for verb in ("plan", "profile"):
+        assert all(name in TEXTS[verb] for name in names)
 
 
 def test_more_than_one_job_in_a_microbatch_counts_for_each_and_once_in_all() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Phase
+from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Phase, StaticBytes
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.plans import Microbatch, Plan, Replica
 from plait.simulate.forecast import PlanOptions, forecast, make_plan
@@ -31,12 +31,13 @@ def shape(microbatch: Microbatch) -> MemoryShape:
 
 def test_equal_microbatches_take_the_peak_of_every_stage() -> None:
     trace = {f"job{j}": [[100, 100] for _ in range(6)] for j in range(4)}
-    memory = RunMemory(MODEL, 8e4, shape)
+    static = StaticBytes(8e4, embedding=5e3, head=7e3)
+    memory = RunMemory(MODEL, static, shape)
     made = forecast(global_batches(trace), [Replica(0, pp=4)], TIME, PlanOptions({0: 200}, memory=memory))
     split = made.plan.replicas[0].layer_split
     full = MemoryShape.of([100, 100])
     stages = [
-        MODEL.stage_peak(full, static=8e4 * split[stage] / 8, layer_split=split, stage=stage)
+        MODEL.stage_peak(full, static=static.stage(split, stage), layer_split=split, stage=stage)
         for stage in range(4)
     ]
     assert made.replica_bytes == {0: int(max(stages))}
@@ -45,7 +46,7 @@ def test_equal_microbatches_take_the_peak_of_every_stage() -> None:
 
 
 def test_one_device_takes_what_its_largest_microbatch_takes() -> None:
-    memory = RunMemory(MODEL, 5e4, shape)
+    memory = RunMemory(MODEL, StaticBytes(5e4), shape)
     trace = {"small": [[10, 20]] * 3, "large": [[300, 400]] * 3}
     made = forecast(global_batches(trace), [Replica()], TIME, PlanOptions({0: 730}, memory=memory))
     assert made.replica_bytes == {0: int(MODEL.safe_peak(MemoryShape.of([10, 20, 300, 400]), static=5e4))}
@@ -54,7 +55,7 @@ def test_one_device_takes_what_its_largest_microbatch_takes() -> None:
 
 
 def test_tensor_parallelism_divides_and_a_light_group_takes_less() -> None:
-    memory = RunMemory(MODEL, 5e4, shape)
+    memory = RunMemory(MODEL, StaticBytes(5e4), shape)
     trace = {"light": [[10]] * 4, "heavy": [[500]] * 4}
     options = PlanOptions({0: 500}, memory=memory)
     one = forecast(global_batches(trace), [Replica()], TIME, options)

@@ -33,6 +33,7 @@ from plait.simulate.systems import Machine, lorapp, one_after_another, plan_sche
 from plait.simulate.timeline import chrome_trace
 from plait.simulate.traces import Trace, global_batches
 
+WHOLE = "whole microbatches merged"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
@@ -50,8 +51,11 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     for count in range(1, len(trace) + 1):
         some = {job: trace[job] for job in list(trace)[:count]}
         figures.append(_idle(_named(count), _lorafusion(some, even, asked)))
-    alone = _lorafusion(trace, even, asked, merging=False)
-    figures.append(_idle(f"{_named(len(trace))}, without merging", alone))
+    for count in range(3, len(trace) + 1):
+        some = {job: trace[job] for job in list(trace)[:count]}
+        for how, merging in ((WHOLE, True), ("without merging", False)):
+            pipeline = _lorafusion(some, even, asked, merging=merging, filling=False)
+            figures.append(_idle(f"{_named(count)}, {how}", pipeline))
     figures += _plait(trace, profile, asked)
     for alternative in asked.alternatives:
         figures += _under(alternative, profile, asked)
@@ -78,9 +82,18 @@ def _baselines(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
     return figures
 
 
-def _lorafusion(trace: Trace, even: Machine, asked: Options, *, merging: bool = True) -> Pipeline:
+def _lorafusion(
+    trace: Trace, even: Machine, asked: Options, *, merging: bool = True, filling: bool = True
+) -> Pipeline:
     """LoRAFusion's schedule by Plait's packer, with its padding multiple, padding rows and equal stages."""
-    plan = plan_schedule(trace, stages=even.stages, capacity=asked.capacity, tile=asked.tile, merging=merging)
+    plan = plan_schedule(
+        trace,
+        stages=even.stages,
+        capacity=asked.capacity,
+        tile=asked.tile,
+        merging=merging,
+        filling=filling,
+    )
     return planned_pipeline(plan, even, padding=True)
 
 
@@ -152,12 +165,21 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     def gain(after: tuple[bool, bool], before: tuple[bool, bool]) -> float:
         return 100 * (speed[after] / speed[before] - 1)
 
+    whole = _throughput(trace, even, asked, exact=True, merging=True, filling=False)
+
     def counts(key: tuple[bool, bool]) -> str:
         return f"{runs[key].microbatches} microbatches, {100 * runs[key].padding_share:.2f} % padding"
 
     best, greedy = (True, True), (False, True)
     figures = (
         Figure("merging", gain(best, (True, False)), "%", "simulated", note=counts((True, False))),
+        Figure(
+            "merging whole microbatches only",
+            100 * (whole.tokens_per_second / speed[True, False] - 1),
+            "%",
+            "simulated",
+            note=f"{whole.microbatches} microbatches",
+        ),
         Figure(
             "two-stage packing over greedy, merged",
             gain(best, greedy),
@@ -177,7 +199,9 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     return Report("lorafusion/packing_gain", figures, (*asked.assumptions(), *asked.remarks))
 
 
-def _throughput(trace: Trace, even: Machine, asked: Options, *, exact: bool, merging: bool) -> Metrics:
+def _throughput(
+    trace: Trace, even: Machine, asked: Options, *, exact: bool, merging: bool, filling: bool = True
+) -> Metrics:
     plan = plan_schedule(
         trace,
         stages=even.stages,
@@ -185,6 +209,7 @@ def _throughput(trace: Trace, even: Machine, asked: Options, *, exact: bool, mer
         tile=asked.tile,
         limits=PackingLimits() if exact else GREEDY,
         merging=merging,
+        filling=filling,
     )
     metrics, _ = measure({0: planned_pipeline(plan, even, padding=True)})
     return metrics

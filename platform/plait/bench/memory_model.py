@@ -3,44 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import LlamaConfig
 
 from plait.bench.figures import Figure, How, Report
+from plait.config_fields import build
 from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
 from plait.cost.memory_probe import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
+from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.models import BaseModel, load_model
 from plait.paths import cache_dir
 from plait.settings import RunSettings
 from plait_kernels.loss import CHUNK_LOGITS
 
-SOURCE = "mLoRA §3.4"
+SOURCE = "mLoRA §4.2, figure 8a"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        mape_percent: published.
+        capacity: most tokens of a microbatch without weights.
+        measured_capacity: most tokens of one that is measured.
+        held_out: microbatches that are not fitted to.
+        seed: of what is held out.
+        measured: whether the run's own model is measured on this device as well.
+        shapes: sizes of a LlamaConfig by name; no weights are needed.
+    """
+
+    mape_percent: float
+    capacity: int
+    measured_capacity: int
+    held_out: int
+    seed: int
+    measured: bool
+    shapes: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "measured_capacity"):
+            if getattr(self, name) < 128:
+                raise ConfigError(f"bench.options.{name}={getattr(self, name)}", "It must be at least 128.")
+        if self.held_out < 1 or self.seed < 0:
+            raise ConfigError(
+                f"bench.options.held_out={self.held_out}, seed={self.seed}",
+                "One microbatch at least is held out, and the seed is at least 0.",
+            )
+
+
+def _config(name: str, sizes: Mapping[str, Any]) -> LlamaConfig:
+    try:
+        return LlamaConfig(**sizes)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"bench.options.shapes.{name}: {error}", "They must be sizes of a Llama."
+        ) from error
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Mean absolute error of peak − static on held-out ragged microbatches, in percent.
 
-    Options: ``shapes`` (name: LlamaConfig sizes; without weights), ``measured`` (whether the run's own
-    model is measured on this device as well), ``capacity``, ``measured_capacity``, ``held_out``, ``seed``,
-    ``mape_percent`` (published).
+    Raises:
+        ConfigError: a wrong option, or sizes of which there is no model.
     """
     del jobs
+    asked = build(Options, options, "bench.options")
+    configs = {name: _config(name, sizes) for name, sizes in asked.shapes.items()}
     figures = []
-    for name, sizes in cast("Mapping[str, Mapping[str, Any]]", options["shapes"]).items():
-        config = LlamaConfig(**sizes)
+    for name, config in configs.items():
         for checkpointing in (False, True):
-            grid, held = _probes(options, "capacity")
+            grid, held = _probes(asked, asked.capacity)
             observed = observe_extrapolated(config, [*grid, *held], _engine(checkpointing))
             case = f"{name}, without weights{', checkpointing' * checkpointing}"
-            figures += _figures(case, observed, len(grid), config.vocab_size, "computed", options)
-    if options["measured"]:
+            figures += _figures(case, observed, len(grid), config.vocab_size, "computed", asked)
+    if asked.measured:
         model = load_model(settings.model, cache=cache_dir(), device="cpu")
         for checkpointing in (False, True):
-            figures += _measured(model, checkpointing, options)
+            figures += _measured(model, checkpointing, asked)
     return Report(
         "Memory of packed microbatches: error on held-out points",
         tuple(figures),
@@ -52,8 +97,8 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     )
 
 
-def _measured(model: BaseModel, checkpointing: bool, options: Mapping[str, object]) -> list[Figure]:
-    grid, held = _probes(options, "measured_capacity")
+def _measured(model: BaseModel, checkpointing: bool, options: Options) -> list[Figure]:
+    grid, held = _probes(options, options.measured_capacity)
     observed = observe_device(model, [*grid, *held], _engine(checkpointing))
     case = f"{model.identity.name}, on {model.device}{', checkpointing' * checkpointing}"
     return _figures(case, observed, len(grid), model.vocabulary, "measured", options)
@@ -69,17 +114,16 @@ def _figures(
     fitted: int,
     vocabulary: int,
     how: How,
-    options: Mapping[str, object],
+    options: Options,
 ) -> list[Figure]:
     model = MemoryModel.fitted(observed[:fitted], logit_rows=CHUNK_LOGITS // vocabulary)
     errors = 100.0 * np.abs(model.errors(observed[fitted:]))
     simple = 100.0 * np.abs(_eq5(observed[:fitted]).errors(observed[fitted:]))
-    published = float(cast("float", options["mape_percent"]))
     peak = max(each.dynamic + each.static for each in observed[fitted:]) / 2**30
     note = f"largest error {errors.max():.3g} %; largest peak {peak:.2f} GiB"
     return [
-        Figure(case, float(errors.mean()), "%", how, published, SOURCE, note=note),
-        Figure(f"{case}: Eq. 5 alone", float(simple.mean()), "%", how, published, SOURCE),
+        Figure(case, float(errors.mean()), "%", how, options.mape_percent, SOURCE, note=note),
+        Figure(f"{case}: Eq. 5 alone", float(simple.mean()), "%", how, options.mape_percent, SOURCE),
     ]
 
 
@@ -96,7 +140,6 @@ def _eq5(observed: Sequence[MemoryObservation]) -> MemoryModel:
     return MemoryModel.fitted(bare)
 
 
-def _probes(options: Mapping[str, object], capacity: str) -> tuple[tuple[Probe, ...], list[Probe]]:
-    most = int(cast("int", options[capacity]))
-    rng = np.random.default_rng(int(cast("int", options["seed"])))
-    return probe_grid(most), [drawn_probe(rng, most) for _ in range(int(cast("int", options["held_out"])))]
+def _probes(options: Options, capacity: int) -> tuple[tuple[Probe, ...], list[Probe]]:
+    rng = np.random.default_rng(options.seed)
+    return probe_grid(capacity), [drawn_probe(rng, capacity) for _ in range(options.held_out)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -114,6 +114,34 @@ class MemoryCoefficients:
     def head(self, shape: MemoryShape, logit_rows: float) -> float:
         """Bytes of head and loss, which only the last pipeline stage has."""
         return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBytes:
+    """Bytes that stay on the device, of the whole model.
+
+    Attributes:
+        layers: weights of the decoder layers and all adapters on them.
+        embedding: on the first pipeline stage.
+        head: on the last one.
+    """
+
+    layers: float
+    embedding: float = 0.0
+    head: float = 0.0
+
+    def with_adapters(self, held: float) -> StaticBytes:
+        """With so many bytes of adapters more."""
+        return replace(self, layers=self.layers + held)
+
+    def stage(self, layer_split: Sequence[int], stage: int) -> float:
+        """Of one pipeline stage."""
+        found = self.layers * layer_split[stage] / sum(layer_split)
+        if stage == 0:
+            found += self.embedding
+        if stage == len(layer_split) - 1:
+            found += self.head
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,13 +83,20 @@ class Draft:
 
 
 def merge(
-    target: Draft, sources: list[Draft], ready: Collection[str], *, capacity: int, most: int | None = None
+    target: Draft,
+    sources: list[Draft],
+    ready: Collection[str],
+    *,
+    capacity: int,
+    most: int | None = None,
+    filling: bool = True,
 ) -> int:
     """Move samples of ``sources`` into ``target``; emptied sources are removed from the list.
 
     Args:
         ready: jobs whose step before was done by then; only their samples may move.
         most: how many sources may be emptied; None for all.
+        filling: whether a part of a source moves where not all of it fits.
 
     Returns:
         Tokens moved.
@@ -98,6 +105,8 @@ def merge(
     while len(sources) > least:
         source = min(reversed(sources), key=lambda draft: draft.fill)
         whole = source.jobs <= set(ready) and target.fits(source.pieces, capacity)
+        if not whole and not filling:
+            break
         pieces = list(source.pieces) if whole else _filling(target, source, ready, capacity)
         target.add(pieces)
         source.remove(pieces)

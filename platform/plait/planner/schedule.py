@@ -73,6 +73,7 @@ class ScheduleBuilder:
         capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
         tile: padding multiple P.
         merging: whether work moves forward into the microbatch before it.
+        filling: whether parts of microbatches do, where whole ones do not fit.
     """
 
     def __init__(
@@ -82,10 +83,11 @@ class ScheduleBuilder:
         capacity: int | Mapping[int, int],
         tile: int = 1,
         merging: bool = True,
+        filling: bool = True,
     ) -> None:
         self._stages = dict(stages)
         self._capacity = dict.fromkeys(stages, capacity) if isinstance(capacity, int) else dict(capacity)
-        self._tile, self._merging = tile, merging
+        self._tile, self._merging, self._filling = tile, merging, filling
         self._streams: dict[int, list[Draft]] = {replica: [] for replica in self._stages}
         self._ready: dict[str, int] = {}  # the round from which a job's next global batch may come
         self._due: list[_Due] = []
@@ -125,7 +127,12 @@ class ScheduleBuilder:
         if self._merging and stream and stream[-1].pieces:
             room = self._room(replica, drafts, following)
             ready = {job for job in _jobs(packed) if self._ready.get(job, 0) < len(stream)}
-            merge(stream[-1], drafts, ready, capacity=room.capacity, most=room.most)
+            merge(
+                *(stream[-1], drafts, ready),
+                capacity=room.capacity,
+                most=room.most,
+                filling=self._filling,
+            )
         if not drafts:
             return
         last = min(reversed(drafts), key=lambda draft: draft.fill)
@@ -176,9 +183,10 @@ def build_schedule(
     capacity: int | Mapping[int, int],
     tile: int = 1,
     merging: bool = True,
+    filling: bool = True,
 ) -> tuple[ScheduleItem, ...]:
     """The schedule of all turns; see :class:`ScheduleBuilder`."""
-    builder = ScheduleBuilder(stages, capacity=capacity, tile=tile, merging=merging)
+    builder = ScheduleBuilder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):
         builder.add(turn_list, number)
     return builder.schedule()

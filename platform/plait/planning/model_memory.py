@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from plait.cost.memory import MemoryModel, MemoryShape, adapter_bytes
+from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, adapter_bytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
 from plait.jobs import AdapterSpec, JobSpec
@@ -28,7 +28,7 @@ class ModelMemory:
 
     Attributes:
         model: of peaks above static bytes.
-        weights: bytes of the frozen weights.
+        weights: the frozen ones.
         linears: that adapters may sit on.
         element_bytes: of one number of the arithmetic.
         keep_up_to: longest sample that keeps its attention probabilities.
@@ -36,7 +36,7 @@ class ModelMemory:
     """
 
     model: MemoryModel
-    weights: int
+    weights: StaticBytes
     linears: tuple[LinearInfo, ...]
     element_bytes: int
     keep_up_to: int
@@ -51,8 +51,7 @@ class ModelMemory:
     def peak(self, configuration: Configuration, layers: int, held: int | None = None) -> int:
         """Most bytes of any device with the heaviest full microbatches.
 
-        Tensor parallelism is taken to divide weights and activations alike, and stages to hold their
-        layers' share of the weights.
+        Tensor parallelism is taken to divide weights and activations alike.
 
         Args:
             held: bytes of all adapters; None takes the search's largest alone.
@@ -61,13 +60,11 @@ class ModelMemory:
         rank = max(self._rank(adapter) for adapter in self.adapters)
         if held is None:
             held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
-        static = self.weights + held
+        static = self.weights.with_adapters(held)
         shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, rank * c, c)
         split = even_split(layers, pp)
         peaks = (
-            self.model.stage_peak(
-                shape, static=static * split[stage] / layers, layer_split=split, stage=stage
-            )
+            self.model.stage_peak(shape, static=static.stage(split, stage), layer_split=split, stage=stage)
             for stage in range(pp)
         )
         return int(max(peaks) / configuration.tp)
@@ -90,7 +87,7 @@ class ModelMemory:
             )
 
         held = sum(self.adapter_bytes(adapter) for adapter in adapters.values())
-        return RunMemory(self.model, self.weights + held, shape)
+        return RunMemory(self.model, self.weights.with_adapters(held), shape)
 
     def _rank(self, adapter: AdapterSpec) -> float:
         """The rank, times the share of linears that the adapter sits on."""
@@ -120,7 +117,7 @@ def model_memory(
     model, keep_up_to = _observed(
         sizes, profile.time.layers, profile.dtype, engine.checkpointing, tuple(sorted(names))
     )
-    weights = size * parameters(profile.shape, linears)
+    weights = weight_bytes(profile.shape, linears, size)
     return ModelMemory(model, weights, linears, size, keep_up_to, adapters)
 
 
@@ -164,11 +161,11 @@ def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:
     )
 
 
-def parameters(sizes: Sizes, linears: Sequence[LinearInfo]) -> int:
+def weight_bytes(sizes: Sizes, linears: Sequence[LinearInfo], element_bytes: int) -> StaticBytes:
     """Weights of a model of Llama's form with a head of its own, but norms and biases: a millionth of it."""
-    return 2 * sizes["vocab_size"] * sizes["hidden_size"] + sum(
-        each.in_features * each.out_features for each in linears
-    )
+    rows = element_bytes * sizes["vocab_size"] * sizes["hidden_size"]
+    layers = element_bytes * sum(each.in_features * each.out_features for each in linears)
+    return StaticBytes(layers, embedding=rows, head=rows)
 
 
 def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:

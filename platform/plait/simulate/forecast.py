@@ -117,7 +117,7 @@ def forecast(
     pipelines = _pipelines(plan, time, options)
     hidden, tp = options.hidden_size, tensor_parallel(plan)
     metrics, run = measure(pipelines, hidden_size=hidden, tp=tp)
-    alone, _ = measure(_alone(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
+    alone, _ = measure(job_by_job(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
     held = most_bytes(run, plan, options.memory) if options.memory is not None else {}
     largest: dict[int, int] = {}
     for (replica, _), size in held.items():
@@ -262,13 +262,17 @@ def _packed(
     return packed
 
 
-def _alone(
+def job_by_job(
     batches: Mapping[str, Sequence[GlobalBatch]],
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
 ) -> dict[int, Pipeline]:
-    """Job by job: each global batch packed by itself, each step waited for."""
+    """One job after another on the same replicas: each global batch packed by itself, each step waited for.
+
+    Args:
+        replicas: with a layer split.
+    """
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
     for own in batches.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape
+from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, StaticBytes
 from plait.plans import Microbatch, Plan, Replica
 from plait.simulate.events import Run, Span
 
@@ -18,12 +18,12 @@ class RunMemory:
 
     Attributes:
         model: of a microbatch that goes through the whole model on one device.
-        static: bytes that stay on one device with the whole model: weights, and the adapters of all jobs.
+        static: what stays: weights, and the adapters of all jobs.
         shape: what the memory of a planned microbatch depends on.
     """
 
     model: MemoryModel
-    static: float
+    static: StaticBytes
     shape: Callable[[Microbatch], MemoryShape]
 
 
@@ -60,7 +60,8 @@ def _stage(
         for place, held in most_held(spans, kept).items():
             passing = (1.0 + phase.margin) * (held + c.fixed) if shapes[place].tokens else 0.0
             most[place] = max(most.get(place, 0.0), passing)
-    return {place: int((share * memory.static + size) / replica.tp) for place, size in most.items()}
+    static = memory.static.stage(replica.layer_split, stage)
+    return {place: int((static + size) / replica.tp) for place, size in most.items()}
 
 
 def _kept(c: MemoryCoefficients, shape: MemoryShape, share: float, last: bool, logit_rows: float) -> float:

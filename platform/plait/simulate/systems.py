@@ -133,12 +133,15 @@ def plan_schedule(
     tile: int = 1,
     limits: PackingLimits | None = None,
     merging: bool = True,
+    filling: bool = True,
     groups: int | None = None,
     pool: Executor | None = None,
 ) -> Planned:
     """Group, pack, merge, order and verify the jobs of a trace for one replica.
 
     Args:
+        merging: whether work moves forward into the microbatch before it.
+        filling: whether parts of microbatches do, where whole ones do not fit.
         groups: how many; None lets the planner choose.
 
     Raises:
@@ -150,7 +153,11 @@ def plan_schedule(
     grouping = head_tail(loads, groups) if groups else group_jobs(loads, stages=stages, capacity=capacity)
     packed = pack_all(list(turns(batches, grouping)), capacity=capacity, tile=tile, limits=limits, pool=pool)
     items = build_schedule(
-        [{0: own} for own in packed], {0: stages}, capacity=capacity, tile=tile, merging=merging
+        *([{0: own} for own in packed], {0: stages}),
+        capacity=capacity,
+        tile=tile,
+        merging=merging,
+        filling=filling,
     )
     every = [batch for own in batches.values() for batch in own]
     verify(items, every, stages={0: stages}, capacity=capacity, tile=tile)
