@@ -16,6 +16,7 @@ from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
 STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 MOST_ON_FRONT = 8
+MOST_RUNGS = 2  # that are named in the line on the whole
 ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}  # what has ended stands between
 
 
@@ -58,11 +59,49 @@ def status_line(board: Board, left: float | None) -> str:
     ended, running = sum(job.ended for job in board.jobs.values()), board.count(RUNNING)
     parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {running} running"]
     parts += [f"{board.count(state)} {state}" for state in (PARKED, PRUNED, FAILED) if board.count(state)]
+    parts += rungs_waited_for(board)[:MOST_RUNGS]
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
     if left is not None:
         parts.append(f"about {duration(left)} left")
     return " · ".join(parts)
+
+
+def state_text(board: Board, record: JobRecord) -> str:
+    """A job's state in words; where it waits at a rung, at which."""
+    waits = board.ladder is not None and record.state == PARKED
+    if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
+        return f"at rung {record.step}"
+    return record.state
+
+
+def rung_text(board: Board, record: JobRecord) -> str:
+    """How many of its rungs a job has reached: 2/3."""
+    if board.ladder is None:
+        return ""
+    steps = board.ladder(record.trial).steps
+    return f"{sum(step <= record.step for step in steps)}/{len(steps)}"
+
+
+def rungs_waited_for(board: Board) -> list[str]:
+    """Where jobs wait for their cohort: ``rung 10: 5 of 8 there``, earliest trials first."""
+    if board.ladder is None:
+        return []
+    found: dict[tuple[range, int], None] = {}
+    for record in sorted(board.jobs.values(), key=lambda each: each.trial):
+        ladder = board.ladder(record.trial)
+        if ladder.cohort and record.state == PARKED and record.step in ladder.steps:
+            found[ladder.cohort, record.step] = None
+    return [_there(board, cohort, rung) for cohort, rung in found]
+
+
+def _there(board: Board, cohort: range, rung: int) -> str:
+    total = max(board.trials, len(board.jobs))
+    members = range(cohort.start, min(cohort.stop, total))
+    there = sum(
+        record.trial in members and (record.ended or record.step >= rung) for record in board.jobs.values()
+    )
+    return f"rung {rung}: {there} of {len(members)} there"
 
 
 def best_line(board: Board) -> str:
@@ -109,16 +148,19 @@ def jobs_table(board: Board, rows: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("job", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    for name in ("step", "loss", "eval loss", "tokens/s"):
+    rungs = () if board.ladder is None else ("rung",)
+    for name in ("step", *rungs, "loss", "eval loss", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for key in keys:
         table.add_column(key.split(".", 1)[-1], justify="right", overflow="ellipsis", no_wrap=True)
     for record in shown:
         step = f"{record.step}/{record.steps}" if record.steps else ""
         rate = f"{record.tokens_per_s:,.0f}" if record.live and record.tokens_per_s is not None else ""
-        state = Text(record.state, STYLES.get(record.state, ""))
+        state = Text(state_text(board, record), STYLES.get(record.state, ""))
+        rung = (rung_text(board, record),) if rungs else ()
         values = [setting(record.parameters[key]) if key in record.parameters else "" for key in keys]
-        table.add_row(record.name, state, step, number(record.loss), number(record.eval_loss), rate, *values)
+        losses = number(record.loss), number(record.eval_loss)
+        table.add_row(record.name, state, step, *rung, *losses, rate, *values)
     hidden = records[len(shown) :]
     if hidden:
         states = list(dict.fromkeys(record.state for record in hidden))

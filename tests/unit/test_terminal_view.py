@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from plait.durations import duration
+from plait.engine.live import AT_RUNG, PAUSED
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
+from plait.search.control.status import describe_status
 from plait.terminal import Terminal, print_summary
 from plait.terminal_rows import jobs_table, setting, share_done, shown_first, status_line
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.board import Board, JobRecord, Ladder
 
 
 class Clock:
@@ -276,6 +278,34 @@ def test_trials_that_are_not_asked_yet_count_as_work_to_do() -> None:
         job.state = "finished"
     assert share_done(board) == 0.25
     assert status_line(board, None) == "25 % done · 2 of 8 ended, 0 running"
+
+
+def test_rungs_are_shown_and_what_is_waited_for() -> None:
+    board = board_of(6, trials=7)
+    board.ladder = lambda number: Ladder((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
+    stage = Stage(board, terminal=True)
+    for trial in range(6):
+        stage.play(JobAdmitted(spec(trial), 0, 8, "g0"))
+        stage.step(trial, 1)
+    for trial, step in ((0, 2), (1, 3), (2, 2), (4, 2)):
+        stage.step(trial, step)
+    for trial in (0, 2, 4):
+        board.handle(JobParked(spec(trial).name, 2, AT_RUNG))
+    board.judge(spec(3).name, "failed", None, "loss is nan")
+    line = status_line(board, None)
+    assert "3 parked" in line
+    assert (
+        "rung 2: 4 of 4 there · rung 2: 1 of 3 there" in line
+    )  # of the second cohort there are three trials
+    stage.console.print(jobs_table(board, 10))
+    rows = {row.split()[0]: row for row in stage.file.getvalue().splitlines() if row.startswith("trial")}
+    assert rows["trial-0000"].split()[1:6] == ["at", "rung", "2", "2/8", "1/2"]
+    assert " 0/2 " in rows["trial-0005"]
+    assert "at rung 2" in describe_status(board, "running", "mine")
+    board.handle(JobParked(spec(1).name, 3, PAUSED))
+    assert "rung 3" not in status_line(board, None)
+    board.ladder = None
+    assert "rung" not in status_line(board, None)
 
 
 def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:

@@ -270,6 +270,7 @@ class _Launch:
             with self._source.exclusive("run"):  # one for all processes
                 run_id = tracker.start_search(self._facts())
                 self._source.link(run_id)
+            tracker.board.ladder = None if self._stopper is None else self._stopper.ladder
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             tracker.record(

@@ -11,9 +11,10 @@ from plait.engine.order import DataOrder
 from plait.jobs import JobSpec
 from plait.search.objective import Observed
 from plait.search.rungs import Judged, judged
-from plait.search.stopping import GO, Record, Rule, Table, Verdict, make_rule
+from plait.search.stopping import GO, CohortRule, Record, Rule, Table, Verdict, make_rule
 from plait.search.trials import Trial
 from plait.settings import SearchSettings
+from plait.tracking.board import Ladder
 
 
 class RungMemory(Protocol):
@@ -52,6 +53,13 @@ class Stopper:
     def measured(self) -> bool:
         """Whether the validation split must be evaluated at rungs."""
         return self._judged.metric.startswith("eval/")
+
+    def ladder(self, number: int) -> Ladder:
+        """The rungs of a trial, and its cohort: what is shown of it."""
+        if isinstance(self._rule, CohortRule):
+            cohort = self._rule.layout.cohort(number)
+            return Ladder(cohort.rungs, range(cohort.first, cohort.first + cohort.size))
+        return Ladder(self._rule.rungs(number))
 
     def start(self, trial: Trial) -> tuple[int, ...]:
         """A trial is about to begin, or to go on: its rungs."""

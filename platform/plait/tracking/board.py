@@ -4,7 +4,7 @@ terminal's table. Plain Python, no clock and no store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,20 @@ class JobRecord:
         return self.state not in (RUNNING, WAITING, PARKED)
 
 
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The rungs of a trial, and with whom it is compared there.
+
+    Attributes:
+        steps: of its rungs.
+        cohort: numbers of the trials that are compared with each other, itself included; empty where each is
+            judged by itself.
+    """
+
+    steps: tuple[int, ...]
+    cohort: range = range(0)
+
+
 @dataclass(slots=True)
 class Board:
     """All jobs of a search.
@@ -84,6 +98,7 @@ class Board:
         direction: "minimize" or "maximize" the objective, or the first of several.
         trials: trials that the search wants in all.
         others: the further objectives.
+        ladder: the rungs of a trial, by its number; None where a search has none.
     """
 
     direction: str
@@ -92,6 +107,7 @@ class Board:
     group: GroupStep | None = None
     iterations: int = 0
     others: tuple[Objective, ...] = ()
+    ladder: Callable[[int], Ladder] | None = None
 
     def add(self, record: JobRecord) -> None:
         """Take a job in, or take up one that was there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from plait.search.control.mailbox import Mode
-from plait.terminal_rows import best_line, number, settings_line, shown_first, status_line
+from plait.terminal_rows import best_line, number, settings_line, shown_first, state_text, status_line
 from plait.tracking.board import Board
 from plait.tracking.leaderboard import varying
 
@@ -20,7 +20,7 @@ def describe_status(board: Board, mode: Mode, name: str) -> str:
     records = shown_first(list(board.jobs.values()))
     keys = varying(records)
     for record in records[:MOST_JOBS]:
-        parts = [f"{record.name}  {record.state:<8}"]
+        parts = [f"{record.name}  {state_text(board, record):<8}"]
         if record.steps:
             parts.append(f"step {record.step}/{record.steps}")
         losses = (("loss", record.loss), ("eval loss", record.eval_loss), ("objective", record.objective))
