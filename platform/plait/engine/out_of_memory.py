@@ -9,8 +9,14 @@ import torch
 
 Result = TypeVar("Result")
 
-# The CPU's allocator raises a plain RuntimeError, known by its words alone.
-_WORDS = ("can't allocate memory", "not enough memory")
+# Known by their words alone: the CPU's allocator, CUDA where it is not torch's own allocator that finds no
+# room (a kernel that is loaded), and cuBLAS for its workspace.
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def ran_out(error: BaseException) -> bool:
