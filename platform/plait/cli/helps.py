@@ -18,6 +18,9 @@ _HYDRA = """  --cfg job               show the settings as composed, and do noth
   --hydra-help            Hydra's own flags
 """
 
+_CLUSTERS = """a100_40g_llama2_7b, h100_llama31_8b, h100_qwen25_32b,
+                          h100_llama31_70b, and yours in conf/cluster/"""
+
 TEXTS = {
     "train": f"""plait train [KEY=VALUE ...]
 
@@ -38,7 +41,8 @@ arguments of `plait sweep` and refuses what that would. Seconds on this machine 
 `plait profile`; a described cluster brings its own.
 
 {_SETTINGS}{_SPACE}  cluster=NAME            a described cluster in place of this machine, simulated:
-                          replicas, dispatch, packing, pipeline
+                          replicas, dispatch, packing, pipeline; there are
+                          {_CLUSTERS}
   --json                  the plan as JSON
   --timeline FILE         the simulated run: a figure (.html), or a trace for Perfetto
                           (.json)
@@ -56,7 +60,8 @@ Nothing else should run meanwhile: seconds are measured.
 
 {_SETTINGS}  engine.capacity=N       probe up to N tokens in a microbatch
   cluster=NAME            instead: compare the configurations of a described cluster, by
-                          simulation
+                          simulation; there are
+                          {_CLUSTERS}
   --without-weights       compute memory from the model's configuration alone; no seconds
   --json                  the profile as JSON
 {_HYDRA}

@@ -132,6 +132,13 @@ def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] |
     """
     if command.settings.cluster.kind != "local":
         settings, profile = described(command.settings)
+        asked = command.settings.engine.capacity
+        if asked is not None and asked > settings.engine.capacity_or_usual:
+            raise ConfigError(
+                f"engine.capacity={asked}",
+                f"A replica of {profile.name} takes at most {settings.engine.capacity} tokens "
+                f"(table {profile.table!r}).",
+            )
         check_jobs(command.probes)
         shape = check_model(settings.model, command.probes)
         check_cluster(profile, settings.model, shape)
@@ -194,6 +201,8 @@ def draw_workload(
 def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
     """The cluster's profile, and settings whose samples may be as long as the cluster takes them.
 
+    ``engine.capacity``, where it is given, bounds what the cluster's table allows.
+
     Raises:
         ConfigError: no such kind of cluster, or an entry of its description is missing or wrong.
     """
@@ -203,6 +212,10 @@ def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
         )
     profile = cluster_profile(settings.cluster.options)
     most = max(each.max_tokens for each in profile.allowed or profile.configurations)
+    asked = settings.engine.capacity
+    if asked is not None:
+        rows = (replace(each, max_tokens=min(asked, each.max_tokens)) for each in profile.configurations)
+        profile, most = replace(profile, configurations=tuple(rows)), min(asked, most)
     return replace(settings, engine=replace(settings.engine, capacity=most)), profile
 
 
@@ -270,15 +283,15 @@ def _groups(outlook: Outlook) -> Table:
 
 
 def _totals(outlook: Outlook) -> Table:
-    """Plait beside the same jobs one after another on the same devices."""
+    """Plait beside the same jobs without it."""
     table = Table(title="In all")
-    for heading in ("", "microbatches", "device-seconds"):
+    for heading in ("", "microbatches", "device-seconds", "saved with Plait"):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
-    table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(outlook.device_seconds_alone))
-    if outlook.device_seconds is not None and outlook.device_seconds_alone:
-        saved = 1 - outlook.device_seconds / outlook.device_seconds_alone
-        table.add_row("saved", "", f"{100 * saved:.1f} % (simulated)")
+    beside, alone = outlook.device_seconds_side_by_side, outlook.device_seconds_alone
+    if beside is not None:
+        table.add_row("side by side", "", _seconds(beside), _saved(outlook, beside))
+    table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(alone), _saved(outlook, alone))
     if outlook.gap is not None:
         table.caption = (
             f"Deployment within {100 * outlook.gap:.2f} % of the proved bound: "
@@ -286,6 +299,12 @@ def _totals(outlook: Outlook) -> Table:
             f"with the best equal replicas, {outlook.equal_replicas}"
         )
     return table
+
+
+def _saved(outlook: Outlook, without: float | None) -> str:
+    if outlook.device_seconds is None or not without:
+        return ""
+    return f"{100 * (1 - outlook.device_seconds / without):.1f} % (simulated)"
 
 
 def _simulated(outlook: Outlook) -> Table:

@@ -19,7 +19,7 @@ from rich.table import Table
 from plait.cli.app import command_words, run, show_space, shows_only
 from plait.cost.memory_probe import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
-from plait.errors import EXIT_DONE, CapacityError
+from plait.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.jobs import JobSpec
 from plait.paths import cache_dir
 from plait.planning.profiling import Made, profile_device, profile_without_weights
@@ -60,6 +60,12 @@ def run_profile(command: SearchCommand) -> int:
     if command.settings.cluster.kind != "local":
         from plait.cli.profile_cluster import compare_configurations
 
+        if WITHOUT_WEIGHTS in command_words():
+            raise ConfigError(
+                f"{WITHOUT_WEIGHTS} with cluster={command.settings.cluster.options.get('name')}",
+                "The configurations of a described cluster are always compared without weights.",
+                f"Leave {WITHOUT_WEIGHTS} out.",
+            )
         return compare_configurations(command, console, as_json=as_json, say=_say)
     made = profile_here(command.settings, command.probes, weights=WITHOUT_WEIGHTS not in command_words())
     path = _keep(made.profile)

@@ -47,6 +47,7 @@ def compare_configurations(
             available=available,
             labelled_share=workload.labelled_share,
             say=say,
+            most_tokens=command.settings.engine.capacity,
         )
 
     checkpointing = settings.engine.checkpointing

@@ -13,6 +13,7 @@ from plait.planning.fitting import fitting
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
 from plait.planning.model_memory import ModelMemory
 from plait.planning.outlook import ChangeOutlook, GroupOutlook, Outlook, ReplicaOutlook, SimulatedOutlook
+from plait.planning.side_by_side import side_by_side
 from plait.planning.workload import Phase, Workload
 from plait.plans import Microbatch, Replica
 from plait.settings import RunSettings
@@ -83,6 +84,7 @@ def plan_described(
             on_wave(wave.parts[0].forecast)
     return replace(
         _outlook(profile, planned, first.equal_replicas()),
+        device_seconds_side_by_side=side_by_side(workload, profile),
         assumptions=_assumptions(settings, published, planned, tokeniser),
     )
 
@@ -237,7 +239,10 @@ def _assumptions(
         f"Seconds are simulated for {profile.model}; samples have the lengths that the tokeniser of "
         f"{tokeniser} gives them.",
         f"Most tokens of a microbatch are those of table {profile.table!r}, which the published system ran, "
-        "or fewer where memory does not take them or a pipeline is faster with fewer.",
+        "or fewer where engine.capacity or memory does not take them or a pipeline is faster with fewer.",
+        "Side by side: each job alone on the kind of replica on which it takes the fewest device-seconds, "
+        "devices without a job not counted. Job by job: one at a time on the replicas of the plan, all their "
+        "devices counted. Both wait for each step.",
         WAVES,
     ]
     if settings.engine.checkpointing:

@@ -115,7 +115,9 @@ class Outlook:
         simulated: more of each wave; none where nothing was simulated.
         predicted_seconds: of the whole search, restarts included.
         device_seconds: with Plait.
-        device_seconds_alone: the same jobs one after another on the same devices.
+        device_seconds_alone: the same jobs one after another on the same devices, idle ones counted.
+        device_seconds_side_by_side: the same jobs without Plait, each alone on a replica of its own; None for
+            one device.
         microbatches: of the whole search.
         microbatches_alone: of the same jobs, packed one by one.
         assumptions: what the figures rest on.
@@ -138,6 +140,7 @@ class Outlook:
     predicted_seconds: float | None = None
     device_seconds: float | None = None
     device_seconds_alone: float | None = None
+    device_seconds_side_by_side: float | None = None
 
     def mapping(self) -> dict[str, Any]:
         """For JSON."""

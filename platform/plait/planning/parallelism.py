@@ -48,6 +48,7 @@ def compare(
     available: int,
     labelled_share: float,
     say: Callable[[str], None],
+    most_tokens: int | None = None,
 ) -> tuple[Candidate, ...]:
     """Every configuration at every capacity, best throughput first, those that do not serve last.
 
@@ -55,13 +56,14 @@ def compare(
         batches: each job's global batches that are simulated.
         memory: None takes the capacities of the cluster's table for what fits.
         available: bytes of one device that may be used.
+        most_tokens: largest capacity that is looked at (engine.capacity); None takes the usual ones.
 
     Raises:
         CapacityError: no configuration takes the longest sample and fits.
     """
     longest = max(length for own in batches.values() for batch in own for length in batch.lengths)
     found = []
-    for configuration in configurations(profile, every=memory is not None):
+    for configuration in configurations(profile, every=memory is not None, most_tokens=most_tokens):
         replicas = profile.devices.count // configuration.devices
         bytes_ = None if memory is None else memory.peak(configuration, profile.time.layers)
         candidate = Candidate(configuration, replicas, bytes_, configuration in profile.configurations)
@@ -89,17 +91,21 @@ def compare(
     return tuple(sorted(found, key=lambda each: -(each.tokens_per_second or 0.0)))
 
 
-def configurations(profile: ClusterProfile, *, every: bool) -> tuple[Configuration, ...]:
+def configurations(
+    profile: ClusterProfile, *, every: bool, most_tokens: int | None = None
+) -> tuple[Configuration, ...]:
     """The table's configurations that the cluster can hold, or every one that the time profile knows.
 
     Args:
         every: each tensor-parallel degree of the profile with each power of two of stages.
+        most_tokens: of those that are added to the table's.
     """
     most, table = profile.devices.count, profile.configurations
     found = {each for each in table if each.devices <= most}
     if every:
         stages = [2**k for k in range(most.bit_length()) if 2**k <= min(most, profile.time.layers)]
-        capacities = {*CAPACITIES, *(each.max_tokens for each in table)}
+        capacities = {each for each in CAPACITIES if each <= (most_tokens or each)}
+        capacities |= {each.max_tokens for each in table}
         found |= {
             Configuration(tp, pp, capacity)
             for tp in profile.time.layer
