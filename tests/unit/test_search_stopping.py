@@ -22,6 +22,7 @@ from plait.planner.packing import pack
 from plait.plans import GlobalBatch
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
+from plait.settings import SearchSettings
 
 KINDS = ("successive_halving", "hyperband", "asha", "median", "patience", "threshold", "divergence", "optuna")
 
@@ -141,6 +142,28 @@ def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
     assert len(shares) > 4
     assert min(shares) >= every
     assert sum(shares) / len(shares) >= mean
+
+
+@pytest.mark.parametrize(
+    ("search", "later"),
+    [
+        (halving(trials=9, parallel=3, kind="median"), {"parallel": 5}),
+        (halving(trials=3, parallel=3), {"trials": 9}),
+    ],
+    ids=["median", "successive halving"],
+)
+def test_cohorts_stay_as_large_as_the_search_began_with(
+    tmp_path: Path, search: SearchSettings, later: dict[str, int]
+) -> None:
+    """Whatever else changes: more places, more trials."""
+    changed = replace(search, **later)
+    bench = Bench(tmp_path / "goes on", search, checkpoint_steps=1)
+    with pytest.raises(KilledError):
+        replace(bench, alive=2).run()
+    replace(bench, search=changed, notes=Notes()).run()
+    whole = Bench(tmp_path / "whole", replace(changed, stopping=replace(search.stopping, cohort=3)))
+    whole.run()
+    assert states(bench) == states(whole)
 
 
 def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Path, monkeypatch: Any) -> None:

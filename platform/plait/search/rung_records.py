@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import optuna
@@ -25,6 +26,7 @@ from plait.settings import SearchSettings, StoppingSettings
 
 RUNGS = "plait.rungs"  # trial: value by step, where it is not the objective that is judged
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
+COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
 PRUNERS = (
     "HyperbandPruner",
     "MedianPruner",
@@ -43,14 +45,22 @@ class StudyRungs:
         study: where they are kept.
         settings: of the search.
         patience: for a storage that is away.
+        locked: does something that one process at a time does, with patience.
 
     Raises:
         SearchError: Optuna has no such pruner, it does not take the options, or it cannot see the metric.
     """
 
-    def __init__(self, study: Study, settings: SearchSettings, patience: Patience) -> None:
+    def __init__(
+        self,
+        study: Study,
+        settings: SearchSettings,
+        patience: Patience,
+        locked: Callable[[Callable[[], int]], int],
+    ) -> None:
         self._study = study
         self._patience = patience
+        self._locked = locked
         kind = settings.stopping.kind
         first, *further = (each.metric for each in settings.objectives)
         # Optuna takes intermediate values of a single objective only.
@@ -78,6 +88,16 @@ class StudyRungs:
         if self._objective:
             return trial.intermediate_values
         return {int(step): value for step, value in trial.user_attrs.get(RUNGS, {}).items()}
+
+    def keep_cohort(self, rule: str, size: int) -> int:
+        """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
+        return self._locked(lambda: self._keep_cohort(rule, size))
+
+    def _keep_cohort(self, rule: str, size: int) -> int:
+        kept: dict[str, int] = self._study.user_attrs.get(COHORTS, {})
+        if rule not in kept:
+            self._study.set_user_attr(COHORTS, kept | {rule: size})
+        return kept.get(rule, size)
 
     def measure(self, number: int, step: int, value: float) -> None:
         """Keep what was measured at a rung; of a step that was measured before, the first stands."""

@@ -11,6 +11,7 @@ from typing import Protocol
 from plait.errors import ConfigError, choices
 from plait.settings import SearchSettings, StoppingSettings
 
+EQUAL = ("successive_halving", "median")  # cohorts are of one size
 GEOMETRIC = ("successive_halving", "hyperband", "asha")
 SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, where none is given
 
@@ -172,7 +173,12 @@ class Brackets:
 
 
 def equal_cohorts(search: SearchSettings, rungs: tuple[int, ...]) -> EqualCohorts:
-    """Cohorts as the settings want them; by default as large as the rule makes use of."""
+    """Cohorts as the settings want them."""
+    return EqualCohorts(search.stopping.cohort or usual_cohort(search, rungs), rungs)
+
+
+def usual_cohort(search: SearchSettings, rungs: tuple[int, ...]) -> int:
+    """How large a cohort is by default: as the rule makes use of."""
     stopping = search.stopping
     natural = search.parallel if stopping.kind == "median" else stopping.eta ** len(rungs)
-    return EqualCohorts(stopping.cohort or max(2, min(natural, search.trials)), rungs)
+    return max(2, min(natural, search.trials))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from plait.engine.catalogue import DataCatalogue
@@ -10,7 +11,7 @@ from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, Jo
 from plait.engine.order import DataOrder
 from plait.jobs import JobSpec
 from plait.search.objective import Observed
-from plait.search.rungs import Judged, judged
+from plait.search.rungs import EQUAL, Judged, judged, rung_steps, usual_cohort
 from plait.search.stopping import GO, CohortRule, Record, Rule, Table, Verdict, make_rule
 from plait.search.trials import Trial
 from plait.settings import SearchSettings
@@ -22,6 +23,9 @@ class RungMemory(Protocol):
 
     def records(self) -> Mapping[int, Record]:
         """All trials that were drawn, by number."""
+
+    def keep_cohort(self, rule: str, size: int) -> int:
+        """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
 
     def measure(self, number: int, step: int, value: float) -> None:
         """Keep what was measured at a rung; of a step that was measured before, the first stands."""
@@ -145,5 +149,17 @@ def make_stopper(
     Raises:
         ConfigError: the metric is not measured at rungs, or a rung is not within the budget.
     """
-    rule = make_rule(search, budget, prunes)
+    rule = make_rule(_with_kept_cohort(search, budget, memory), budget, prunes)
     return None if rule is None else Stopper(rule, judged(search), memory)
+
+
+def _with_kept_cohort(search: SearchSettings, budget: int, memory: RungMemory) -> SearchSettings:
+    """With cohorts of the size that the search began with: by default it depends on settings that may change
+    from start to start, and between workers."""
+    stopping = search.stopping
+    if stopping.kind not in EQUAL or stopping.cohort is not None:
+        return search
+    rungs = rung_steps(stopping, budget)
+    rule = f"{stopping.kind}, eta {stopping.eta}, {len(rungs)} rungs"
+    size = memory.keep_cohort(rule, usual_cohort(search, rungs))
+    return replace(search, stopping=replace(stopping, cohort=size))

@@ -104,7 +104,7 @@ class StudyTrials:
         self._study = self.patience(lambda: self._open(name, identity))
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
-        self.rungs = StudyRungs(self._study, settings, self.patience)
+        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked)
         self._prior = self.patience(self._take_over)
         self.patience(self._tidy_up)
         if points:
