@@ -7,17 +7,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import plait
 from plait.cli.control import read_request
+from plait.cli.main import main
 from plait.errors import ConfigError, SearchError, StorageError
+from plait.paths import search_folder
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Answer, Mailbox, Orders, Request
 from plait.search.points import read_point, read_values
+from plait.search.recorded import RecordedCommand, write_command
 from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
 
 SPACE = Space(
@@ -369,3 +372,78 @@ def test_warm_is_for_clones() -> None:
     with pytest.raises(ConfigError, match="cloned"):
         read_request("add", ["adapter.rank=8"], warm=True)
     assert read_request("clone", ["trial-0003"], warm=True).trial == 3
+
+
+def test_a_search_begun_anew_has_no_orders_and_no_requests(tmp_path: Path) -> None:
+    study = Study()
+    clerk = _clerk(tmp_path, study)
+    assert _said(clerk, "pause").done
+    clerk.mailbox.post(Request("cancel"))
+    clerk.begin_anew()
+    assert clerk.attend() == Orders()
+    assert clerk.mailbox.waiting() == []
+
+
+def test_a_grid_takes_whole_points_only(tmp_path: Path) -> None:
+    study = Study()
+    clerk = _clerk(tmp_path, study)
+    clerk.whole = True
+    refused = _said(clerk, "add", "adapter.rank=16", "train.lr=2e-4")
+    assert not refused.done
+    assert "without train.batch_size, train.schedule" in refused.text
+    assert _said(clerk, "clone", "0", "train.lr=2e-4").done
+    whole = ["adapter.rank=16", "train.lr=2e-4", "train.batch_size=4", "train.schedule=cosine"]
+    assert _said(clerk, "add", *whole).done
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    """Three searches: one trains, one was killed, one is finished."""
+    for name, finished in (("trains", False), ("killed", False), ("done", True)):
+        command = RecordedCommand(name, "sweep", ("model=tiny",), str(tmp_path), finished)
+        write_command(search_folder(tmp_path, name), command)
+    program = (
+        "import sys, time; from pathlib import Path; from plait.search.control.mailbox import Mailbox\n"
+        "desk = Mailbox(Path(sys.argv[1])).desk(); assert desk.take()\n"
+        "print('taken', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(search_folder(tmp_path, "trains") / "control")],
+        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "taken\n"
+            yield tmp_path
+        finally:
+            process.kill()
+
+
+def test_which_searches_train_and_which_can_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str, status: int = 0) -> str:
+        assert main(arguments) == status
+        shown = capsys.readouterr()
+        return shown.out if status == 0 else shown.err
+
+    at = ("--root", str(root))
+    assert said("control", *at) == "trains\trunning\n`plait control trains status` says how it stands.\n"
+    assert said("resume", f"tracking.root={root}") == (
+        "killed\tplait sweep model=tiny\nTraining now: trains (`plait control` steers them).\n"
+    )
+    assert "Type `plait control trains pause`." in said("control", "pause", *at, status=2)
+    assert "Did you mean killed?" in said("control", "kiled", "pause", *at, status=2)
+    assert "Did you mean pause?" in said("control", "killed", "puase", *at, status=2)
+    assert "`plait resume killed` goes on" in said("control", "killed", *at)
+    assert "done is finished" in said("control", "done", *at)
+    assert "plait resume done search.trials=N" in said("control", "done", "cancel", *at, status=2)
+    assert Mailbox(search_folder(root, "done") / "control").waiting() == []
+    assert "or refuse it" in said("control", "killed", "stop", "99", *at)
+
+
+def test_where_nothing_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["control", "--root", str(tmp_path)]) == 0
+    assert "No search below" in capsys.readouterr().out
+    assert main(["control", "pause", "--root", str(tmp_path)]) == 2
+    assert "trains now" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, choices
 from plait.paths import search_folder, search_names
 from plait.search.control import Answer, Mailbox, Request
+from plait.search.recorded import recorded_command
 from plait.settings import TrackingSettings
 from plait.spelling import did_you_mean
 
@@ -38,12 +39,33 @@ def main(arguments: Sequence[str]) -> int:
         raise _no_such_search(known.root, [known.name, *([known.verb] if known.verb else []), *known.rest])
     mailbox = Mailbox(folder / "control")
     request = read_request(known.verb or "status", known.rest, warm=known.warm, name=known.name)
+    if not mailbox.attended and _is_finished(known.root, known.name, request):
+        print(f"{known.name} is finished; `plait leaderboard {shlex.quote(known.name)}` shows its trials.")
+        return EXIT_DONE
     if request.verb == "status" and not mailbox.attended:
         print(f"{known.name} does not run now (orders: {mailbox.orders.mode}).")
         quoted = shlex.quote(known.name)
         print(f"`plait leaderboard {quoted}` shows its trials, `plait resume {quoted}` goes on.")
         return EXIT_DONE
     return _ask(mailbox, request, known.wait, known.name)
+
+
+def _is_finished(root: Path, name: str, request: Request) -> bool:
+    """Whether a search came to its end.
+
+    Raises:
+        ConfigError: it did, and is asked for something.
+    """
+    recorded = recorded_command(root, name)
+    if recorded is None or not recorded.finished:
+        return False
+    if request.verb != "status":
+        raise ConfigError(
+            f"plait control {shlex.quote(name)} {request.verb}: {name} is finished",
+            "Only a search that has trials to train can be steered.",
+            f"`plait resume {shlex.quote(name)} search.trials=N` adds trials to it.",
+        )
+    return True
 
 
 def running(root: Path) -> list[str]:
@@ -120,7 +142,7 @@ def _number(command: str, text: str) -> int:
 def _ask(mailbox: Mailbox, request: Request, seconds: float, name: str) -> int:
     mailbox.post(request)
     if not mailbox.attended:
-        print("The search does not run now; it will do this when it goes on.")
+        print("The search does not run now; it will do this, or refuse it, when it goes on.")
         return EXIT_DONE
     answer = mailbox.take_answer(request, seconds)
     if answer is None:

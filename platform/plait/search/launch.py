@@ -310,7 +310,7 @@ class _Launch:
             recorder = SearchRecorder(tracker, terminal, steps)
             clerk = self._clerk(coordinator, tracker, terminal.note)
             if self._settings.search.fresh:
-                clerk.withdraw()  # orders about the trials of an earlier search of this name
+                clerk.begin_anew()
             result = SearchRun(
                 self._source,
                 self._command.make_job,

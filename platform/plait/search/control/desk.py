@@ -77,9 +77,14 @@ class Clerk:
         return self.mailbox.orders
 
     def withdraw(self) -> None:
-        """What was ordered has been done, or was about an earlier search of this name."""
+        """What was ordered has been done."""
         if self.desk.take():
             self.mailbox.withdraw()
+
+    def begin_anew(self) -> None:
+        """Whatever was ordered or asked for was about an earlier search of this name."""
+        if self.desk.take():
+            self.mailbox.empty()
 
     def close(self) -> None:
         """Leave the desk to others."""

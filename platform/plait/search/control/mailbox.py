@@ -189,6 +189,12 @@ class Mailbox:
         """Take back all orders, in one go: they have been carried out."""
         self._set(Orders(ended=self.orders.ended + 1))
 
+    def empty(self) -> None:
+        """Take back all orders and throw all requests away: they were about another search of this name."""
+        self.withdraw()
+        for path in self._requests.glob("*.json"):
+            path.unlink(missing_ok=True)
+
     def _set(self, orders: Orders) -> None:
         if orders != self.orders:
             self._write(self._orders, asdict(orders))
