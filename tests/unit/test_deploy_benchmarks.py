@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
-from plait.bench import lobra_ablation, planning_time, time_model
-from plait.errors import DataError
+from plait.bench import lobra_ablation, lobra_deploy, memory_model, planner, planning_time, time_model
+from plait.cost.tables import fit_by_degree, read_layer_times
+from plait.errors import ConfigError, DataError, InputError
 from plait.settings import ClusterSettings, RunSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,3 +62,50 @@ def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:
     options = _options("lobra/time_model") | {"table": str(tmp_path / "none.csv")}
     with pytest.raises(DataError, match=r"none\.csv"):
         time_model.run(settings, [], options)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "wrong"),
+    [
+        ("lobra/deploy_7b", lobra_deploy, {"tasks": [{"name": "x"}]}),
+        ("lobra/deploy_7b", lobra_deploy, {"typo": 1}),
+        ("lobra/deploy_7b", lobra_deploy, {"deployment": [[1, 1]]}),
+        ("lobra/ablation_7b", lobra_ablation, {"steps": "x"}),
+        ("lobra/ablation_7b", lobra_ablation, {"saved_percent": [1.0]}),
+        ("lobra/ablation_7b", lobra_ablation, {"boundaries": {"falling": [512, 256]}}),
+        ("lobra/planning_time", planning_time, {"steps": "x"}),
+        ("lobra/planning_time", planning_time, {"assumptions": []}),
+        ("lobra/planning_time", planning_time, {"devices": {"many": None}}),
+        ("planner", planner, {"typo": 1}),
+        ("mlora/memory_model", memory_model, {"shapes": {"none": {"hidden_size": 0}}}),
+        ("mlora/memory_model", memory_model, {"held_out": 0}),
+    ],
+)
+def test_wrong_options_are_named_before_any_work(
+    settings: RunSettings, name: str, module: ModuleType, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"bench\.options"):
+        module.run(settings, [], _options(name) | wrong)
+
+
+def test_a_cluster_that_is_not_described_is_refused() -> None:
+    with pytest.raises(ConfigError, match="described"):
+        lobra_deploy.run(RunSettings(), [], _options("lobra/deploy_7b"))
+
+
+def test_rows_that_a_table_does_not_have_cannot_be_held_out(settings: RunSettings, tmp_path: Path) -> None:
+    table = tmp_path / "times.csv"
+    rows = [f"{tp},{length},1,{tp + length / 100}" for tp in (1, 2) for length in (64, 128, 256)]
+    table.write_text("\n".join(["tp,seq_len,mbs,time", *rows]), encoding="utf-8")
+    for held, said in (([99], "from 0 to 5"), ([], "from 0 to 5"), ([0, 1, 2], "tp=1")):
+        with pytest.raises(ConfigError, match=said):
+            time_model.run(settings, [], {"table": str(table), "held_out": held})
+
+
+def test_a_table_of_bytes_or_of_nothing_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "times.csv"
+    table.write_bytes(b"tp,seq_len,mbs,time\n\xff")
+    with pytest.raises(DataError, match="UTF-8"):
+        read_layer_times(table)
+    with pytest.raises(InputError):
+        fit_by_degree([])

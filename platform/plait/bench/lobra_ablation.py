@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from dataclasses import dataclass
 
 import numpy as np
 
 from plait.bench.figures import Figure, Report
 from plait.bench.lobra_workload import (
     Assumption,
+    Rows,
+    Task,
     Workload,
     costs_of,
     limits,
-    read_assumptions,
-    read_tasks,
     replicas,
 )
-from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.bench.lorafusion_workload import read_profile
+from plait.config_fields import build
+from plait.cost.profiles import ClusterProfile
+from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.planner.buckets import dynamic_buckets, fixed_buckets
 from plait.planner.deployment import DeployOptions, deploy
@@ -32,24 +35,54 @@ STEPS = ("heterogeneous replicas, length-based", "+ balanced dispatch", "+ dynam
 OURS = "Plait's deployment, shares by replica"
 LIMITS = Limits(nodes=100, gap=0.005, seconds=5.0)
 SAMPLE_STEPS = 100
-Rows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths, each shown.
+        fused: the deployment of equal replicas.
+        deployment: the published one.
+        saved_percent: published, by step of the ablation.
+        steps: drawn, over which is averaged.
+        boundaries: of fixed buckets by name; None for the least padding over the sample.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    fused: Rows
+    deployment: Rows
+    saved_percent: tuple[float, float, float]
+    steps: int
+    boundaries: dict[str, tuple[int, ...] | None]
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"bench.options.steps={self.steps}", "It must be at least 1.")
+        for name, edges in self.boundaries.items():
+            if edges is not None and (not edges or edges[0] < 1 or list(edges) != sorted(set(edges))):
+                raise ConfigError(
+                    f"bench.options.boundaries: {name}={list(edges)}", "They must rise from at least 1."
+                )
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Device-seconds saved by each step, for each assumption about lengths and fixed boundaries.
 
-    Options: ``tasks``, ``assumptions``, ``fused`` and ``deployment`` (rows [tp, pp, replicas]),
-    ``boundaries`` (name: bucket boundaries, null for the least padding over the sample), ``steps``.
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
     """
     del jobs
-    profile = cluster_profile(settings.cluster.options)
-    published = cast("Sequence[float]", options["saved_percent"])
-    boundaries = cast("Mapping[str, Sequence[int] | None]", options["boundaries"])
+    asked = build(Options, options, "bench.options")
+    profile = read_profile(settings)
     figures = []
-    for assumption in read_assumptions(options):
-        for name, edges in boundaries.items():
-            saved = savings(profile, assumption, edges, options)
-            for step, ours, theirs in zip((*STEPS, OURS), saved, (*published, None), strict=True):
+    for assumption in asked.assumptions:
+        for name, edges in asked.boundaries.items():
+            saved = savings(profile, assumption, edges, asked)
+            for step, ours, theirs in zip((*STEPS, OURS), saved, (*asked.saved_percent, None), strict=True):
                 label = f"{assumption}; fixed buckets {name}: {step}"
                 source = SOURCE if theirs is not None else ""
                 figures.append(Figure(label, ours, "% saved", "simulated", theirs, source))
@@ -68,11 +101,10 @@ def savings(
     profile: ClusterProfile,
     assumption: Assumption,
     boundaries: Sequence[int] | None,
-    options: Mapping[str, object],
+    options: Options,
 ) -> list[float]:
     """Percent of device-seconds saved by each of :data:`STEPS` and by :data:`OURS`, over drawn steps."""
-    tasks, count = read_tasks(options), int(cast("int", options["steps"]))
-    sample = Workload.draw(tasks, assumption, SAMPLE_STEPS + count)
+    sample = Workload.draw(options.tasks, assumption, SAMPLE_STEPS + options.steps)
     known, batches = sample.batches[:SAMPLE_STEPS], sample.batches[SAMPLE_STEPS:]
     seen = dynamic_buckets(known.ravel(), required=limits(profile))
     edges = [*(boundaries or seen.lengths)]
@@ -81,9 +113,9 @@ def savings(
     expected = Workload(assumption, known).expected(seen)
     plan = deploy(costs, expected, profile.devices.count, DeployOptions())
     rows = {
-        "fused": cast("Rows", options["fused"]),
-        "published": cast("Rows", options["deployment"]),
-        "ours": [_row(kind) for kind in plan.kinds],
+        "fused": options.fused,
+        "published": options.deployment,
+        "ours": tuple(_row(kind) for kind in plan.kinds),
     }
     seconds = np.mean([_step_seconds(profile, batch, edges, rows) for batch in batches], axis=0)
     return [float(value) for value in 100.0 * (1.0 - seconds[1:] / seconds[0])]

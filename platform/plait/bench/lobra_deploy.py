@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from dataclasses import dataclass
 
 from plait.bench.figures import Figure, Report
 from plait.bench.lobra_workload import (
     Assumption,
+    Rows,
     Task,
     Workload,
     costs_of,
-    read_assumptions,
-    read_tasks,
     replicas,
 )
-from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.bench.lorafusion_workload import read_profile
+from plait.config_fields import build
+from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
 from plait.jobs import JobSpec
 from plait.planner.deployment import Deployment, DeployOptions, deploy
@@ -30,17 +31,33 @@ SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in th
 LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths, each shown.
+        deployment: the published one.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    deployment: Rows
+
+
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """The published deployment's seconds over the best one's, for each assumption about lengths.
 
-    Options: ``tasks``, ``assumptions`` and ``deployment`` (rows [tp, pp, replicas]).
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
     """
     del jobs
-    profile = cluster_profile(settings.cluster.options)
-    published = cast("Sequence[Sequence[int]]", options["deployment"])
-    tasks, figures = read_tasks(options), []
-    for assumption in read_assumptions(options):
-        figures += compare(profile, tasks, assumption, published)
+    asked = build(Options, options, "bench.options")
+    profile = read_profile(settings)
+    figures = []
+    for assumption in asked.assumptions:
+        figures += compare(profile, asked.tasks, assumption, asked.deployment)
     return Report(
         "LobRA, 7B on 16 A100-40GB: the published deployment beside Plait's",
         tuple(figures),
@@ -53,7 +70,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
 
 
 def compare(
-    profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Sequence[Sequence[int]]
+    profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Rows
 ) -> list[Figure]:
     """Figures of one assumption: with every configuration, without pipelines as in LobRA's plan, and with
     replicas that are all equal (Task-Fused)."""

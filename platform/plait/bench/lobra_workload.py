@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +15,8 @@ from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_co
 from plait.planner.dispatch_search import ReplicaKind
 from plait.samples import Int64
 
+Rows = tuple[tuple[int, int, int], ...]  # of a deployment: tensor and pipeline degree, replicas
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -25,6 +26,13 @@ class Task:
     mean: float
     skewness: float
     batch_size: int
+
+    def __post_init__(self) -> None:
+        if not (self.mean > 0 and self.skewness > 0 and self.batch_size >= 1):
+            raise ConfigError(
+                f"task {self.name}: mean={self.mean}, skewness={self.skewness}, batch_size={self.batch_size}",
+                "Mean and skewness must be above 0, the batch size at least 1.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,10 @@ class Assumption:
     sigma_scale: float = 1.0
     clip: int = 16384
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clip < 1 or self.sigma_scale <= 0 or (self.sigma is not None and self.sigma <= 0):
+            raise ConfigError(f"assumption {self}", "Sigma and its scale must be above 0, clip at least 1.")
 
     def generator(self, task: Task) -> LengthGenerator:
         """The generator of one task's lengths."""
@@ -99,7 +111,7 @@ def costs_of(profile: ClusterProfile, lengths: Sequence[int], devices: int) -> l
     return [ReplicaCost.of(each, lengths, profile.time) for each in able]
 
 
-def replicas(costs: Sequence[ReplicaCost], deployment: Sequence[Sequence[int]]) -> list[ReplicaKind]:
+def replicas(costs: Sequence[ReplicaCost], deployment: Rows) -> list[ReplicaKind]:
     """Kinds of a deployment given as rows [tp, pp, replicas].
 
     Raises:
@@ -113,15 +125,3 @@ def replicas(costs: Sequence[ReplicaCost], deployment: Sequence[Sequence[int]]) 
             raise ConfigError(f"a deployment with ⟨{tp},{pp}⟩", f"The profile has {have}.")
         kinds.append(ReplicaKind(by_shape[tp, pp], count))
     return kinds
-
-
-def read_tasks(options: Mapping[str, object]) -> list[Task]:
-    """``bench.options.tasks`` as tasks."""
-    rows = cast("Sequence[Mapping[str, Any]]", options["tasks"])
-    return [Task(**row) for row in rows]
-
-
-def read_assumptions(options: Mapping[str, object]) -> list[Assumption]:
-    """``bench.options.assumptions`` as assumptions about lengths."""
-    rows = cast("Sequence[Mapping[str, Any]]", options["assumptions"])
-    return [Assumption(**row) for row in rows]

@@ -58,12 +58,14 @@ class Options:
 
 
 def _config(name: str, sizes: Mapping[str, Any]) -> LlamaConfig:
+    path = f"bench.options.shapes.{name}"
+    for key, value in sizes.items():
+        if not isinstance(value, bool) and not (isinstance(value, int) and value >= 1):
+            raise ConfigError(f"{path}.{key}={value!r}", "A size must be a whole number of at least 1.")
     try:
         return LlamaConfig(**sizes)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(
-            f"bench.options.shapes.{name}: {error}", "They must be sizes of a Llama."
-        ) from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", "They must be sizes of a Llama.") from error
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:

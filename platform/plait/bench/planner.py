@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 from plait.bench import lorafusion, planning_time
 from plait.bench.figures import Figure, Report
+from plait.bench.lorafusion_workload import read_options
+from plait.config_fields import build
 from plait.jobs import JobSpec
 from plait.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        lobra: those of ``lobra/planning_time``.
+        lorafusion: those of ``lorafusion/scheduler_time``.
+        packing_published: milliseconds by sample.
+    """
+
+    lobra: dict[str, Any]
+    lorafusion: dict[str, Any]
+    packing_published: float
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """The figures of the benchmarks of deployment and packing, and milliseconds of packing by sample.
 
-    Options: ``lobra`` and ``lorafusion``, those of ``lobra/planning_time`` and ``lorafusion/scheduler_time``;
-    ``packing_published`` (published milliseconds by sample).
-
     Raises:
-        ConfigError: an unknown option.
+        ConfigError: a wrong option, or a cluster that is not described.
     """
-    deployed = planning_time.run(settings, jobs, cast("Mapping[str, object]", options["lobra"]))
-    packed = lorafusion.scheduler_time(settings, jobs, cast("Mapping[str, object]", options["lorafusion"]))
-    published = float(cast("float", options["packing_published"]))
+    asked = build(Options, options, "bench.options")
+    read_options(asked.lorafusion)  # a mistake there is said before the deployments' seconds
+    deployed = planning_time.run(settings, jobs, asked.lobra)
+    packed = lorafusion.scheduler_time(settings, jobs, asked.lorafusion)
     figures = [*deployed.figures]
     for figure in packed.figures:
         samples = int(figure.name.split()[0])
@@ -34,7 +49,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
                 1000.0 * figure.ours / samples,
                 "ms",
                 "measured",
-                published,
+                asked.packing_published,
                 "LoRAFusion, figure 21, largest case",
                 note="grouping, packing, merging, ordering and verifying",
             )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter, sleep
-from typing import cast
 
 from plait.bench.figures import Figure, Report
 from plait.bench.lobra_workload import (
+    Assumption,
+    Rows,
+    Task,
     Workload,
     costs_of,
     limits,
-    read_assumptions,
-    read_tasks,
     replicas,
 )
-from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.bench.lorafusion_workload import read_profile
+from plait.config_fields import build
+from plait.cost.profiles import ClusterProfile
+from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import deploy
@@ -34,24 +38,55 @@ WHOLE_STEP = "whole step (bucketing, search and by replica)"
 ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths; the first is used.
+        devices: published seconds, None where there are none, by number of devices.
+        kinds: of replica, that the dispatch is to.
+        steps: drawn and dispatched.
+        step_seconds: that a step trains while the next one is planned.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    devices: dict[str, float | None]
+    kinds: Rows
+    steps: int
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.assumptions:
+            raise ConfigError("bench.options.assumptions=[]", "There must be one: the first is used.")
+        for number in self.devices:
+            if not number.isdigit() or int(number) < 1:
+                raise ConfigError(f"bench.options.devices: {number}", "A number of devices is at least 1.")
+        if not 1 <= self.steps <= SAMPLE_STEPS:
+            raise ConfigError(f"bench.options.steps={self.steps}", f"It must lie in 1 to {SAMPLE_STEPS}.")
+        if not 0 <= self.step_seconds <= 60:
+            raise ConfigError(f"bench.options.step_seconds={self.step_seconds}", "It must lie in 0 to 60.")
+
+
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Planning seconds beside the published ones, with each plan's distance to its proved bound.
 
-    Options: ``tasks``, ``assumptions`` (the first is used), ``devices`` (number: published seconds or
-    null), ``kinds`` (rows [tp, pp, replicas] of the dispatch), ``steps``, ``step_seconds`` (that a step
-    trains while the next one is planned).
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
     """
     del jobs
-    profile = cluster_profile(settings.cluster.options)
-    assumption = read_assumptions(options)[0]
-    workload = Workload.draw(read_tasks(options), assumption, SAMPLE_STEPS)
+    asked = build(Options, options, "bench.options")
+    profile = read_profile(settings)
+    assumption = asked.assumptions[0]
+    workload = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS)
     figures = []
-    for devices, theirs in cast("Mapping[int, float | None]", options["devices"]).items():
+    for devices, theirs in asked.devices.items():
         figures += _deployment_figures(profile, workload, int(devices), theirs)
-    kinds = cast("Sequence[Sequence[int]]", options["kinds"])
-    batches = workload.batches[: int(cast("int", options["steps"]))]
-    figures += _dispatch_figures(profile, batches, kinds)
-    figures += _ahead_figures(profile, batches, kinds, float(cast("float", options["step_seconds"])))
+    batches = workload.batches[: asked.steps]
+    figures += _dispatch_figures(profile, batches, asked.kinds)
+    figures += _ahead_figures(profile, batches, asked.kinds, asked.step_seconds)
     return Report("Planning time", tuple(figures), (f"{assumption}", f"cost model: {profile.source}"))
 
 
@@ -79,7 +114,7 @@ def _deployment_figures(
     return figures
 
 
-def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Sequence[Sequence[int]]) -> list[Figure]:
+def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> list[Figure]:
     """Median milliseconds of a step's bucketing and dispatch, with the median distance to the bound."""
     parts = ("bucketing", "search", "by replica")
     seconds: dict[str, list[float]] = {name: [] for name in (*parts, WHOLE_STEP, "program")}
@@ -112,9 +147,7 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Sequence[Se
     ]
 
 
-def _ahead_figures(
-    profile: ClusterProfile, batches: Int64, rows: Sequence[Sequence[int]], step_seconds: float
-) -> list[Figure]:
+def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_seconds: float) -> list[Figure]:
     """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead."""
     costs = costs_of(profile, limits(profile), _devices(rows))
     kinds = tuple((kind.cost.configuration, kind.count) for kind in replicas(costs, rows))
@@ -146,5 +179,5 @@ def _ahead_figures(
     ]
 
 
-def _devices(rows: Sequence[Sequence[int]]) -> int:
+def _devices(rows: Rows) -> int:
     return sum(tp * pp * count for tp, pp, count in rows)

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from plait.bench.figures import Figure, Report
+from plait.config_fields import build
 from plait.cost.tables import fit_by_degree, read_layer_times, relative_errors
+from plait.errors import ConfigError
 from plait.jobs import JobSpec
 from plait.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        table: CSV file of layer times.
+        held_out: rows that are not fitted to, from 0.
+    """
+
+    table: Path
+    held_out: tuple[int, ...]
 
 
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Mean relative error on the held-out rows, by tensor-parallel degree and over all.
 
-    Options: ``table`` (path of the CSV file), ``held_out`` (row indices from 0).
-
     Raises:
+        ConfigError: a wrong option, or a row held out that the table does not have.
         DataError: the table is not there or cannot be used.
     """
     del settings, jobs
-    rows = read_layer_times(Path(str(options["table"])))
-    held = sorted(cast("Sequence[int]", options["held_out"]))
-    seen = [row for index, row in enumerate(rows) if index not in set(held)]
-    unseen = [rows[index] for index in held]
+    asked = build(Options, options, "bench.options")
+    rows = read_layer_times(asked.table)
+    held = set(asked.held_out)
+    if not held or min(held) < 0 or max(held) >= len(rows):
+        raise ConfigError(
+            f"bench.options.held_out of {len(held)} rows",
+            f"They must be row numbers from 0 to {len(rows) - 1} of the table.",
+        )
+    seen = [row for index, row in enumerate(rows) if index not in held]
+    unseen = [rows[index] for index in sorted(held)]
     fits = fit_by_degree(seen)
     layers = {tp: layer for tp, (layer, _) in fits.items()}
+    if lost := sorted({row.tp for row in unseen} - set(layers)):
+        raise ConfigError(
+            f"bench.options.held_out holds every row of tp={lost[0]}", "Some must be left to fit to."
+        )
     figures = []
     for tp, (_, fit) in fits.items():
         errors = 100.0 * np.abs(relative_errors([row for row in unseen if row.tp == tp], layers))

@@ -11,7 +11,7 @@ from pathlib import Path
 from plait.cost.fitting import Fit
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import LayerTime, fit_layer
-from plait.errors import DataError
+from plait.errors import DataError, InputError
 
 COLUMNS = ("tp", "seq_len", "mbs", "time")
 
@@ -42,6 +42,8 @@ def read_layer_times(path: Path) -> tuple[LayerMeasurement, ...]:
             rows = list(csv.DictReader(file))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}", "The table of layer times must be readable.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: {error}", "The table of layer times is a CSV file in UTF-8.") from error
     return tuple(_measurement(path, number, row) for number, row in enumerate(rows, start=2))
 
 
@@ -66,6 +68,8 @@ def fit_by_degree(rows: Sequence[LayerMeasurement]) -> dict[int, tuple[LayerTime
     Raises:
         InputError: no rows.
     """
+    if not rows:
+        raise InputError("no measurements", "A fit needs some for each tensor-parallel degree.")
     degrees = sorted({row.tp for row in rows})
     return {tp: fit_layer((row.shape, row.seconds) for row in rows if row.tp == tp) for tp in degrees}
 
