@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from plait.cost.memory import MemoryModel
+from plait.cost.memory_probe import ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.errors import ModelError
 from plait.models import BaseModel, MicrobatchContext, load_model, load_tokeniser, transformers_model
 from plait.models.generate import Prompt, generate
 from plait.paths import cache_dir
 from plait.settings import ModelSettings
+from plait_kernels.loss import CHUNK_LOGITS
 
 FLOAT32 = ModelSettings(dtype="float32")
 TEXTS = (
@@ -42,6 +46,18 @@ def exact(cache: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def base(cache: Path) -> BaseModel:
     return load_model(FLOAT32, cache=cache)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peaks_here_are_predicted_within_two_percent(cache: Path, checkpointing: bool) -> None:
+    """Twelve small probes; held out: four ragged microbatches of several adapters, measured here too."""
+    model, options = load_model(ModelSettings(), cache=cache), ProbeOptions(checkpointing=checkpointing)
+    rng = np.random.default_rng(3)
+    grid, held = probe_grid(256), [drawn_probe(rng, 256) for _ in range(4)]
+    observed = observe_device(model, [*grid, *held], options)
+    fitted = MemoryModel.fitted(observed[: len(grid)], logit_rows=CHUNK_LOGITS // model.vocabulary)
+    errors = np.abs(fitted.errors(observed[len(grid) :]))
+    assert errors.mean() <= 0.02
 
 
 def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel, base: BaseModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "published"
 TABLE = PUBLISHED / "lobra_llama2_7b_a100_40g_layer_time.csv"
 LAYER = {"tp": 1, "fixed": 1.0, "token": 1e-6}
+CLUSTERS = ROOT / "conf" / "cluster"
 PROFILES = sorted((ROOT / "conf" / "cluster").glob("*_*.yaml"))
 
 
@@ -69,6 +71,33 @@ def test_committed_profile_is_the_fit_of_the_published_table() -> None:
         assert (kept.fixed, kept.token, kept.square) == pytest.approx(
             (layer.fixed, layer.token, layer.square), rel=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("h100_llama31_8b", "Llama-3.1-8B"),
+        ("h100_qwen25_32b", "Qwen2.5-32B"),
+        ("h100_llama31_70b", "Llama-3.1-70B"),
+    ],
+)
+def test_committed_h100_profiles_are_fits_of_the_published_times(name: str, model: str) -> None:
+    table = json.loads(_needs(PUBLISHED / "lorafusion_h100.json").read_text())["models"][model]
+    both, forward, head = (
+        {int(tokens): float(seconds) for tokens, seconds in table[f"{part}_time_by_tokens"].items()}
+        for part in ("decoder_layer_fwd_bwd", "decoder_layer_fwd", "pre_post_layer_fwd_bwd")
+    )
+    time = cluster_profile(yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["options"]).time
+    # The samples' lengths are not published, so that there is no term for their squares.
+    layer, _ = fit_layer((MicrobatchShape(tokens, 0, tokens), seconds) for tokens, seconds in both.items())
+    ends, _ = fit_head((MicrobatchShape(tokens, 0, tokens), seconds) for tokens, seconds in head.items())
+    kept, kept_ends = time.layer_time(1), time.head_time(1)
+    assert (kept.fixed, kept.token, kept.square) == pytest.approx((layer.fixed, layer.token, 0.0), rel=1e-5)
+    assert (kept_ends.fixed, kept_ends.labelled) == pytest.approx((ends.fixed, ends.labelled), rel=1e-5)
+    assert time.layers == table["num_layers"]
+    assert time.forward_share == pytest.approx(
+        np.mean([forward[tokens] / both[tokens] for tokens in both]), abs=1e-4
+    )
 
 
 def test_stages_add_up_and_the_last_pays_for_the_head() -> None:
