@@ -1,5 +1,6 @@
 """Named searches and benchmarks: each file of sweeps/ composes, and a function is found and shown."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     config = composed(name)
     settings = settings_of(config)
     assert config["description"]
+    assert re.fullmatch(r"\d+ (s|min|h)", config["takes"])
     search = settings.search
     assert read_request([], search.params, search.default_params).space.dimensions
     published = [build(Published, item, "published") for item in config["published"]]
@@ -50,7 +52,19 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
     assert main(["bench"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for named in named_sweeps(sweeps_dir()):
-        assert [line for line in lines if line.split()[:2] == [named.name, named.mode]]
+        shown = [line for line in lines if line.split()[:2] == [named.name, named.mode]]
+        assert shown
+        assert all(f" {named.takes}  {named.description}" in line for line in shown)
+
+
+def test_a_claimed_tolerance_is_shown_with_whether_it_holds() -> None:
+    def cells(ours: float, tolerance: float | None) -> list[str]:
+        report = Report("r", (Figure("x", ours, "%", "simulated", 20.0, "paper", tolerance),))
+        return [str(cell) for column in report.table().columns for cell in column.cells]
+
+    assert "10: within" in cells(29.0, 10.0)
+    assert "10: outside" in cells(31.0, 10.0)
+    assert not any("side" in cell or "within" in cell for cell in cells(29.0, None))
 
 
 def test_files_that_say_too_little(tmp_path: Path) -> None:
