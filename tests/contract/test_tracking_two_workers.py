@@ -200,6 +200,26 @@ def test_one_process_at_a_time_writes_the_searchs_own_curves(settings: TrackingS
     second.close()
 
 
+def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: TrackingSettings) -> None:
+    first = worker(settings)
+    begin(first, 0)
+    first.flush()
+    second = worker(settings)
+    begin(second, 0)
+    first.lose("trial-0000")
+    assert "trial-0000" not in first.board.jobs
+    first.commit()
+    first.others = lambda: True
+    first.end_search()
+    first.close()
+    second.flush()
+    assert [job.state for job in load_search(settings, "both").records] == [RUNNING]
+    end(second, 0)
+    second.end_search()
+    second.close()
+    assert [job.state for job in load_search(settings, "both").records] == ["finished"]
+
+
 def test_what_others_train_is_on_the_board_while_the_search_goes_on(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ class Notes:
 
     events: list[Event] = field(default_factory=list)
     judged: dict[str, tuple[str, str]] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
 
     def start_job(self, job: JobSpec, trial: int) -> None:
         assert job.name == f"trial-{trial:04d}"
@@ -62,6 +63,9 @@ class Notes:
         assert job not in self.judged
         assert state != "failed" or objective is None
         self.judged[job] = (state, reason)
+
+    def lose(self, job: str) -> None:
+        self.lost.append(job)
 
     def run_id(self, job: str) -> str:
         return f"run of {job}"

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
-from plait.engine.messages import Command, GroupStep, JobParked, JobProgress, Notice, SaveState, WorkerEvent
+from plait.engine.messages import (
+    Command,
+    GroupStep,
+    JobEnded,
+    JobParked,
+    JobProgress,
+    Notice,
+    SaveState,
+    WorkerEvent,
+)
 from plait.errors import StorageError
 from plait.search.control import Mailbox, Orders
 from plait.search.control.mailbox import Mode
@@ -332,6 +341,35 @@ def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
     assert len(beside[0]) == 2
     assert steps_of(bench, "trial-0001") == list(range(1, 9))
     assert len(beside[2]) == 2  # its third step, beside one that has not ended
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_what_another_worker_took_over_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int
+) -> None:
+    """It could not reach this one, and gave it up: trained, told and judged there, and no longer here. One of
+    the two stands at a rung meanwhile."""
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
+
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        storage = study._study._storage
+        if poll == 4:
+            taken = Trainer("other", "elsewhere", "/nowhere").to_json()
+            storage.set_trial_user_attr(0, "plait.owner", taken)
+        if poll == 6:
+            study._study.tell(0, 99.0)
+        return RUNNING
+
+    search = halving(trials=3, parallel=parallel, cohort=3, rungs=(2, 6))
+    bench = Bench(tmp_path, search, owner=owner, alive=60)
+    bench.run()
+    assert bench.notes.lost == ["trial-0000"]
+    assert "trial-0000" not in bench.notes.judged
+    assert not [event for event in bench.of(JobEnded) if event.job == "trial-0000"]
+    assert max(steps_of(bench, "trial-0000")) <= 3
+    assert bench.trials[0].value == 99.0
+    assert all(trial.state.is_finished() for trial in bench.trials)
+    assert [event.text for event in bench.of(Notice) if "took it over" in event.text]
 
 
 def test_resume_after_stop_draws_again(tmp_path: Path) -> None:

@@ -138,6 +138,9 @@ class Notes:
         self.judged.append((job, state, objective, reason))
         self.scores[job] = (tuple(others), feasible)
 
+    def lose(self, job: str) -> None:
+        raise AssertionError(job)
+
     def commit(self) -> None:
         pass
 

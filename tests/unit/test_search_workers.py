@@ -119,6 +119,8 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     taken = second.ask()
     assert taken is not None
     assert taken.number == trial.number
+    assert (first.lost(), second.lost()) == ({trial.number}, set())
+    assert first.lost() == set()  # told once
     first.tell(trial, Outcome("complete", 1.0, ""))
     assert second.finished() == []
     second.tell(taken, Outcome("complete", 2.0, ""))

@@ -110,6 +110,10 @@ class Timeline:
         assert not others
         self.ends[job] = state, objective, reason
 
+    def lose(self, job: str) -> None:
+        """Nobody else trains here."""
+        raise AssertionError(job)
+
     def commit(self) -> None:
         """What is kept here is as durable as it gets."""
 

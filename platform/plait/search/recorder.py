@@ -68,6 +68,10 @@ class SearchRecorder:
         self._tracker.judge(job, state, objective, reason, others=others, feasible=feasible)
         self._terminal.judged(job)
 
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on: nothing more is written of it."""
+        self._tracker.lose(job)
+
     def commit(self) -> None:
         """Return when all that was handed over survives a crash."""
         self._tracker.commit()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
 
 from plait.engine.finishing import SPENT
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
@@ -22,6 +20,7 @@ from plait.jobs import JobSpec
 from plait.objectives import Objective, pareto_front
 from plait.search.control.mailbox import Orders
 from plait.search.objective import Observed
+from plait.search.partners import Coordinator, Recorder
 from plait.search.stopper import Stopper
 from plait.search.trials import Finished, Outcome, Trial, TrialSource
 from plait.settings import SearchSettings
@@ -30,71 +29,7 @@ WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 LOOK_SECONDS = 1.0  # between two looks at what others did: decided at a rung, or let a trial come first
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 BY_OWNER = "ended by its owner"
-
-
-class Coordinator(Protocol):
-    """What the loop needs of the engine."""
-
-    def submit(
-        self,
-        job: JobSpec,
-        *,
-        resume_from: Path | None = None,
-        warm_from: Path | None = None,
-        rungs: Collection[int] = (),
-        measured: bool = False,
-    ) -> None:
-        """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
-
-    def cancel(self, job: str, reason: str) -> None:
-        """End a job as "stopped" at the next boundary."""
-
-    def park(self, job: str, reason: str) -> None:
-        """Save a job at the next boundary and let it wait."""
-
-    def unpark(self, job: str, reason: str) -> None:
-        """Let a job go on that waits for this reason."""
-
-    def settle(self) -> Iterable[Event]:
-        """The boundary between two iterations: end what was cancelled, park what waits."""
-
-    def stop(self) -> None:
-        """At the next ``advance``, save every job and end it as "stopped"."""
-
-    def places(self) -> int:
-        """How many more jobs could be admitted now."""
-
-    def advance(self) -> Iterable[Event]:
-        """One iteration of the group."""
-
-
-class Recorder(Protocol):
-    """Who is shown and keeps what happens: tracking and terminal."""
-
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        """A job is about to be submitted."""
-
-    def handle(self, event: Event) -> None:
-        """Something happened in the engine."""
-
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
-        """The search's last word on a job: ``others`` are its further objectives, and ``feasible`` is False
-        where it breaks a constraint."""
-
-    def commit(self) -> None:
-        """Return when all that was handed over survives a crash."""
-
-    def run_id(self, job: str) -> str:
-        """MLflow's id of the job's run; "" while it is not known."""
+TAKEN_OVER = "another process, which could not reach this one, took it over and trains it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +100,7 @@ class SearchRun:
     _parked: dict[str, Trial] = field(default_factory=dict)
     _returning: list[Trial] = field(default_factory=list)  # parked, and let past their rungs
     _diverged: set[str] = field(default_factory=set)
+    _lost: set[str] = field(default_factory=set)  # another process trains them now
     _priority: dict[str, int] = field(default_factory=dict)
     _next_look: float = -math.inf
     _drawn_out: bool = False
@@ -179,6 +115,8 @@ class SearchRun:
         while not self.stop():
             self._obey()
             look = self._look()
+            if look:
+                self._give_up()
             self._judge(ask_again=look)
             self._fill()
             if look:
@@ -253,6 +191,15 @@ class SearchRun:
             return False
         self._next_look = now + LOOK_SECONDS
         return True
+
+    def _give_up(self) -> None:
+        """What others took over, since this process seemed to be dead, is theirs."""
+        lost = self.source.lost()
+        for name, trial in [*self._live.items(), *self._parked.items()]:
+            if trial.number in lost:
+                self._lost.add(name)
+                self.coordinator.cancel(name, TAKEN_OVER)
+                self.recorder.handle(Notice(f"{name}: {TAKEN_OVER}"))
 
     def _let_in(self) -> None:
         """Who has a higher priority than one of those that train waits for no place: the engine parks that
@@ -370,7 +317,10 @@ class SearchRun:
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
             self._observed.handle(event)
-            self.recorder.handle(event)
+            if isinstance(event, JobEnded) and event.job in self._lost:
+                self.recorder.lose(event.job)
+            else:
+                self.recorder.handle(event)
             if isinstance(event, JobEvaluated):
                 self._report(event)
             if self.stopper is not None:
@@ -391,6 +341,9 @@ class SearchRun:
     def _ended(self, event: JobEnded) -> None:
         trial = self._live.pop(event.job, None) or self._parked.pop(event.job)
         self._returning = [each for each in self._returning if each is not trial]
+        if event.job in self._lost:
+            self._lost.discard(event.job)
+            return
         value = self._observed.value(event.job, self.settings.objectives[0].metric)
         if event.state == "stopped" and self._stopping:
             self.source.put_back(trial, event.checkpoint)

@@ -230,6 +230,15 @@ class StudyTrials:
             )
         )
 
+    def lost(self) -> set[int]:
+        """Numbers of the trials that other processes have taken over from this one, told once."""
+        if self._workers is None:
+            return set()
+        trials = self.patience(self._trials)
+        lost = {number for number in self._own if trainer_of(trials[number]) != self._workers.own}
+        self._own -= lost
+        return lost
+
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
         if self._workers is None or not self.others:

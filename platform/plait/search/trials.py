@@ -97,6 +97,9 @@ class TrialSource(Protocol):
     def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
         """The trial was cut short; it goes on later, from the checkpoint if there is one."""
 
+    def lost(self) -> set[int]:
+        """Numbers of the trials that other processes have taken over from this one, told once."""
+
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
 

@@ -84,6 +84,10 @@ class Outgoing:
         for point in curve.remainder() if curve is not None else ():
             self.put(point)
 
+    def forget(self, run: str) -> None:
+        """The job goes on elsewhere: what was held back of its curve is written there."""
+        self._curves.pop(run, None)
+
     def wants_totals(self, step: int) -> bool:
         """Whether a point of the search's own curves is written."""
         return is_kept(step, grown_stride(step, self._most))

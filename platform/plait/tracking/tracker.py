@@ -250,6 +250,12 @@ class Tracker:
         known = out.knows(job.name)
         out.put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now(), known))
 
+    def lose(self, job: str) -> None:
+        """Another process trains a job from here on: nothing more is written of it."""
+        self._own.discard(job)
+        self.board.jobs.pop(job, None)
+        self._started.forget(job)
+
     def judge(
         self,
         job: str,

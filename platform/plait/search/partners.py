@@ -1,0 +1,78 @@
+"""Whom the search loop speaks to: who trains the jobs, and who keeps and shows what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from plait.engine.messages import Event
+from plait.jobs import JobSpec
+
+
+class Coordinator(Protocol):
+    """What the loop needs of the engine."""
+
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        resume_from: Path | None = None,
+        warm_from: Path | None = None,
+        rungs: Collection[int] = (),
+        measured: bool = False,
+    ) -> None:
+        """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
+
+    def cancel(self, job: str, reason: str) -> None:
+        """End a job as "stopped" at the next boundary."""
+
+    def park(self, job: str, reason: str) -> None:
+        """Save a job at the next boundary and let it wait."""
+
+    def unpark(self, job: str, reason: str) -> None:
+        """Let a job go on that waits for this reason."""
+
+    def settle(self) -> Iterable[Event]:
+        """The boundary between two iterations: end what was cancelled, park what waits."""
+
+    def stop(self) -> None:
+        """At the next ``advance``, save every job and end it as "stopped"."""
+
+    def places(self) -> int:
+        """How many more jobs could be admitted now."""
+
+    def advance(self) -> Iterable[Event]:
+        """One iteration of the group."""
+
+
+class Recorder(Protocol):
+    """Who is shown and keeps what happens: tracking and terminal."""
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """A job is about to be submitted."""
+
+    def handle(self, event: Event) -> None:
+        """Something happened in the engine."""
+
+    def judge(
+        self,
+        job: str,
+        state: str,
+        objective: float | None,
+        reason: str,
+        *,
+        others: Sequence[float] = (),
+        feasible: bool = True,
+    ) -> None:
+        """The search's last word on a job: ``others`` are its further objectives, and ``feasible`` is False
+        where it breaks a constraint."""
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on: nothing more is written of it."""
+
+    def commit(self) -> None:
+        """Return when all that was handed over survives a crash."""
+
+    def run_id(self, job: str) -> str:
+        """MLflow's id of the job's run; "" while it is not known."""
