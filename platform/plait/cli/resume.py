@@ -13,7 +13,6 @@ from plait.cli.control import running
 from plait.errors import EXIT_DONE, ConfigError
 from plait.search.recorded import URI, RecordedCommand, key_of, known_command, quoted, recorded_commands
 from plait.settings import TrackingSettings
-from plait.tracking.location import VARIABLE, sqlite_in
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 
@@ -63,6 +62,7 @@ def _list(root: Path) -> None:
 def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
     """Run the recorded command in the folder that it was given in, if that is still there."""
     from plait.cli.main import main as plait
+    from plait.tracking.location import VARIABLE, sqlite_in
 
     more = [f"{ROOT}={quoted(str(root))}", *(each for each in overrides if key_of(each) != ROOT)]
     given = {key_of(each) for each in (*command.arguments, *more)}
