@@ -9,7 +9,7 @@ from typing import Literal
 from rich.table import Table
 
 How = Literal["measured", "simulated", "computed"]
-HEADINGS = ("figure", "ours", "unit", "how", "published", "source", "note")
+HEADINGS = ("figure", "ours", "unit", "how", "published", "may differ by", "source", "note")
 ALWAYS = 4  # the first headings; the others only where some figure fills them
 
 
@@ -70,12 +70,16 @@ class Report:
 
 def _cells(figure: Figure) -> Sequence[str]:
     published = "" if figure.published is None else f"{figure.published:,.6g}"
+    differs = ""
+    if figure.within is not None:
+        differs = f"{figure.tolerance:,.6g}: {'within' if figure.within else 'outside'}"
     return (
         figure.name,
         f"{figure.ours:,.6g}",
         figure.unit,
         figure.how,
         published,
+        differs,
         figure.source,
         figure.note,
     )
