@@ -57,6 +57,7 @@ def test_jobs_that_may_not_train_together_make_waves(
     assert [(group["wave"], len(group["jobs"])) for group in found["groups"]] == [(1, 2), (2, 1)]
 
 
+@pytest.mark.slow
 def test_each_described_cluster(short: Short, capsys: pytest.CaptureFixture[str]) -> None:
     names = sorted(path.stem for path in (conf_dir() / "cluster").glob("*.yaml") if path.stem != "local")
     assert len(names) >= 4

@@ -18,6 +18,7 @@ from plait.planning.parallelism import Candidate, compare
 from plait.search.checks import check_jobs, check_model
 from plait.search.command import SearchCommand
 
+SHOWN = 24  # configurations in the table, best first
 STEPS = 8  # global batches of each job that are simulated
 
 
@@ -89,7 +90,9 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
     )
     for heading in ("tp", "pp", "replicas", "capacity", "published", "bytes on a device", "tokens/s", ""):
         table.add_column(heading, justify="right")
-    for place, each in enumerate(found):
+    if len(found) > SHOWN:
+        table.caption = f"The first {SHOWN} of {len(found)}; --json gives all of them."
+    for place, each in enumerate(found[:SHOWN]):
         rate, size = each.tokens_per_second, each.predicted_bytes
         table.add_row(
             str(each.configuration.tp),

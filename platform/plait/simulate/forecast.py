@@ -25,6 +25,7 @@ from plait.simulate.report import VALUE_BYTES, Metrics, measure
 from plait.simulate.stage_bytes import Held, RunMemory, most_bytes
 from plait.simulate.systems import Machine, job_load, schedule_work
 
+NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
 TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
@@ -134,7 +135,7 @@ def adapted(
     *,
     pool: Executor | None = None,
 ) -> PlanOptions:
-    """The options with the groups and capacities whose first steps are over first, simulated.
+    """The options with the groups and the largest capacities whose first steps are over first, simulated.
 
     Jobs that are packed together wait for each other's steps, and few large microbatches leave the stages of
     a pipeline idle. So a group for each job is tried, and smaller capacities of pipelines.
@@ -150,7 +151,8 @@ def adapted(
 
     both = [options, replace(options, groups=len(batches))]
     tried = [replace(min(both, key=seconds), capacities=each) for each in _halved(options, replicas, longest)]
-    return min(tried, key=seconds)
+    taken = [seconds(each) for each in tried]
+    return next(each for each, own in zip(tried, taken, strict=True) if own <= (1.0 + NEAR) * min(taken))
 
 
 def _halved(options: PlanOptions, replicas: Sequence[Replica], longest: int) -> list[Mapping[int, int]]:
