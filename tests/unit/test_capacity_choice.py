@@ -28,8 +28,8 @@ ADAPTER = AdapterSpec(rank=2, target_modules=("q_proj",))
 OPEN = RunSettings()
 
 
-def facts(memory_bytes: int = 10**12, tile: int = 1) -> WorkerFacts:
-    return WorkerFacts(SHAPE, LINEARS, max_length=10_000, memory_bytes=memory_bytes, tile=tile)
+def facts(memory_bytes: int = 10**12) -> WorkerFacts:
+    return WorkerFacts(SHAPE, LINEARS, max_length=10_000, memory_bytes=memory_bytes)
 
 
 def profile(capacity: int, token: float = 1.0) -> Profile:
@@ -50,9 +50,9 @@ def test_recorded_before_profiled_before_usual() -> None:
     assert choose_capacity(OPEN, facts(), None, jobs) == USUAL_CAPACITY
 
 
-def test_the_longest_sample_fits_in_whole_tiles() -> None:
+def test_the_longest_sample_fits() -> None:
     jobs = {(ADAPTER, 50), (ADAPTER, 3001)}
-    assert choose_capacity(OPEN, facts(tile=16), None, jobs) == 3008
+    assert choose_capacity(OPEN, facts(), None, jobs) == 3001
     assert choose_capacity(OPEN, facts(), None, jobs, recorded=64) == 3001
 
 

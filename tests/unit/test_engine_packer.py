@@ -31,15 +31,12 @@ def test_where_nothing_is_saved_first_fit_stays() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=4),
-    tile=st.sampled_from([1, 4]),
-)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_every_sample_once_within_capacity_and_no_more_microbatches_than_first_fit(
-    lengths: list[list[int]], tile: int
+    lengths: list[list[int]],
 ) -> None:
     batches = [batch(f"job {number}", *each) for number, each in enumerate(lengths)]
-    packed = pack_step(batches, capacity=40, tile=tile)
+    packed = pack_step(batches, capacity=40)
     held = sorted(
         (segment.job, sample)
         for microbatch in packed.microbatches
@@ -47,7 +44,7 @@ def test_every_sample_once_within_capacity_and_no_more_microbatches_than_first_f
         for sample in segment.samples
     )
     assert held == sorted((each.job, sample) for each in batches for sample in each.samples)
-    assert all(microbatch.padded(tile) <= 40 for microbatch in packed.microbatches)
-    assert bins_bound([each.lengths for each in batches], capacity=40, tile=tile) <= len(packed.microbatches)
-    assert len(packed.microbatches) <= len(pack(batches, capacity=40, tile=tile))
-    assert pack_step(batches, capacity=40, tile=tile) == packed
+    assert all(microbatch.tokens <= 40 for microbatch in packed.microbatches)
+    assert bins_bound([each.lengths for each in batches], capacity=40) <= len(packed.microbatches)
+    assert len(packed.microbatches) <= len(pack(batches, capacity=40))
+    assert pack_step(batches, capacity=40) == packed

@@ -27,7 +27,6 @@ class WorkerFacts:
         linears: every layer that an adapter may target.
         max_length: longest sample of the model in tokens.
         memory_bytes: what the device has in all.
-        tile: padding multiple P of the kernels.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
         inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
             known to be shared.
@@ -37,7 +36,6 @@ class WorkerFacts:
     linears: tuple[LinearInfo, ...]
     max_length: int
     memory_bytes: int
-    tile: int = 1
     chosen: dict[str, str] = field(default_factory=dict, hash=False)
     inputs: tuple[tuple[frozenset[str], int], ...] = ()
 
@@ -97,7 +95,7 @@ class Admission:
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
         """
         limit = min(self._engine.capacity_or_usual, self._facts.max_length)
-        if -(-longest // self._facts.tile) * self._facts.tile > limit:
+        if longest > limit:
             raise CapacityError(
                 f"a sample of {longest} tokens",
                 f"engine.capacity={self._engine.capacity_or_usual}; "

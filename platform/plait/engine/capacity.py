@@ -34,8 +34,7 @@ def choose_capacity(
     """
     if settings.engine.capacity is not None:
         return settings.engine.capacity
-    tile = facts.tile
-    longest = max((-(-length // tile) * tile for _, length in jobs), default=0)
+    longest = max((length for _, length in jobs), default=0)
     if recorded is not None:
         return max(recorded, longest)
     most = max(profile.capacity if profile is not None else USUAL_CAPACITY, longest)

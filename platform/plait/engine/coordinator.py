@@ -79,7 +79,6 @@ class Coordinator:
         patient: bool = False,
     ) -> None:
         self._ledger = Ledger(worker)
-        self._tile = worker.facts.tile
         self._admission = Admission(worker.facts, settings, profile)
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
         self._roster = Roster(self._admission, settings.planner.max_jobs)
@@ -179,7 +178,7 @@ class Coordinator:
         """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
         live = [job.demand for job in self._live.values()]
         expected = Prediction(bytes=self._admission.predicted(live))
-        group = Group(tuple(self._joined), self._capacity, self._tile, expected)
+        group = Group(tuple(self._joined), self._capacity, predicted=expected)
         replica = Replica(devices=(self._chosen.get("device", "cpu"),))
         choices: Choices = {**self._chosen, "capacity": self._capacity, "packing repeats": self._repeats}
         return Plan((replica,), (group,), choices=choices)
@@ -317,9 +316,11 @@ class Coordinator:
     def _send(self, command: Command) -> Outcome:
         return self._ledger.send(command, self._live)
 
-    def _pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
-        packed = pack_step(batches, capacity=self._capacity, tile=self._tile)
-        self._repeats = self._repeats and packed.repeats
+    def _pack(self, batches: Sequence[GlobalBatch], events: list[Event]) -> tuple[Microbatch, ...]:
+        packed = pack_step(batches, capacity=self._capacity)
+        if self._repeats and not packed.repeats:
+            self._repeats = False
+            events.append(Notice("the time limit ended a packing: another run may pack its steps otherwise"))
         return packed.microbatches
 
     def _train(self) -> list[Event]:
@@ -327,7 +328,7 @@ class Coordinator:
         started = self._clock()
         events: list[Event] = []
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
-            microbatches = self._pack([job.next_batch() for job in jobs.values()])
+            microbatches = self._pack([job.next_batch() for job in jobs.values()], events)
             expected = self._predictions.expect(microbatches, self._live)
             run = self._send(RunMicrobatches(microbatches))
             if run.out_of_memory is None:
@@ -384,8 +385,9 @@ class Coordinator:
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""
         due = [job for job in self._live.values() if job.evaluation_due]
-        measured, failed = evaluate(due, self._send, self._pack)
-        return [*self._end_failed(failed), *measured]
+        events: list[Event] = []
+        measured, failed = evaluate(due, self._send, lambda batches: self._pack(batches, events))
+        return [*events, *self._end_failed(failed), *measured]
 
     def _finish(self) -> list[Event]:
         """Generate with, export and let go every job whose budget is spent."""

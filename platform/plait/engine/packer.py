@@ -33,24 +33,24 @@ class PackedStep:
     repeats: bool = True
 
 
-def pack_step(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) -> PackedStep:
+def pack_step(batches: Sequence[GlobalBatch], *, capacity: int) -> PackedStep:
     """Microbatches that hold all samples of ``batches``: as few as the exact packer finds.
 
     Args:
         batches: global batches of different jobs.
-        capacity: most tokens of a microbatch, each segment rounded up to a multiple of ``tile``.
-        tile: padding multiple P.
+        capacity: most tokens of a microbatch. It bounds memory, and no engine stores padding rows: the
+            kernels' partial tiles cost none, so that P is 1 here.
 
     Raises:
         CapacityError: a sample alone is longer than the capacity.
     """
-    check_fits(batches, capacity=capacity, tile=tile)
+    check_fits(batches, capacity=capacity)
     lengths = [batch.lengths for batch in batches]
-    simple = first_fit_decreasing(lengths, capacity=capacity, tile=tile)
+    simple = first_fit_decreasing(lengths, capacity=capacity)
     first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))
-    if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=capacity, tile=tile):
+    if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=capacity):
         return PackedStep(first.microbatches())
-    better = packed_batches(batches, capacity=capacity, tile=tile, limits=STEP_LIMITS)
+    better = packed_batches(batches, capacity=capacity, limits=STEP_LIMITS)
     repeats = better.limit_hit != "time"
     chosen = better if len(better.bins) < len(simple) else first
     return PackedStep(chosen.microbatches(), repeats)
