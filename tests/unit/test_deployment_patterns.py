@@ -46,6 +46,27 @@ def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
     assert search(costs, counts, devices, bound=low, goal=0.001) == found
 
 
+@pytest.mark.parametrize("seed", [5016, 5043, 5048, 5062, 5090])
+def test_small_deployments_are_near_the_optimum(seed: int) -> None:
+    """With pipelines whose slowest stage depends on the batch, where little is left to round."""
+    rng = np.random.default_rng(seed)
+    layers = {
+        tp: LayerTime(
+            float(rng.uniform(0, 0.5)), float(rng.uniform(0.002, 0.03)), float(rng.choice([0, 1e-5, 1e-4]))
+        )
+        for tp in (1, 2)
+    }
+    head = {tp: HeadTime(float(rng.uniform(0, 0.3)), float(rng.uniform(0, 0.05))) for tp in (1, 2)}
+    time = TimeModel(int(rng.integers(4, 7)), layers, head if seed % 2 else {})
+    shapes = [(1, 1, int(rng.choice([100, 200, 400]))), (1, 2, 200), (2, 1, 200), (1, 4, 400)]
+    costs = [ReplicaCost.of(Configuration(*shape), [40, 100, 200], time) for shape in shapes]
+    counts = [int(value) for value in rng.integers(1, 6, size=3)]
+    optimum = deploy(costs, counts, 5, DeployOptions(exact=True)).makespan
+    found = deploy(costs, counts, 5)
+    assert found.bound <= optimum * (1 + 1e-6)
+    assert optimum * (1 - 1e-6) <= found.makespan <= optimum * 1.03
+
+
 def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
     for seed in range(8):
         costs, counts, devices = _instance(seed)

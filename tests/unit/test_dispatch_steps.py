@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.bench.lobra_deploy import compare
-from plait.bench.lobra_workload import Assumption, costs_of, read_assumptions, read_tasks
+from plait.bench.lobra_workload import Assumption, Task, costs_of
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
@@ -107,8 +107,8 @@ def test_published_deployment_is_found_or_within_ten_percent() -> None:
         yaml.safe_load((ROOT / "conf/cluster/a100_40g_llama2_7b.yaml").read_text())["options"]
     )
     options = _yaml("sweeps/lobra/deploy_7b.yaml")["bench"]["options"]
-    tasks, published = read_tasks(options), options["deployment"]
-    assert len(read_assumptions(options)) >= 5
+    tasks, published = [Task(**row) for row in options["tasks"]], options["deployment"]
+    assert len(options["assumptions"]) >= 5
     for assumption in (Assumption(), Assumption(sigma=0.6)):
         everything, without_pipelines, equal = compare(profile, tasks, assumption, published)
         assert everything.within

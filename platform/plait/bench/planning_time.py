@@ -44,7 +44,7 @@ class Options:
 
     Attributes:
         tasks: of the joint batch.
-        assumptions: about lengths; the first is used.
+        assumptions: about lengths; deployments are planned for each, dispatch is for the first.
         devices: published seconds, None where there are none, by number of devices.
         kinds: of replica, that the dispatch is to.
         steps: drawn and dispatched.
@@ -60,7 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.assumptions:
-            raise ConfigError("bench.options.assumptions=[]", "There must be one: the first is used.")
+            raise ConfigError("bench.options.assumptions=[]", "There must be one at least.")
         for number in self.devices:
             if not number.isdigit() or int(number) < 1:
                 raise ConfigError(f"bench.options.devices: {number}", "A number of devices is at least 1.")
@@ -79,38 +79,44 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     del jobs
     asked = build(Options, options, "bench.options")
     profile = read_profile(settings)
-    assumption = asked.assumptions[0]
-    workload = Workload.draw(asked.tasks, assumption, SAMPLE_STEPS)
+    workloads = [Workload.draw(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions]
     figures = []
     for devices, theirs in asked.devices.items():
-        figures += _deployment_figures(profile, workload, int(devices), theirs)
-    batches = workload.batches[: asked.steps]
+        figures += _deployment_figures(profile, workloads, int(devices), theirs)
+    batches = workloads[0].batches[: asked.steps]
     figures += _dispatch_figures(profile, batches, asked.kinds)
     figures += _ahead_figures(profile, batches, asked.kinds, asked.step_seconds)
-    return Report("Planning time", tuple(figures), (f"{assumption}", f"cost model: {profile.source}"))
+    return Report(
+        "Planning time", tuple(figures), (*map(str, asked.assumptions), f"cost model: {profile.source}")
+    )
 
 
 def _deployment_figures(
-    profile: ClusterProfile, workload: Workload, devices: int, theirs: float | None
+    profile: ClusterProfile, workloads: Sequence[Workload], devices: int, theirs: float | None
 ) -> list[Figure]:
-    """One batch whatever the devices, as published; and a batch that grows with them."""
-    buckets = workload.buckets(profile)
-    costs = costs_of(profile, buckets.lengths, devices)
+    """One batch whatever the devices, as published, and a batch that grows with them: medians, the worst."""
     figures = []
-    one = workload.expected(buckets)
-    grown = tuple(-(-count * devices // profile.devices.count) for count in one)
-    for name, counts in (("one batch", one), ("batch by devices", grown)):
-        begin = perf_counter()
-        plan = deploy(costs, counts, devices)
-        seconds = perf_counter() - begin
-        case = f"deployment, {devices} devices, {name}"
+    for name, share in (("one batch", profile.devices.count), ("batch by devices", devices)):
+        seconds, plans = [], []
+        for workload in workloads:
+            buckets = workload.buckets(profile)
+            costs = costs_of(profile, buckets.lengths, devices)
+            counts = [-(-count * share // profile.devices.count) for count in workload.expected(buckets)]
+            begin = perf_counter()
+            plans.append(deploy(costs, counts, devices))
+            seconds.append(perf_counter() - begin)
+        case, plan = f"deployment, {devices} devices, {name}", plans[0]
         source = SOURCE if theirs is not None else ""
-        note = (
+        note = f"longest {max(seconds):.2f} s; " if len(plans) > 1 else ""
+        note += (
             f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {plan.relaxation:.3f} s"
         )
-        note += f"; limit hit: {plan.limit_hit}" if plan.limit_hit else ""
-        figures.append(Figure(case, seconds, "s", "measured", theirs, source, note=note))
-        figures.append(Figure(f"{case}: above the bound", 100.0 * plan.gap, "%", "computed"))
+        struck = sorted({each.limit_hit for each in plans if each.limit_hit})
+        note += f"; limit hit: {', '.join(struck)}" if struck else ""
+        gaps = [100.0 * each.gap for each in plans]
+        worst = f"worst {max(gaps):.2f} %" if len(plans) > 1 else ""
+        figures.append(Figure(case, median(seconds), "s", "measured", theirs, source, note=note))
+        figures.append(Figure(f"{case}: above the bound", median(gaps), "%", "computed", note=worst))
     return figures
 
 

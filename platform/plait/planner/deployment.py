@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -130,17 +130,22 @@ def deploy(
         raise CapacityError(f"{devices} devices", "No configuration is that small.", "Add devices.")
     check_coverage([ReplicaKind(cost, 1) for cost in able], counts)
     relaxation = relaxation_bound(able, counts, devices)
-    if options.exact or options.equal_shares:
-        whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
-        if len(whole) <= options.enumerate_up_to:
-            return _enumerated(able, counts, whole, devices, relaxation, options)
-        if options.exact:
-            every = list(_maximal(able, devices, None))
-            return _enumerated(able, counts, every, devices, relaxation, options)
+    whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
+    few = len(whole) <= options.enumerate_up_to
+    if options.exact or (options.equal_shares and few):
+        every = whole if few else list(_maximal(able, devices, None))
+        return _enumerated(able, counts, every, devices, relaxation, options)
+    if options.equal_shares:
         return _searched(able, counts, devices, relaxation, options)
     found = search(able, counts, devices, bound=relaxation, goal=options.gap)
     judged = len(found.candidates)
-    return Deployment(found.kinds, found.expected, found.bound, relaxation, judged, found.limit_hit)
+    plan = Deployment(found.kinds, found.expected, found.bound, relaxation, judged, found.limit_hit)
+    if plan.gap <= options.gap or not few:
+        return plan
+    other = _enumerated(able, counts, whole, devices, max(relaxation, plan.bound), options)
+    best = min(plan, other, key=lambda each: each.makespan)
+    bound = min(max(plan.bound, other.bound), best.makespan)
+    return replace(best, bound=bound, relaxation=relaxation, judged=judged + other.judged)
 
 
 def judge(kinds: Sequence[ReplicaKind], counts: Sequence[int], options: DeployOptions) -> Dispatch:
@@ -165,19 +170,20 @@ def _enumerated(
         for p in deployments
         if _covers(kinds := kinds_of(costs, p), counts)
     )
-    best, bounds, judged = None, [], 0
+    best, bounds, judged, limit_hit = None, [], 0, None
     for bound, p in bounded:
         if best is not None and bound >= best.expected.makespan * (1 - options.gap * (not options.exact)):
             bounds.append(bound)
             break
         kinds = kinds_of(costs, p)
         found, judged = judge(kinds, counts, options), judged + 1
+        limit_hit = limit_hit or found.limit_hit
         bounds.append(max(bound, found.bound if options.exact else bound))
         if best is None or found.makespan < best.expected.makespan:
             best = Deployment(kinds, found, 0.0, relaxation, 0, None)
     assert best is not None  # coverage was checked
-    bound, limit_hit = min([*bounds, best.makespan]), best.expected.limit_hit
-    if not options.exact and best.makespan > bound * (1 + options.gap):
+    bound = min([*bounds, best.makespan])
+    if options.equal_shares and not options.exact and best.makespan > bound * (1 + options.gap):
         proved = search(costs, counts, devices, bound=relaxation, goal=options.gap)
         bound = min(max(bound, proved.bound), best.makespan)
     return Deployment(best.kinds, best.expected, bound, relaxation, judged, limit_hit)

@@ -12,20 +12,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from plait.cost.replica import ReplicaCost
 from plait.planner.deployment_patterns import TOLERANCE, Patterns, Ranges, Replicas
 from plait.planner.dispatch import Dispatch, dispatch, dispatch_of, spread
 from plait.planner.dispatch_search import Int64, ReplicaKind, descend, single
 from plait.planner.solver import Limit
 
-NODES = 120  # of one makespan
+NODES = 80  # of one makespan
 MAKESPANS = 20  # asked for until the bracket is closed
 CANDIDATES = 4  # whose patterns are rounded
-PROOFS = 4  # makespans asked for with the finest precision
+PROOFS = 3  # makespans asked for with the finest precision
 PRECISION = 0.001  # of makespans, relative
 FIRST, MOST_GROWTH = 1.03, 1.5  # times the bound: the first makespan, and how fast it grows
-ROOM = (0.9, 0.6, 0.3)  # of what lies between the least makespan with a candidate and the goal, for rounding
-STEPS = (1.002, 1.004, 1.006)  # times the least makespan with a candidate: where others are looked for
+# Shares of the distance to the bound that is allowed:
+CLOSENESS = (0.35, 0.1)  # how far the bracket is closed before patterns are rounded
+ROOM = (0.3, 0.6, 0.9)  # above the least makespan with a candidate, for patterns that are rounded
+ENOUGH = 0.5  # above it, for a deployment that needs no more rounding before the proof
 INTEGRAL = 1e-6
 
 
@@ -38,7 +42,8 @@ class Found:
         expected: the batch dispatched to single replicas.
         bound: no deployment is faster.
         candidates: replica counts that were looked at, the last ones first.
-        limit_hit: a limit that ended a program early; None where none did.
+        limit_hit: a limit that kept the bound or the answer from being better, or "time", after which
+            plans need not repeat; None where neither struck.
     """
 
     kinds: tuple[ReplicaKind, ...]
@@ -58,14 +63,17 @@ def search(
         bound: no deployment is faster.
     """
     state = _Search(costs, counts, devices, bound, goal)
-    state.bracket()
-    for step in STEPS:
-        if state.high > state.open * (1 + goal):
-            state.round_patterns()
+    for closeness in CLOSENESS:
+        state.bracket(closeness * goal)
+        state.round_patterns()
+        state.prove()
+        if state.done or state.reached == math.inf:
+            break
+        state.ask(state.reached * (1 + closeness * goal), candidates=CANDIDATES)
+        state.round_patterns()
         state.prove()
         if state.done:
             break
-        state.ask(state.reached * step, candidates=CANDIDATES)
     return state.found()
 
 
@@ -91,6 +99,9 @@ class _Search:
         self._limit_hit: Limit | None = None
         self.low = self.open = bound
         self.reached = self.high = math.inf
+        for place, size in enumerate(self._sizes):  # equal replicas, so that there is always an answer
+            if costs[place].batch[np.flatnonzero(counts)[-1]]:
+                self._judge(tuple(devices // size * (each == place) for each in range(len(costs))))
 
     @property
     def done(self) -> bool:
@@ -98,27 +109,29 @@ class _Search:
 
     def found(self) -> Found:
         """What is known."""
-        assert self._best is not None  # a makespan at which candidates exist is always reached
+        assert self._best is not None  # some configuration takes the longest sequence: it was checked
         kinds, expected = self._best
         bound = min(self.low, expected.makespan)
         order = sorted(self._judged, key=lambda replicas: (self._judged[replicas], replicas))
-        return Found(kinds, replace(expected, bound=bound), bound, tuple(order), self._limit_hit)
+        struck = self._limit_hit if self._limit_hit == "time" or not self.done else None
+        return Found(kinds, replace(expected, bound=bound), bound, tuple(order), struck)
 
     @property
     def _ending(self) -> float:
         """The makespan whose impossibility ends the search."""
         return self.high / (1 + self._goal) * (1 + PRECISION / 10)
 
-    def bracket(self) -> None:
-        """Ask makespans until the answer is near enough or the bracket is closed."""
+    def bracket(self, closeness: float) -> None:
+        """Ask makespans until the answer is near enough or the bracket is closed to ``closeness``."""
         growth = FIRST
         for _ in range(MAKESPANS):
-            if self.done or self.reached <= self.open * (1 + PRECISION):
+            if self.done or self.reached <= self.open * (1 + closeness):
                 return
             if self.reached == math.inf:
-                tau, growth = self.open * growth, min(growth**2, MOST_GROWTH)
+                # At the makespan of the equal replicas there is a candidate: they are one.
+                tau, growth = min(self.open * growth, self.high), min(growth**2, MOST_GROWTH)
             else:
-                ends = self.open * (1 + PRECISION) < self._ending < self.reached
+                ends = self.open * (1 + closeness) < self._ending < self.reached
                 tau = self._ending if ends else (self.open * self.reached) ** 0.5
             self.ask(tau)
 
@@ -145,29 +158,32 @@ class _Search:
             if closed:
                 self.low = max(self.low, tau)
         for replicas in found:
-            if replicas not in self._judged:
-                kinds = kinds_of(self._costs, replicas)
-                expected = spread(kinds, self._counts, dispatch(kinds, self._counts))
-                self._judged[replicas] = expected.makespan
-                self._keep(kinds, expected)
+            self._judge(replicas)
 
     def round_patterns(self) -> None:
         """Give the best candidates' replicas whole patterns, and what those leave uncovered by descent."""
-        target = self.open * (1 + self._goal)
         best = sorted(self._judged, key=lambda replicas: (self._judged[replicas], replicas))
         for replicas in best[:CANDIDATES]:
             for share in ROOM:
-                tau = self.reached + share * (target - self.reached)
-                if self.high <= target or (replicas, tau) in self._rounded:
+                tau = self.reached * (1 + share * self._goal)
+                enough = self.high <= self.reached * (1 + ENOUGH * self._goal)
+                if self.done or enough or (replicas, tau) in self._rounded:
                     continue
                 self._rounded.add((replicas, tau))
                 self._patterns.enrich(tau, replicas)
                 rows, limit_hit = self._patterns.whole(tau, replicas)
-                self._limit_hit = limit_hit if limit_hit == "time" else self._limit_hit
+                self._limit_hit = "time" if limit_hit == "time" else self._limit_hit
                 if rows is not None:
                     kinds = kinds_of(self._costs, replicas)
                     shares = completed(single(kinds), self._counts, rows)
                     self._keep(kinds, dispatch_of(single(kinds), self._counts, shares, self.low))
+
+    def _judge(self, replicas: Replicas) -> None:
+        if replicas not in self._judged:
+            kinds = kinds_of(self._costs, replicas)
+            expected = spread(kinds, self._counts, dispatch(kinds, self._counts))
+            self._judged[replicas] = expected.makespan
+            self._keep(kinds, expected)
 
     def _keep(self, kinds: tuple[ReplicaKind, ...], expected: Dispatch) -> None:
         if expected.makespan < self.high:
@@ -203,6 +219,8 @@ class _Search:
                 whole = self._filled(tuple(round(number) for number in relaxed.replicas))
                 if most == 1 or whole not in self._judged:
                     candidates.append(whole)
+        if nodes and len(candidates) < most:
+            self._limit_hit = self._limit_hit or "nodes"
         return candidates, closed and not nodes
 
 
