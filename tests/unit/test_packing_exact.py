@@ -1,5 +1,6 @@
 """The two-stage packer against brute force and greedy; its bounds, limits and repeatability."""
 
+import math
 import random
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -7,10 +8,12 @@ from multiprocessing import get_context
 import pytest
 
 from plait.errors import CapacityError
+from plait.planner import packing_exact
 from plait.planner.packing import first_fit_decreasing, padded
 from plait.planner.packing_bounds import bins_bound, combine, fill_bound, most_tokens, reachable_sums
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, packed_batches, solve_packing
 from plait.planner.packing_fill import least_fill
+from plait.planner.solver import Limit, Solution
 from plait.plans import GlobalBatch
 
 Lengths = list[list[int]]
@@ -193,3 +196,19 @@ def test_empty_and_oversized_batches() -> None:
     with pytest.raises(CapacityError, match="sample 1 of job long"):
         packed_batches([global_batch("long", [3, 9])], capacity=8)
     assert padded(9, 8) == 16
+
+
+def test_the_clock_stays_said_when_another_limit_strikes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the clock keeps a plan from repeating: what strikes later must not hide it."""
+    lengths = [[9, 8, 7, 6, 5], [9, 7, 5, 5, 3]]
+    limits = PackingLimits(rounds=0, exact_samples=100)
+
+    def ended(limit: Limit) -> Solution:
+        return Solution("unknown", None, -math.inf, (), limit, 0)
+
+    monkeypatch.setattr(packing_exact, "fits", lambda *_, **__: (None, ended("time")))
+    monkeypatch.setattr(packing_exact, "emptiest", lambda *_, **__: (None, ended("nodes")))
+    monkeypatch.setattr(packing_exact, "bins_bound", lambda *_, **__: 1)
+    assert solve_packing(lengths, capacity=20, limits=limits).limit_hit == "time"

@@ -147,7 +147,7 @@ class _Search:
             elif solution.status == "infeasible":
                 self.bins_bound = len(self.bins)
             else:
-                self.limit_hit = solution.limit_hit
+                self._struck(solution.limit_hit)
                 return
 
     def emptier_bin(self) -> None:
@@ -165,7 +165,7 @@ class _Search:
         if solution.status == "optimal":
             self.fill_bounds[len(self.bins)] = least_fill(self.bins, self.lengths, self.tile)
         else:
-            self.limit_hit = solution.limit_hit
+            self._struck(solution.limit_hit)
 
     def settled(self) -> bool:
         """Whether both bounds are met."""
@@ -196,6 +196,11 @@ class _Search:
 
     def _rank(self, bins: list[Bin]) -> tuple[int, int]:
         return len(bins), least_fill(bins, self.lengths, self.tile)
+
+    def _struck(self, limit: Limit | None) -> None:
+        """A limit that ended a stage; the clock's stays, since it alone keeps a plan from repeating."""
+        if self.limit_hit != "time":
+            self.limit_hit = limit or self.limit_hit
 
     def _may_solve(self) -> bool:
         return self._solver_limits().nodes > 0 and self.samples * len(self.bins) <= self.limits.variables

@@ -14,8 +14,8 @@ def balanced_split(
 ) -> tuple[int, ...]:
     """Whole layers of each stage such that the slowest stage is as fast as it can be.
 
-    Of the splits that reach that, the one whose early stages hold the fewest layers, since they hold the
-    most microbatches in flight.
+    What the stages could hold beyond the model's layers is left out of the widest ones, the earlier first,
+    since early stages hold the most microbatches in flight.
 
     Args:
         shape: a typical microbatch.
@@ -40,12 +40,12 @@ def balanced_split(
             for s in range(stages)
         ]
         if min(most) >= 1 and sum(most) >= time.layers:
-            return _fewest_early(most, time.layers)
+            return _narrowed(most, time.layers)
     raise AssertionError("the whole model on one stage is among the limits")
 
 
-def _fewest_early(most: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Fill the stages from the last one; what is left over is missing from the first ones, evenly."""
+def _narrowed(most: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Take from the widest stage, the earliest of equal ones, until ``layers`` are left."""
     split = list(most)
     for _ in range(sum(split) - layers):
         widest = max(range(len(split)), key=lambda s: (split[s], -s))
