@@ -83,7 +83,7 @@ def test_every_command_against_a_running_sweep(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
     arguments = [
-        *short, *SPACE, "search.trials=3", "search.parallel=5", "train.steps=100000",
+        *short, *SPACE, "search.trials=3", "search.parallel=3", "train.steps=100000",
         "engine.checkpoint_steps=20",
     ]  # fmt: skip
     mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
@@ -115,11 +115,12 @@ def test_every_command_against_a_running_sweep(
         until(sweep, lambda: trials(folder)[3].params == point)
         assert "choice(1,2,4)" in said("add", "adapter.rank=64", status=2)
 
-        assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "--warm")
+        assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "train.priority=5", "--warm")
         cloned = trials(folder)[1].params | {"train.lr": 1e-3}
         until(sweep, lambda: trials(folder)[4].params == cloned)
         assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "state.json").exists()
         until(sweep, lambda: "trial-0004" in steps(said("status")))
+        until(sweep, lambda: "1 parked" in said("status"))  # trial 3 made room
     # killed: what is asked for now is done when it goes on
     assert "does not run now" in said("status")
     assert "does not run now" in said("stop", "1")
