@@ -191,6 +191,7 @@ def test_side_by_side_each_job_has_the_replica_on_which_it_takes_least() -> None
         profile, configurations=tuple(each for each in profile.configurations if each.devices == 8)
     )
     wide = plan_described(workload(), RunSettings(search=search), single, None, tokeniser="x")
+    assert found.device_seconds_side_by_side is not None
     assert wide.device_seconds_side_by_side is not None
     assert wide.device_seconds_side_by_side > found.device_seconds_side_by_side
     assert wide.device_seconds_alone is not None
