@@ -134,6 +134,16 @@ def test_idle_time_is_told_apart_by_cause() -> None:
     assert bubble.imbalance == 0
 
 
+def test_a_replica_that_waits_for_another_is_imbalance_and_counts_by_its_devices() -> None:
+    ten = equal([work(f"a{place}", 0) for place in range(10)], 1, OneFOneB([10]))
+    five = equal([work(f"b{place}", 0) for place in range(5)], 1, OneFOneB([5]))
+    alike = measure({0: ten, 1: five})[0].bubble
+    assert alike.total == alike.imbalance == pytest.approx(1 / 4)
+    assert alike.fill_and_drain == alike.raggedness == 0
+    wide = measure({0: ten, 1: five}, tp={1: 3})[0].bubble
+    assert wide.total == wide.imbalance == pytest.approx(3 / 8)
+
+
 def test_traffic_padding_memory_and_speed() -> None:
     works = [Work((("a", 0),), MicrobatchShape.of([8, 8]), tokens=12, padded=16), work("b", 0, 20)]
     metrics, _ = measure({0: equal(works, 3, OneFOneB([2]))}, hidden_size=10, tp={0: 2})

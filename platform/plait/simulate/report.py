@@ -13,13 +13,13 @@ VALUE_BYTES = 2  # of an activation, in a dtype of 16 bits
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle share of all stages over the makespan, and its parts, which add up to ``total``.
+    """Idle share of all devices over the makespan, and its parts, which add up to ``total``.
 
     Attributes:
-        total: 1 − busy / (stages · makespan).
+        total: 1 − busy / (devices · makespan).
         fill_and_drain: idle of the same order with all microbatches and all stages equal: filling,
             draining, and waiting for steps and no-ops.
-        imbalance: what stages of unequal cost add to that.
+        imbalance: what stages of unequal cost add to that, and replicas that are done before the others.
         raggedness: what unequal microbatches add on top.
     """
 
@@ -89,7 +89,7 @@ def measure(
     metrics = Metrics(
         makespan=run.makespan,
         mean_completion=sum(last.values()) / len(last) if last else 0.0,
-        bubble=bubble(pipelines, run),
+        bubble=bubble(pipelines, run, tp),
         device_seconds=devices * run.makespan,
         tokens_per_second=tokens / run.makespan if run.makespan else 0.0,
         padding_share=1 - tokens / padded if padded else 0.0,
@@ -106,21 +106,42 @@ def measure(
     return metrics, run
 
 
-def bubble(pipelines: Mapping[int, Pipeline], run: Run) -> Bubble:
-    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages."""
-    stages = sum(pipeline.stages for pipeline in pipelines.values())
+def bubble(pipelines: Mapping[int, Pipeline], run: Run, tp: Mapping[int, int] | None = None) -> Bubble:
+    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages.
+
+    Args:
+        tp: as :func:`measure` takes it: a stage counts by its devices.
+    """
     if not run.makespan:
         return Bubble(0.0, 0.0, 0.0, 0.0)
-    work = sum(span.end - span.start for span in run.spans) / stages
     level = {r: replace(p, seconds=_equal_microbatches(p)) for r, p in pipelines.items()}
     flat = {r: replace(p, seconds=_equal_stages(p.seconds)) for r, p in level.items()}
-    equal, even = simulate(level).makespan, simulate(flat).makespan
+    equal, even, own = _ends(simulate(level)), _ends(simulate(flat)), _ends(run)
+    devices = {r: pipeline.stages * (tp or {}).get(r, 1) for r, pipeline in pipelines.items()}
+    busy = dict.fromkeys(pipelines, 0.0)
+    for span in run.spans:
+        busy[span.replica] += (span.end - span.start) / pipelines[span.replica].stages
+
+    def share(seconds: Mapping[int, float]) -> float:
+        idle = sum(devices[r] * seconds[r] for r in pipelines)
+        return idle / (sum(devices.values()) * run.makespan)
+
     return Bubble(
-        total=1 - work / run.makespan,
-        fill_and_drain=(even - work) / run.makespan,
-        imbalance=(equal - even) / run.makespan,
-        raggedness=(run.makespan - equal) / run.makespan,
+        total=share({r: run.makespan - busy[r] for r in pipelines}),
+        fill_and_drain=share({r: even.get(r, 0.0) - busy[r] for r in pipelines}),
+        imbalance=share(
+            {r: equal.get(r, 0.0) - even.get(r, 0.0) + run.makespan - own.get(r, 0.0) for r in pipelines}
+        ),
+        raggedness=share({r: own.get(r, 0.0) - equal.get(r, 0.0) for r in pipelines}),
     )
+
+
+def _ends(run: Run) -> dict[int, float]:
+    """By replica, when its last piece of work ends."""
+    ends: dict[int, float] = {}
+    for span in run.spans:
+        ends[span.replica] = max(ends.get(span.replica, 0.0), span.end)
+    return ends
 
 
 def imbalance_floor(seconds: Sequence[Sequence[StageTime]]) -> float:
