@@ -64,7 +64,7 @@ class JointSide:
 
     def pack(self, jobs: Sequence[JobSpec], step: int, capacity: int) -> tuple[Microbatch, ...]:
         """One global batch of every job, in microbatches of at most ``capacity`` tokens."""
-        return pack([self.batch(job, step) for job in jobs], capacity=capacity, tile=self.worker.facts.tile)
+        return pack([self.batch(job, step) for job in jobs], capacity=capacity)
 
     def attach(self, job: JobSpec) -> None:
         """Give the worker a job, fresh."""

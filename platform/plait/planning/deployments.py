@@ -1,4 +1,4 @@
-"""What each wave of a search runs on: a deployment for the first, and a new one where the change to it pays."""
+"""What each wave of a search runs on: a deployment for the first, a new one where the change pays."""
 
 from __future__ import annotations
 
