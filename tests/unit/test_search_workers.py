@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 
 from plait.config_overrides import read_request
 from plait.errors import SearchError, StorageError
@@ -316,5 +316,11 @@ def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:
     wrapped = StorageInternalError("trouble")
     wrapped.__cause__ = gone
     assert passes(wrapped)
+    lost = PendingRollbackError("Can't reconnect until invalid transaction is rolled back.")
+    lost.__context__ = gone  # as where Optuna asks again in the transaction whose connection is lost
+    pending = StorageInternalError("x")
+    pending.__cause__ = lost
+    assert passes(pending)
+    assert not passes(PendingRollbackError("after a flush that failed"))
     wrapped.__cause__ = refused
     assert not passes(wrapped)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from optuna.exceptions import StorageInternalError
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.addresses import redact
@@ -28,7 +28,8 @@ def passes(error: BaseException | None) -> bool:
             return True
         case DBAPIError():
             return error.connection_invalidated
-        case StorageInternalError():
+        case StorageInternalError() | PendingRollbackError():
+            # Optuna asks once more in the transaction whose connection is lost
             return passes(error.__cause__ or error.__context__)
         case _:
             return False
