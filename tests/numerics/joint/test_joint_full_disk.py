@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,14 @@ import pytest
 import torch
 from laboratory import Recorder, random_data, random_texts
 from optuna.trial import TrialState
+from rung_bench import Notes
 from safetensors.torch import load_file
 
 from plait.config_overrides import read_request
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.finishing import RETRY_SECONDS
-from plait.engine.messages import Event, JobEnded, JobProgress, Notice
+from plait.engine.messages import JobEnded, JobProgress, Notice
 from plait.engine.worker import LocalWorker
 from plait.errors import StorageError
 from plait.jobs import AdapterSpec, JobSpec, TrainSpec
@@ -55,29 +55,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@dataclass
-class Notes:
-    """Keeps the events."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        """Nothing to note."""
-
-    def handle(self, event: Event) -> None:
-        self.events.append(event)
-
-    def judge(self, *_: Any, **__: Any) -> None:
-        """Nothing to note."""
-
-    def run_id(self, _job: str) -> str:
-        return ""
-
-    def commit(self) -> None:
-        """What is kept here is as durable as it gets."""
-
-    def said(self, words: str) -> list[str]:
-        return [e.text for e in self.events if isinstance(e, Notice) and words in e.text]
+def said(notes: Notes, words: str) -> list[str]:
+    return [e.text for e in notes.events if isinstance(e, Notice) and words in e.text]
 
 
 def make_job(trial: Trial) -> JobSpec:
@@ -107,7 +86,7 @@ def test_a_search_waits_for_room_for_its_adapters(
     source = StudyTrials(SEARCH, SPACE, identify(SPACE, JobSpec("base"), RunSettings(search=SEARCH)), storage)
 
     def make_room() -> bool:
-        if len(notes.said("could not be written")) == 2:
+        if len(said(notes, "could not be written")) == 2:
             (disk / "filler").unlink(missing_ok=True)
         return False
 
@@ -115,11 +94,11 @@ def test_a_search_waits_for_room_for_its_adapters(
     assert result.exit_status == 0
     trials = optuna.load_study(study_name=None, storage=storage).get_trials()
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 4
-    first, second = notes.said("could not be written")
+    first, second = said(notes, "could not be written")
     assert first.startswith("trial-0000: its adapter could not be written (")
     assert "No space left on device" in first
     assert second.startswith("trial-0001")
-    assert len(notes.said("is written now")) == 2
+    assert len(said(notes, "is written now")) == 2
     events = notes.events
     at = next(i for i, e in enumerate(events) if isinstance(e, Notice))
     assert any(isinstance(e, JobProgress) and e.job == "trial-0001" for e in events[at:])

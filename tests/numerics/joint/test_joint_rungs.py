@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -13,11 +13,12 @@ import pytest
 import torch
 from laboratory import History, Laboratory, Recorder, random_data, random_texts
 from optuna.trial import TrialState
+from rung_bench import Notes
 
 from plait.config_overrides import read_request
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Command, Event, GroupStep, JobParked, RunMicrobatches
+from plait.engine.messages import Command, GroupStep, JobParked, RunMicrobatches
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.worker import LocalWorker
 from plait.jobs import AdapterSpec, JobSpec, TrainSpec
@@ -43,28 +44,6 @@ def make_job(trial: Trial) -> JobSpec:
     train = TrainSpec(steps=STEPS, batch_size=8, lr=lr, seed=trial.number)
     adapter = AdapterSpec(rank, 2.0 * rank, dropout=0.1, target_modules=("q_proj", "v_proj"))
     return JobSpec(trial.name, adapter, train, random_texts(7, 3, 12, train=24, validation=4))
-
-
-@dataclass
-class Notes:
-    """Keeps the events."""
-
-    events: list[Event] = field(default_factory=list)
-
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        """Nothing to note."""
-
-    def handle(self, event: Event) -> None:
-        self.events.append(event)
-
-    def judge(self, *_: Any, **__: Any) -> None:
-        """Nothing to note."""
-
-    def run_id(self, _job: str) -> str:
-        return ""
-
-    def commit(self) -> None:
-        """What is kept here is as durable as it gets."""
 
 
 @dataclass(frozen=True)
