@@ -22,7 +22,8 @@ from plait.engine.messages import Event
 from plait.jobs import JobSpec, TrainSpec
 from plait.search.control import Orders
 from plait.search.identity import identify
-from plait.search.run import SearchResult, SearchRun
+from plait.search.results import SearchResult
+from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial

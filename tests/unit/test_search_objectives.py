@@ -21,8 +21,7 @@ from plait.jobs import JobSpec, TrainSpec
 from plait.objectives import Constraint, Objective, pareto_front
 from plait.search.identity import identify
 from plait.search.objective import SEVERAL_OBJECTIVES, check_objectives
-from plait.search.results import describe_result, write_result
-from plait.search.run import SearchResult
+from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
 from plait.settings import RunSettings, SearchSettings, StoppingSettings

@@ -21,7 +21,8 @@ from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
-from plait.search.run import SearchResult, SearchRun
+from plait.search.results import SearchResult
+from plait.search.run import SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
 from plait.settings import RunSettings, SearchSettings

@@ -42,8 +42,8 @@ from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
-from plait.search.results import describe_result, write_result
-from plait.search.run import SearchResult, SearchRun
+from plait.search.results import SearchResult, describe_result, write_result
+from plait.search.run import SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials

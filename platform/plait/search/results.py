@@ -1,17 +1,60 @@
-"""What a search came to, as lines to print and as the file that users of the Optuna sweeper know."""
+"""What a search came to; as lines to print, and as the file that users of the Optuna sweeper know."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from plait.errors import StorageError
-from plait.search.run import SearchResult
+from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
+from plait.objectives import Objective, pareto_front
 from plait.search.trials import Finished
 from plait.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """All trials that are over, and whether the search was cut short: interrupted, or by its owner's order
+    ("stopping", "cancelling")."""
+
+    finished: tuple[Finished, ...]
+    interrupted: bool = False
+    ended_by: str = ""
+
+    @property
+    def failed(self) -> int:
+        """How many trials failed."""
+        return sum(item.outcome.state == "failed" for item in self.finished)
+
+    @property
+    def exit_status(self) -> int:
+        """0 done, 3 finished with failed jobs, 130 interrupted."""
+        if self.interrupted:
+            return EXIT_INTERRUPTED
+        return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
+
+    def best(self, direction: str) -> Finished | None:
+        """The complete trial with the best objective that keeps every constraint, ties by number; None where
+        there is none."""
+        front = self.front((Objective("objective", direction),))
+        return front[0] if front else None
+
+    def front(self, objectives: Sequence[Objective]) -> list[Finished]:
+        """Complete trials that keep every constraint and that no other such trial dominates, best in the
+        first objective first, ties by number."""
+        scored = sorted(
+            (
+                item
+                for item in self.finished
+                if item.outcome.state == "complete" and item.outcome.values and item.outcome.feasible
+            ),
+            key=lambda item: item.trial.number,
+        )
+        return [scored[at] for at in pareto_front([item.outcome.values for item in scored], objectives)]
 
 
 def describe_result(result: SearchResult, settings: SearchSettings, name: str) -> list[str]:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from plait.engine.finishing import SPENT
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
-from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, InputError, StorageError
+from plait.errors import InputError, StorageError
 from plait.jobs import JobSpec
-from plait.objectives import Objective, pareto_front
 from plait.search.control.mailbox import Orders
 from plait.search.objective import Observed
 from plait.search.partners import Coordinator, Recorder
+from plait.search.results import SearchResult
 from plait.search.stopper import Stopper
-from plait.search.trials import Finished, Outcome, Trial, TrialSource
+from plait.search.trials import Outcome, Trial, TrialSource
 from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
@@ -30,47 +30,6 @@ LOOK_SECONDS = 1.0  # between two looks at what others did: decided at a rung, o
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 BY_OWNER = "ended by its owner"
 TAKEN_OVER = "another process, which could not reach this one, took it over and trains it"
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """All trials that are over, and whether the search was cut short: interrupted, or by its owner's order
-    ("stopping", "cancelling")."""
-
-    finished: tuple[Finished, ...]
-    interrupted: bool = False
-    ended_by: str = ""
-
-    @property
-    def failed(self) -> int:
-        """How many trials failed."""
-        return sum(item.outcome.state == "failed" for item in self.finished)
-
-    @property
-    def exit_status(self) -> int:
-        """0 done, 3 finished with failed jobs, 130 interrupted."""
-        if self.interrupted:
-            return EXIT_INTERRUPTED
-        return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
-
-    def best(self, direction: str) -> Finished | None:
-        """The complete trial with the best objective that keeps every constraint, ties by number; None where
-        there is none."""
-        front = self.front((Objective("objective", direction),))
-        return front[0] if front else None
-
-    def front(self, objectives: Sequence[Objective]) -> list[Finished]:
-        """Complete trials that keep every constraint and that no other such trial dominates, best in the
-        first objective first, ties by number."""
-        scored = sorted(
-            (
-                item
-                for item in self.finished
-                if item.outcome.state == "complete" and item.outcome.values and item.outcome.feasible
-            ),
-            key=lambda item: item.trial.number,
-        )
-        return [scored[at] for at in pareto_front([item.outcome.values for item in scored], objectives)]
 
 
 @dataclass(slots=True)

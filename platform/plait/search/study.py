@@ -15,22 +15,22 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.engine.saved import remove_states, states
-from plait.errors import SearchError
+from plait.search.claims import Claims
 from plait.search.completion import complete
 from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
+from plait.search.opening import open_study
 from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
-from plait.search.prior import Known, check_prior, take_over
+from plait.search.prior import Known, take_over
 from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
-from plait.search.signature import TOKEN, check_material, check_problem, create
+from plait.search.signature import TOKEN, check_material
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
 from plait.search.trial_records import (
     BEYOND,
     CHECKPOINT,
-    OWNER,
     PRIORITY,
     PRIORITY_KEY,
     REASON,
@@ -42,10 +42,9 @@ from plait.search.trial_records import (
     outcome_of,
     priority_of,
     total_of,
-    trainer_of,
 )
 from plait.search.trials import Finished, Outcome, Trial
-from plait.search.workers import Owner, Workers
+from plait.search.workers import Workers
 from plait.settings import SearchSettings
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
@@ -99,9 +98,12 @@ class StudyTrials:
         name = settings.name or identity.name
         self._folder = None if folder is None else folder(name)
         self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
-        self._own: set[int] = set()  # trials that this process trains
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
-        self._study = self.patience(lambda: self._open(name, identity))
+        earlier = prior_storage or storage
+        self._study = self.patience(
+            lambda: open_study(name, settings, space, identity, storage, earlier, self._folder, self._workers)
+        )
+        self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
         self.rungs = StudyRungs(self._study, settings, self.patience, self._locked)
@@ -114,37 +116,6 @@ class StudyTrials:
 
     def _beat(self, key: str, number: int) -> None:
         self._study.set_user_attr(key, number)
-
-    def _open(self, name: str, identity: Identity) -> optuna.Study:
-        with study_lock(self._storage, name):
-            known = name in optuna.get_all_study_names(self._storage)
-            if not known or self._settings.fresh:  # before anything is made or deleted
-                check_prior(name, self._settings, self._space, self._prior_storage)
-            if known:
-                study = optuna.load_study(study_name=name, storage=self._storage)
-                if not self._settings.fresh:
-                    check_problem(study, identity)
-                    return study
-                self._delete(study)
-            return create(name, self._settings.objectives, identity, self._storage)
-
-    def _delete(self, study: optuna.Study) -> None:
-        """Delete a study that is begun anew, with the states of its trials.
-
-        Raises:
-            SearchError: another process on this host trains it.
-        """
-        for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            owner = trainer_of(item)
-            if self._workers is not None and owner is not None and self._workers.surely_lives(owner):
-                raise SearchError(
-                    f"search.fresh=true: search.name={study.study_name} is being trained by another process",
-                    f"It has {Trial(item.number).name}; what it trains would be lost.",
-                    "End that process first, or choose another search.name.",
-                )
-        if self._folder is not None and (token := study.user_attrs.get(TOKEN)):
-            remove_states(self._folder / "checkpoints" / token)
-        optuna.delete_study(study_name=study.study_name, storage=self._storage)
 
     # ---- what the study is ---------------------------------------------------------------------------------
 
@@ -161,12 +132,12 @@ class StudyTrials:
     @property
     def left_over(self) -> int:
         """How many trials an earlier process left behind."""
-        return self.patience(lambda: len(self._orphans(self._trials())))
+        return self.patience(lambda: len(self._claims.orphans(self._trials())))
 
     @property
     def others(self) -> int:
         """How many trials other processes train."""
-        return self.patience(self._count_others)
+        return self.patience(lambda: self._claims.others(self._trials()))
 
     def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
         """What only one process of this study does at a time; ``what`` as of ``study_lock``."""
@@ -193,7 +164,7 @@ class StudyTrials:
         """
         trial = self._locked(lambda: self._ask(new, above))
         if trial is not None:  # only now: what an attempt took that came to nothing is nobody's
-            self._own.add(trial.number)
+            self._claims.add(trial.number)
         return trial
 
     def enqueue(
@@ -232,12 +203,7 @@ class StudyTrials:
 
     def lost(self) -> set[int]:
         """Numbers of the trials that other processes have taken over from this one, told once."""
-        if self._workers is None:
-            return set()
-        trials = self.patience(self._trials)
-        lost = {number for number in self._own if trainer_of(trials[number]) != self._workers.own}
-        self._own -= lost
-        return lost
+        return self._claims.lost(self.patience(self._trials))
 
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
@@ -249,7 +215,7 @@ class StudyTrials:
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self._trials()
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
-        known = [*self._orphans(trials), *waiting]
+        known = [*self._claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
         if above is not None and (first is None or self._priority(first) <= above):
             return None
@@ -273,33 +239,11 @@ class StudyTrials:
 
     def _take(self, item: FrozenTrial) -> Trial:
         """Sign a trial; complete the values of one whose process was killed while it drew them."""
-        if self._workers is not None:
-            self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+        self._claims.sign(item)
         if item.params.keys() < self._distributions.keys():
             complete(self._study, self._storage, item, self._settings, self._space, self._prior)
             item = self._trials()[item.number]
         return self._trial(item)
-
-    def _orphans(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
-        """Trials that are running by name only."""
-        running = [
-            item for item in trials if item.state == TrialState.RUNNING and item.number not in self._own
-        ]
-        if self._workers is None or not running:
-            return running
-        attributes = self._study.user_attrs
-        owners: dict[Owner | None, bool] = {}
-        for item in running:
-            owner = trainer_of(item)
-            if owner not in owners:
-                mine = owner == self._workers.own  # but not known to be: it was taken in vain
-                owners[owner] = mine or self._workers.gone(owner, attributes)
-        return [item for item in running if owners[trainer_of(item)]]
-
-    def _count_others(self) -> int:
-        trials = self._trials()
-        running = sum(item.state == TrialState.RUNNING and item.number not in self._own for item in trials)
-        return running - len(self._orphans(trials))
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
         """Let the points of the settings come first. Those added to a search that has drawn all its trials
@@ -341,14 +285,14 @@ class StudyTrials:
 
         A trial that another process has taken from this one, which it thought dead, is that one's to tell.
         """
-        self._own.discard(trial.number)
+        self._claims.discard(trial.number)
         if self._locked(lambda: self._tell(trial, outcome)) and self.states_folder is not None:
             remove_states(self.states_folder / trial.name)
 
     def _tell(self, trial: Trial, outcome: Outcome) -> bool:
         """Whether the trial is this process's own, and is over now."""
         frozen, live = self._live(trial)
-        if self._workers is not None and trainer_of(frozen) != self._workers.own:
+        if not self._claims.signed(frozen):
             return False
         if frozen.state.is_finished():  # told by an attempt whose answer got lost
             return True

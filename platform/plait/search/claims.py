@@ -1,0 +1,72 @@
+"""Which of a study's trials this process trains, which others do, and which nobody does any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna.storages import BaseStorage
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.search.trial_records import OWNER, trainer_of
+from plait.search.workers import Owner, Workers
+
+
+class Claims:
+    """The trials of a study, by who trains them.
+
+    Args:
+        study: whose trials.
+        storage: of the study.
+        workers: this process among others; None: it is the only one.
+    """
+
+    def __init__(self, study: Study, storage: BaseStorage, workers: Workers | None) -> None:
+        self._study = study
+        self._storage = storage
+        self._workers = workers
+        self._own: set[int] = set()
+
+    def add(self, number: int) -> None:
+        """This process trains a trial."""
+        self._own.add(number)
+
+    def discard(self, number: int) -> None:
+        """It does not any more."""
+        self._own.discard(number)
+
+    def sign(self, item: FrozenTrial) -> None:
+        """Write this process down as the one that trains a trial."""
+        if self._workers is not None:
+            self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+
+    def signed(self, item: FrozenTrial) -> bool:
+        """Whether a trial bears this process's signature, and not that of one that took it over."""
+        return self._workers is None or trainer_of(item) == self._workers.own
+
+    def lost(self, trials: Sequence[FrozenTrial]) -> set[int]:
+        """Numbers of the trials that other processes have taken over from this one, told once."""
+        lost = {number for number in self._own if not self.signed(trials[number])}
+        self._own -= lost
+        return lost
+
+    def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        """Trials that are running by name only."""
+        running = self._not_own(trials)
+        if self._workers is None or not running:
+            return running
+        attributes = self._study.user_attrs
+        owners: dict[Owner | None, bool] = {}
+        for item in running:
+            owner = trainer_of(item)
+            if owner not in owners:
+                mine = owner == self._workers.own  # but not known to be: it was taken in vain
+                owners[owner] = mine or self._workers.gone(owner, attributes)
+        return [item for item in running if owners[trainer_of(item)]]
+
+    def others(self, trials: Sequence[FrozenTrial]) -> int:
+        """How many trials other processes train."""
+        return len(self._not_own(trials)) - len(self.orphans(trials))
+
+    def _not_own(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+        return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self._own]
