@@ -123,6 +123,7 @@ def test_every_command_against_a_running_sweep(
         until(sweep, lambda: "1 parked" in said("status"))  # trial 3 made room
     # killed: what is asked for now is done when it goes on
     assert "does not run now" in said("status")
+    assert "no such trial" in said("stop", "9", status=2)
     assert "does not run now" in said("stop", "1")
     with running(arguments) as sweep:
         until(sweep, lambda: state(1) == TrialState.PRUNED)

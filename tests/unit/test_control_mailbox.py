@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import optuna
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.trial import TrialState
 
 import plait
 from plait.cli.control import read_request
@@ -19,9 +25,12 @@ from plait.errors import ConfigError, SearchError, StorageError
 from plait.paths import search_folder
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Answer, Mailbox, Orders, Request
+from plait.search.control.targets import check_target
 from plait.search.points import read_point, read_values
 from plait.search.recorded import RecordedCommand, write_command
 from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
+from plait.search.storage import from_anywhere, open_storage
+from plait.search.workers import Owner as Trainer
 
 SPACE = Space(
     (
@@ -210,8 +219,8 @@ class Study:
         self.asked += 1
         return self.can_save
 
-    def state(self, number: int) -> str | None:
-        return self.states.get(number)
+    def trial_states(self) -> list[str]:
+        return list(self.states.values())
 
     def values(self, number: int) -> Mapping[str, Value]:
         return self.points[number]
@@ -440,6 +449,115 @@ def test_which_searches_train_and_which_can_go_on(root: Path, capsys: pytest.Cap
     assert "plait resume done search.trials=N" in said("control", "done", "cancel", *at, status=2)
     assert Mailbox(search_folder(root, "done") / "control").waiting() == []
     assert "or refuse it" in said("control", "killed", "stop", "99", *at)
+
+
+def killed(root: Path, storage: str | None = None) -> Path:
+    """A search of which one trial ran when its process was killed; its mailbox's folder."""
+    command = RecordedCommand("killed", "sweep", ("model=tiny",), str(root), storage=from_anywhere(storage))
+    write_command(search_folder(root, "killed"), command)
+    study = optuna.create_study(study_name="killed", storage=open_storage(storage, root))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        study.set_metric_names(["eval/loss"])
+    for loss in (1.5, 1.25, 1.75):
+        trial = study.ask({"adapter.rank": optuna.distributions.IntDistribution(1, 8)})
+        study.tell(trial, loss)
+    for _ in range(2):
+        study.ask()
+    study.tell(3, state=TrialState.PRUNED)
+    study.enqueue_trial({"adapter.rank": 2})
+    return search_folder(root, "killed") / "control"
+
+
+@pytest.mark.parametrize(
+    ("words", "found", "rule", "instead"),
+    [
+        (("stop", "99"), "trial 99", "no such trial", "Those that run: 4."),
+        (("stop", "1"), "trial 1 is complete", "Only a trial that runs", "Those that run: 4."),
+        (("stop", "5"), "trial 5 is waiting", "Only a trial that runs", "Those that run: 4."),
+        (("clone", "6"), "trial 6", "no such trial", "Those that have begun: 0, 1, 2, 3, 4."),
+        (("clone", "5", "adapter.rank=1"), "has not begun", "with values", "begun: 0, 1, 2, 3, 4."),
+    ],
+)
+def test_a_trial_of_a_search_that_is_down_must_be_there(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    found: str,
+    rule: str,
+    instead: str,
+) -> None:
+    control = killed(tmp_path)
+    assert main(["control", "killed", *words, "--root", str(tmp_path)]) == 2
+    text = capsys.readouterr().err
+    assert found in text
+    assert rule in text
+    assert instead in text
+    assert Mailbox(control).waiting() == []
+    assert main(["control", "killed", words[0], "4", "--root", str(tmp_path)]) == 0
+    assert (
+        capsys.readouterr().out
+        == "The search does not run now; it will do this, or refuse it, when it goes on.\n"
+    )
+    assert [request.trial for request in Mailbox(control).waiting()] == [4]
+
+
+@pytest.mark.parametrize(
+    "storage", ["study.db", "sqlite:///study.db", "postgresql://me:secret@127.0.0.1:1/x"]
+)
+def test_a_study_elsewhere_is_found_from_any_folder_and_one_that_is_away_is_no_refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = "127" not in storage
+    if there:
+        control = killed(tmp_path, storage)
+    else:
+        control = search_folder(tmp_path, "killed") / "control"
+        command = RecordedCommand("killed", "sweep", (), str(tmp_path), storage=from_anywhere(storage))
+        write_command(control.parent, command)
+    (tmp_path / "another").mkdir()
+    monkeypatch.chdir(tmp_path / "another")
+    status = main(["control", "killed", "stop", "99", "--root", str(tmp_path)])
+    shown = capsys.readouterr()
+    assert status == (2 if there else 0)
+    assert "secret" not in shown.out + shown.err
+    if not there:
+        assert "it will do this, or refuse it" in shown.out
+        assert "Its study cannot be read now: The database does not answer" in shown.out
+    assert len(Mailbox(control).waiting()) == (0 if there else 1)
+    assert not list((tmp_path / "another").iterdir())
+
+
+def test_status_of_a_search_that_is_down_is_what_its_study_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Mailbox(killed(tmp_path)).set_mode("paused")
+    study = optuna.load_study(study_name="killed", storage=open_storage(None, tmp_path))
+    far = Trainer("far", "node7 its-boot", "/nowhere")
+    study.ask().set_user_attr("plait.owner", far.to_json())
+    assert main(["control", "killed", "--root", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "killed does not run now. Ordered: paused."
+    assert lines[1] == "6 trials: 1 cut short, 3 complete, 1 pruned, 1 begun on host node7."
+    assert lines[2].startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
+    assert lines[3] == "Ask on node7 where that still trains."
+    assert lines[4] == "`plait leaderboard killed` shows its trials, `plait resume killed` goes on."
+
+
+@given(st.lists(st.sampled_from(["running", "waiting", "complete"]), max_size=30), st.integers(0, 40))
+def test_in_place_of_a_trial_that_will_not_do_the_nearest_are_named(states: list[str], number: int) -> None:
+    running = [at for at, state in enumerate(states) if state == "running"]
+    if number in running:
+        check_target("stop", number, states, "s")
+        return
+    with pytest.raises(SearchError) as caught:
+        check_target("stop", number, states, "s")
+    named = [int(digits) for digits in re.findall(r"\d+", caught.value.remedy)]
+    assert set(named) <= set(running)
+    assert len(named) == min(len(running), 5)
+    left = set(running) - set(named)
+    assert all(abs(at - number) <= abs(other - number) for at in named for other in left)
 
 
 def test_where_nothing_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

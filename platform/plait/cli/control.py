@@ -7,13 +7,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, choices
+from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, StorageError, choices
 from plait.paths import search_folder, search_names
 from plait.search.control import Answer, Mailbox, Request
-from plait.search.recorded import recorded_command
+from plait.search.control.targets import check_target
+from plait.search.recorded import RecordedCommand, recorded_command
 from plait.settings import TrackingSettings
 from plait.spelling import did_you_mean
+
+if TYPE_CHECKING:
+    from plait.search.standing import Standing
 
 USAGE = """
 plait control                                      which searches train now
@@ -39,33 +44,55 @@ def main(arguments: Sequence[str]) -> int:
         raise _no_such_search(known.root, [known.name, *([known.verb] if known.verb else []), *known.rest])
     mailbox = Mailbox(folder / "control")
     request = read_request(known.verb or "status", known.rest, warm=known.warm, name=known.name)
-    if not mailbox.attended and _is_finished(known.root, known.name, request):
-        print(f"{known.name} is finished; `plait leaderboard {shlex.quote(known.name)}` shows its trials.")
-        return EXIT_DONE
-    if request.verb == "status" and not mailbox.attended:
-        print(f"{known.name} does not run now (orders: {mailbox.orders.mode}).")
-        quoted = shlex.quote(known.name)
-        print(f"`plait leaderboard {quoted}` shows its trials, `plait resume {quoted}` goes on.")
-        return EXIT_DONE
-    return _ask(mailbox, request, known.wait, known.name)
+    if mailbox.attended:
+        return _ask(mailbox, request, known.wait, known.name)
+    said = _unattended(mailbox, request, known.root, known.name)
+    print(*said, sep="\n")
+    return EXIT_DONE
 
 
-def _is_finished(root: Path, name: str, request: Request) -> bool:
-    """Whether a search came to its end.
+def _unattended(mailbox: Mailbox, request: Request, root: Path, name: str) -> list[str]:
+    """What to say of a search that no process trains from this folder; a request is left for later.
 
     Raises:
-        ConfigError: it did, and is asked for something.
+        ConfigError: it is finished, and is asked for something.
+        SearchError: it is asked for something that its trial cannot do.
     """
-    recorded = recorded_command(root, name)
-    if recorded is None or not recorded.finished:
-        return False
-    if request.verb != "status":
+    recorded, quoted = recorded_command(root, name), shlex.quote(name)
+    finished = recorded is not None and recorded.finished
+    if finished and request.verb != "status":
         raise ConfigError(
-            f"plait control {shlex.quote(name)} {request.verb}: {name} is finished",
+            f"plait control {quoted} {request.verb}: {name} is finished",
             "Only a search that has trials to train can be steered.",
-            f"`plait resume {shlex.quote(name)} search.trials=N` adds trials to it.",
+            f"`plait resume {quoted} search.trials=N` adds trials to it.",
         )
-    return True
+    standing, trouble = _standing(recorded, root)
+    if request.verb == "status":
+        mode = mailbox.orders.mode
+        ordered = "" if mode == "running" else f" Ordered: {mode}."
+        first = f"{name} is finished." if finished else f"{name} does not run now.{ordered}"
+        known = [trouble] if standing is None else standing.describe()
+        last = f"`plait leaderboard {quoted}` shows its trials"
+        return [first, *known, f"{last}." if finished else f"{last}, `plait resume {quoted}` goes on."]
+    if standing is not None and request.trial is not None:
+        check_target(request.verb, request.trial, standing.states, name)
+    mailbox.post(request)
+    said = "The search does not run now; it will do this, or refuse it, when it goes on."
+    return [said, trouble] if standing is None and request.trial is not None else [said]
+
+
+def _standing(recorded: RecordedCommand | None, root: Path) -> tuple[Standing | None, str]:
+    """What the study of a search says; what is in the way, where it says nothing."""
+    from plait.search.standing import read_standing  # Optuna takes its time
+    from plait.search.storage import quiet
+
+    if recorded is None:
+        return None, "Its study is not known here: the search never got so far as to train."
+    quiet()
+    try:
+        return read_standing(recorded, root), ""
+    except StorageError as error:
+        return None, f"Its study cannot be read now: {error.rule}"
 
 
 def running(root: Path) -> list[str]:
@@ -141,9 +168,6 @@ def _number(command: str, text: str) -> int:
 
 def _ask(mailbox: Mailbox, request: Request, seconds: float, name: str) -> int:
     mailbox.post(request)
-    if not mailbox.attended:
-        print("The search does not run now; it will do this, or refuse it, when it goes on.")
-        return EXIT_DONE
     answer = mailbox.take_answer(request, seconds)
     if answer is None:
         print(f"No answer after {seconds:g} s: the search is in the middle of a step and reads this then.")

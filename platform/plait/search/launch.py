@@ -45,7 +45,7 @@ from plait.search.recorder import SearchRecorder
 from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.run import SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import open_storage, quiet
+from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Trial
 from plait.settings import ClusterSettings, RunSettings, TrackingSettings
@@ -197,7 +197,10 @@ def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> N
     """Keep the command with the search, for `plait resume`."""
     folder = search_folder(command.settings.tracking.root, name)
     store = store_elsewhere(command.settings.tracking)
-    recorded = RecordedCommand(name, command.verb, command.overrides, str(Path.cwd()), finished, store)
+    storage = from_anywhere(command.settings.search.storage)
+    recorded = RecordedCommand(
+        name, command.verb, command.overrides, str(Path.cwd()), finished, store, storage
+    )
     write_command(folder, recorded)
 
 

@@ -31,6 +31,7 @@ class RecordedCommand:
         directory: current folder, below which relative paths lie.
         finished: whether the search came to its end.
         store: address of the MLflow store, wherever it was given; None: in the folder of the runs.
+        storage: where the study is, whatever the current folder; None: the journal in the folder of the runs.
     """
 
     name: str
@@ -39,6 +40,7 @@ class RecordedCommand:
     directory: str
     finished: bool = False
     store: str | None = None
+    storage: str | None = None
 
     def words(self, more: Sequence[str] = ()) -> list[str]:
         """The command that goes on: not anew, under its own name, in its own store whatever the environment

@@ -68,17 +68,17 @@ def describe_result(result: SearchResult, settings: SearchSettings, name: str) -
         more += ", search.trials=N adds to it"
     if len(settings.objectives) > 1 and front:
         lines.append(f"Pareto front, {' and '.join(map(str, settings.objectives))}:")
-        lines += [f"  {_point(item, settings)}" for item in front]
+        lines += [f"  {describe_point(item, settings.objectives)}" for item in front]
     elif front:
-        lines.append(f"Best: {_point(front[0], settings)}")
+        lines.append(f"Best: {describe_point(front[0], settings.objectives)}")
     elif settings.limits and any(not item.outcome.feasible for item in result.finished):
         lines.append(f"No trial keeps {' and '.join(map(str, settings.limits))}.")
     return [*lines, f"{more}; `plait leaderboard` shows it."]
 
 
-def _point(item: Finished, settings: SearchSettings) -> str:
+def describe_point(item: Finished, objectives: Sequence[Objective]) -> str:
     """A trial's name, objectives and values."""
-    pairs = zip(settings.objectives, item.outcome.values, strict=True)
+    pairs = zip(objectives, item.outcome.values, strict=True)
     figures = " ".join(f"{objective.metric} {value:.6g}" for objective, value in pairs)
     values = " ".join(f"{key}={value}" for key, value in item.trial.values.items())
     return " ".join(part for part in (f"{item.trial.name},", figures, values) if part)

@@ -15,6 +15,7 @@ from plait.search.locks import FileLock, advisory_lock
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
+SQLITE = "sqlite:///"
 JOURNAL = "optuna.journal"  # the default, in tracking.root
 
 
@@ -31,8 +32,20 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     path = Path(storage).expanduser()
     if path.suffix in SQLITE_SUFFIXES:
         _make_folder(path.parent)
-        return _database(f"sqlite:///{path.absolute()}")
+        return _database(f"{SQLITE}{path.absolute()}")
     return _journal(path)
+
+
+def from_anywhere(storage: str | None) -> str | None:
+    """``search.storage`` so that it names the same from every folder."""
+    if storage is None:
+        return None
+    scheme = SQLITE if storage.startswith(SQLITE) else ""
+    file = storage.removeprefix(scheme)
+    if "://" in file or file in ("", ":memory:"):
+        return storage
+    path = Path(file) if scheme else Path(file).expanduser()
+    return f"{scheme}{path.absolute()}"
 
 
 def in_memory() -> BaseStorage:

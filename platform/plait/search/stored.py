@@ -11,8 +11,9 @@ import optuna
 from optuna.importance import get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.addresses import redact
 from plait.errors import StorageError
-from plait.search.storage import JOURNAL, open_storage
+from plait.search.storage import JOURNAL, SQLITE, open_storage
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
 LEAST_TRIALS = 2
@@ -64,22 +65,33 @@ def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
         root: ``tracking.root``.
         name: of the search.
     """
-    if storage is not None and "***" in storage:
-        return _none("The study's address holds a password, which is not kept with the search.")
-    if (missing := _missing_file(storage, root)) is not None:
-        return _none(f"The study's file {missing} is not here.")
     try:
-        opened = open_storage(storage, root)
-        if name not in optuna.get_all_study_names(opened):
-            return _none(f"The study {name} is not in its storage any more.")
-        study = optuna.load_study(study_name=name, storage=opened)
+        study = stored_study(storage, root, name)
         return StudyFacts(_importance(study), _objectives(study))
     except StorageError as error:
-        return _none(error.rule)
+        return StudyFacts(Importance(trouble=error.rule))
 
 
-def _none(trouble: str) -> StudyFacts:
-    return StudyFacts(Importance(trouble=trouble))
+def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
+    """A study to be read; nothing is made for it.
+
+    Args:
+        storage: ``search.storage``.
+        root: ``tracking.root``.
+        name: of the search.
+
+    Raises:
+        StorageError: it is not there, or its storage does not answer.
+    """
+    where = redact(storage or str(root / JOURNAL))
+    if "***" in (storage or ""):
+        raise StorageError(where, "The study's address holds a password, which is not kept with the search.")
+    if (missing := _missing_file(storage, root)) is not None:
+        raise StorageError(where, f"The study's file {missing} is not here.")
+    opened = open_storage(storage, root)
+    if name not in optuna.get_all_study_names(opened):
+        raise StorageError(where, f"The study {name} is not in its storage any more.")
+    return optuna.load_study(study_name=name, storage=opened)
 
 
 def _missing_file(storage: str | None, root: Path) -> Path | None:
@@ -88,8 +100,8 @@ def _missing_file(storage: str | None, root: Path) -> Path | None:
         path = root / JOURNAL
     elif "://" not in storage:
         path = Path(storage).expanduser()
-    elif storage.startswith("sqlite:///"):
-        path = Path(storage.removeprefix("sqlite:///"))
+    elif storage.startswith(SQLITE):
+        path = Path(storage.removeprefix(SQLITE))
     else:
         return None
     return None if path.exists() else path

@@ -355,10 +355,9 @@ class StudyTrials:
         warm_from = None if warm is None else Path(warm)
         return Trial(trial.number, trial.values, trial.overrides, resume_from, warm_from)
 
-    def state(self, number: int) -> str | None:
-        """ "running", "waiting", "complete", "pruned" or "failed"; None where there is no such trial."""
-        trials = self.patience(self._trials)
-        return STATES[trials[number].state] if 0 <= number < len(trials) else None
+    def trial_states(self) -> list[str]:
+        """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
+        return [STATES[item.state] for item in self.patience(self._trials)]
 
     def values(self, number: int) -> dict[str, Value]:
         """The searched keys of a trial that was drawn."""

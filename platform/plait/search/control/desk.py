@@ -10,19 +10,19 @@ from typing import Protocol
 
 from plait.errors import InputError, SearchError
 from plait.search.control.mailbox import Answer, Desk, Mailbox, Mode, Orders, Request
+from plait.search.control.targets import check_target
 from plait.search.points import read_point
 from plait.search.space import Space, Value
 from plait.search.trial_records import PRIORITY_KEY
 
-RUNNING = "running"
 _BEFORE = ", or a trial of lower priority makes room"
 
 
 class Study(Protocol):
     """What the desk needs of the study."""
 
-    def state(self, number: int) -> str | None:
-        """ "running", "waiting", "complete", "pruned" or "failed"; None where there is no such trial."""
+    def trial_states(self) -> Sequence[str]:
+        """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
 
     def values(self, number: int) -> Mapping[str, Value]:
         """Of a trial's searched keys."""
@@ -115,9 +115,7 @@ class Clerk:
         return Answer(True, text.format(name=shlex.quote(self.name)))
 
     def _stop_trial(self, number: int) -> str:
-        state = self._known(number)
-        if state != RUNNING:
-            raise SearchError(f"trial {number} is {state}", "Only a trial that runs can be stopped.")
+        check_target("stop", number, self.study.trial_states(), self.name)
         stops = self.mailbox.orders.stops
         self.mailbox.set_stops(tuple(sorted({*stops, number})))
         return f"Trial {number} ends after this step."
@@ -150,8 +148,7 @@ class Clerk:
             raise SearchError(given[-1], "A priority is a whole number.", f"Give {key}5.") from None
 
     def _clone(self, request: Request, number: int) -> Answer | None:
-        if self._known(number) == "waiting":
-            raise SearchError(f"trial {number} has not begun", "Only a trial with values can be cloned.")
+        check_target("clone", number, self.study.trial_states(), self.name)
         warm_from = None
         if request.warm:
             _check_warm(request.overrides)
@@ -166,12 +163,6 @@ class Clerk:
                     "Ask again after its next step, or clone it without --warm.",
                 )
         return Answer(True, self._add(request, self.study.values(number), warm_from))
-
-    def _known(self, number: int) -> str:
-        state = self.study.state(number)
-        if state is None:
-            raise SearchError(f"trial {number}", "There is no such trial in this search.")
-        return state
 
 
 def _check_warm(overrides: Sequence[str]) -> None:

@@ -1,0 +1,89 @@
+"""How a search stands that nobody trains from here at the moment: what its study says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optuna.study import Study
+from optuna.trial import FrozenTrial
+
+from plait.objectives import Objective
+from plait.search.recorded import RecordedCommand
+from plait.search.results import SearchResult, describe_point
+from plait.search.stored import stored_study
+from plait.search.trial_records import STATES, outcome_of, trainer_of
+from plait.search.trials import Finished, Trial
+from plait.search.workers import this_host
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a study says of its search.
+
+    Attributes:
+        states: of all trials, by number: "running", "waiting", "complete", "pruned" or "failed".
+        result: the trials that are over.
+        objectives: of the search.
+        elsewhere: how many running trials workers on other hosts signed, by host.
+    """
+
+    states: tuple[str, ...]
+    result: SearchResult
+    objectives: tuple[Objective, ...]
+    elsewhere: dict[str, int] = field(default_factory=dict)
+
+    def describe(self) -> list[str]:
+        """In a few lines."""
+        if not self.states:
+            return ["It has no trials yet."]
+        counts = Counter(self.states)
+        counts["cut short"] = counts.pop("running", 0) - sum(self.elsewhere.values())
+        parts = [f"{counts[state]} {state}" for state in ("cut short", *STATES.values()) if counts[state]]
+        parts += [f"{number} begun on host {host}" for host, number in self.elsewhere.items()]
+        lines = [f"{len(self.states)} trial{'s' if len(self.states) > 1 else ''}: {', '.join(parts)}."]
+        if front := self.result.front(self.objectives):
+            lines.append(f"Best: {describe_point(front[0], self.objectives)}")
+        if self.elsewhere:
+            lines.append(f"Ask on {' or '.join(self.elsewhere)} where that still trains.")
+        return lines
+
+
+def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
+    """How a search stands, by its study.
+
+    Args:
+        recorded: its last command.
+        root: folder of the runs.
+
+    Raises:
+        StorageError: the study is not there, or its storage does not answer.
+    """
+    study = stored_study(recorded.storage, root, recorded.name)
+    trials = study.get_trials(deepcopy=False)
+    finished = [
+        Finished(Trial(item.number, item.params), outcome_of(item))
+        for item in trials
+        if item.state.is_finished()
+    ]
+    return Standing(
+        tuple(STATES[item.state] for item in trials),
+        SearchResult(tuple(finished)),
+        _objectives(study),
+        _elsewhere(trials),
+    )
+
+
+def _objectives(study: Study) -> tuple[Objective, ...]:
+    names = study.metric_names or [f"objective {at}" for at, _ in enumerate(study.directions, 1)]
+    pairs = zip(names, study.directions, strict=True)
+    return tuple(Objective(name, direction.name.lower()) for name, direction in pairs)
+
+
+def _elsewhere(trials: Sequence[FrozenTrial]) -> dict[str, int]:
+    here = this_host()
+    owners = [trainer_of(item) for item in trials if STATES[item.state] == "running"]
+    hosts = [owner.host for owner in owners if owner is not None and owner.host != here]
+    return dict(Counter(host.partition(" ")[0] for host in hosts))
