@@ -1,0 +1,191 @@
+"""When the rule is asked about a trial, and what is kept of its answer: events in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from curve_worker import ADAPTER, lengths_data, load_lengths
+
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.jobs import JobSpec, TrainSpec
+from plait.search.objective import Observed
+from plait.search.rungs import Judged
+from plait.search.stopper import Stopper, make_stopper, shortest_budget
+from plait.search.stopping import GO, WAIT, Record, Table, Verdict
+from plait.search.trials import Trial
+from plait.settings import SearchSettings, StoppingSettings
+
+STOP = Verdict("stop", "not good enough")
+
+
+@dataclass
+class Memory:
+    """Of a study, with what was said to it."""
+
+    drawn: dict[int, Record] = field(default_factory=lambda: {0: Record(), 1: Record()})
+    cohorts: dict[str, int] = field(default_factory=dict)
+    past: list[tuple[int, int]] = field(default_factory=list)
+
+    def records(self) -> Mapping[int, Record]:
+        return self.drawn
+
+    def keep_cohort(self, rule: str, size: int) -> int:
+        return self.cohorts.setdefault(rule, size)
+
+    def measure(self, number: int, step: int, value: float) -> None:
+        record = self.drawn[number]
+        self.drawn[number] = replace(record, values={step: value, **record.values})
+
+    def let_past(self, number: int, step: int) -> None:
+        self.past.append((number, step))
+        self.drawn[number] = replace(self.drawn[number], passed=step)
+
+
+@dataclass
+class Scripted:
+    """Says what it is told to, and notes what it was asked."""
+
+    answer: Verdict = WAIT
+    asynchronous: bool = False
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def rungs(self, _number: int, /) -> tuple[int, ...]:
+        return (2, 4)
+
+    def verdict(self, number: int, step: int, table: Table) -> Verdict:
+        self.asked.append((number, step, table.expected))
+        return self.answer
+
+
+@dataclass
+class Search:
+    """Two trials, and the events that they bring."""
+
+    rule: Scripted = field(default_factory=Scripted)
+    metric: str = "train/loss"
+    memory: Memory = field(default_factory=Memory)
+    observed: Observed = field(default_factory=Observed)
+
+    def __post_init__(self) -> None:
+        self.stopper = Stopper(self.rule, Judged(self.metric, minimise=True), self.memory)
+        for number in (0, 1):
+            assert self.stopper.start(Trial(number)) == (2, 4)
+
+    def tell(self, event: Event) -> None:
+        self.observed.handle(event)
+        self.stopper.handle(event, self.observed)
+
+    def admitted(self, number: int, step: int) -> None:
+        name = Trial(number).name
+        self.tell(JobAdmitted(JobSpec(name, ADAPTER, TrainSpec(steps=8), lengths_data((3,))), step, 8, "g"))
+
+    def trains(self, number: int, step: int, loss: float = 1.0) -> None:
+        self.tell(JobProgress(Trial(number).name, step, loss, 0.1, 1e-3, 10 * step, 0.1, 100.0))
+
+
+def test_who_was_let_past_a_rung_is_asked_about_at_the_next_one_only() -> None:
+    search = Search(Scripted(GO))
+    search.trains(0, 1)
+    assert search.stopper.verdicts(2) == []
+    search.trains(0, 2)
+    assert [(trial.number, verdict) for trial, verdict in search.stopper.verdicts(2)] == [(0, GO)]
+    search.admitted(0, 2)  # back from a pause, or after it made room
+    assert search.stopper.verdicts(2, ask_again=True) == []
+    search.trains(0, 3)
+    search.trains(0, 4)
+    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [0]
+    assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
+
+
+def test_who_waits_is_asked_about_again_when_something_happened_and_not_before() -> None:
+    search = Search()
+    search.trains(0, 2)
+    assert search.stopper.verdicts(2) == []
+    assert search.stopper.verdicts(2) == []
+    assert len(search.rule.asked) == 1
+    search.tell(JobEnded(Trial(1).name, "failed", 1, "", None, 10, 0.1, 1.0, None))
+    search.stopper.verdicts(2)
+    assert len(search.rule.asked) == 2, "an end may decide a cohort"
+    search.stopper.verdicts(3)
+    assert len(search.rule.asked) == 3, "so may the number of trials to come"
+    search.stopper.verdicts(3, ask_again=True)
+    assert len(search.rule.asked) == 4, "and what another process did"
+    assert [expected for _, _, expected in search.rule.asked] == [2, 2, 3, 3]
+
+
+def test_where_no_more_are_drawn_those_that_were_are_expected() -> None:
+    search = Search()
+    search.memory.drawn[6] = Record()
+    search.trains(0, 2)
+    search.stopper.verdicts(None)
+    assert search.rule.asked == [(0, 2, 7)]
+
+
+def test_an_end_takes_a_trial_from_its_rung() -> None:
+    search = Search(Scripted(STOP))
+    search.trains(0, 2)
+    search.trains(1, 2)
+    search.tell(JobEnded(Trial(0).name, "failed", 2, "", None, 20, 0.2, 1.0, None))
+    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [1]
+
+
+def test_verdicts_come_by_number_whoever_came_first() -> None:
+    search = Search(Scripted(STOP))
+    search.trains(1, 2)
+    search.trains(0, 2)
+    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [0, 1]
+
+
+def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
+    search = Search(Scripted(STOP), metric="eval/loss")
+    assert search.stopper.measured
+    search.trains(0, 1)
+    search.tell(JobEvaluated(Trial(0).name, 1, 3.0, 4))
+    search.trains(0, 2)
+    assert search.memory.drawn[0].values == {}
+    (found,) = search.stopper.verdicts(2)
+    assert found == (Trial(0), GO), "nothing was measured there, so there is nothing to judge it by"
+    assert search.rule.asked == []
+    search.trains(1, 2)
+    search.tell(JobEvaluated(Trial(1).name, 2, 2.5, 4))
+    assert search.memory.drawn[1].values == {2: 2.5}
+    assert search.stopper.verdicts(2) == [(Trial(1), STOP)]
+
+
+def test_only_an_asynchronous_rules_leave_is_kept_and_once() -> None:
+    for asynchronous in (False, True):
+        search = Search(Scripted(GO, asynchronous))
+        assert not search.stopper.measured
+        search.trains(0, 2)
+        search.stopper.verdicts(2)
+        assert search.memory.past == ([(0, 2)] if asynchronous else [])
+        again = Search(search.rule, memory=search.memory)  # killed, and goes on from the state at the rung
+        again.admitted(0, 2)
+        again.stopper.verdicts(2)
+        assert search.memory.past == ([(0, 2)] if asynchronous else [])
+
+
+def test_the_shortest_job_has_the_budget() -> None:
+    data = DataCatalogue(load_lengths)
+    jobs = [
+        JobSpec(str(steps), ADAPTER, TrainSpec(steps=steps), lengths_data((3, 5, 8))) for steps in (9, 4, 7)
+    ]
+    assert shortest_budget(jobs, data) == 4
+
+
+def test_another_rule_has_cohorts_of_its_own() -> None:
+    """By default their size follows from eta and the number of rungs."""
+    memory = Memory()
+    search = SearchSettings(trials=1000, stopping=StoppingSettings(kind="successive_halving", rungs=(2, 4)))
+    for stopping, size in (
+        (search.stopping, 4),
+        (replace(search.stopping, eta=3), 9),
+        (replace(search.stopping, rungs=(2,)), 2),
+        (search.stopping, 4),
+    ):
+        found = make_stopper(replace(search, stopping=stopping), 8, memory, lambda _: False)
+        assert found is not None
+        assert found.ladder(0).cohort == range(size)
+    assert len(memory.cohorts) == 3
