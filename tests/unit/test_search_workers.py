@@ -3,11 +3,13 @@ storage that is away."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -190,6 +192,33 @@ def test_looking_often_does_not_make_a_worker_older(tmp_path: Path) -> None:
     beats = Beats(tmp_path)
     assert not any(beats.gone() for _ in range(1000))
     beats.workers.close()
+
+
+def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.search.workers.BEAT_SECONDS", 0.001)
+    before = set(threading.enumerate())
+    written: list[tuple[str, int]] = []
+    tries, enough = itertools.count(), threading.Event()
+
+    def beat(key: str, number: int) -> None:
+        if next(tries) in (0, 2):
+            raise StorageInternalError
+        written.append((key, number))
+        if len(written) == 4:
+            enough.set()
+
+    workers = Workers(tmp_path / "workers", beat)
+    workers.start()
+    (thread,) = set(threading.enumerate()) - before
+    assert enough.wait(60)
+    workers.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert {key for key, _ in written} == {BEATS + workers.own.name}
+    numbers = [number for _, number in written]
+    assert numbers == sorted(set(numbers))
 
 
 def test_own_trials_are_not_gone_and_unsigned_ones_are(tmp_path: Path) -> None:

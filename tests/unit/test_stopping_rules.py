@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ConfigError
 from plait.search.rungs import Brackets, Judged, judged, rung_steps
-from plait.search.stopping import Record, Rule, Table, Verdict, make_rule
+from plait.search.stopping import AskedRule, Record, Rule, Table, Verdict, make_rule
 from plait.settings import SearchSettings, StoppingSettings
 
 
@@ -258,10 +258,26 @@ def test_patience_counts_rungs_without_improvement() -> None:
     assert [made.verdict(1, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
 
 
+def test_patience_holds_a_value_against_the_best_and_not_against_the_last() -> None:
+    made = rule(kind="patience", rungs=(1, 2, 3), patience=2)
+    values = table({0: {1: 1.0, 2: 3.0, 3: 2.0}}, 1)
+    assert [made.verdict(0, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
+
+
+def test_a_pruner_is_not_asked_again_about_whom_it_let_past() -> None:
+    asked: list[int] = []
+    made = AskedRule((2, 4), lambda number: asked.append(number) is None, "MedianPruner")
+    records = Table({0: Record({2: 1.0}, passed=2), 1: Record({2: 1.0})}, 2)
+    assert made.verdict(0, 2, records).action == "go"
+    assert asked == []
+    assert made.verdict(1, 2, records) == Verdict("stop", "MedianPruner at rung 2")
+    assert asked == [1]
+
+
 def test_a_threshold_ends_what_leaves_it() -> None:
     made = rule(kind="threshold", rungs=(1,), lower=1.0, upper=2.0)
-    values = table({0: {1: 1.5}, 1: {1: 0.5}, 2: {1: 2.5}}, 3)
-    assert actions(made, range(3), 1, values) == {0: "go", 1: "stop", 2: "stop"}
+    values = table({0: {1: 1.5}, 1: {1: 0.5}, 2: {1: 2.5}, 3: {1: 1.0}, 4: {1: 2.0}}, 5)
+    assert actions(made, range(5), 1, values) == {0: "go", 1: "stop", 2: "stop", 3: "go", 4: "go"}
     assert made.verdict(2, 1, values).reason == "eval/loss 2.5 is above 2 at rung 1"
 
 
