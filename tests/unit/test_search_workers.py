@@ -252,11 +252,16 @@ def hold(path: Path, kind: str) -> subprocess.Popen[str]:
 
 
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
-    process = hold(tmp_path / "life", "LifeLock")
-    assert holder_lives(tmp_path / "life")
+    life = tmp_path / "workers" / "life"
+    process = hold(life, "LifeLock")
+    assert holder_lives(life)
+    Workers(life.parent, lambda *_: None).close()
+    assert life.exists()
     process.kill()
     process.wait()
-    assert not holder_lives(tmp_path / "life")
+    assert not holder_lives(life)
+    Workers(life.parent, lambda *_: None).close()
+    assert not any(life.parent.iterdir())  # those of the dead are swept
     own = LifeLock(tmp_path / "own")
     own.release()
     assert not (tmp_path / "own").exists()

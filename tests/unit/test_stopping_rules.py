@@ -258,6 +258,13 @@ def test_patience_counts_rungs_without_improvement() -> None:
     assert [made.verdict(1, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
 
 
+def test_a_trial_beyond_those_expected_is_judged_with_its_cohort() -> None:
+    """As when a search goes on with fewer trials than it had drawn."""
+    made = rule(kind="successive_halving", rungs=(1,), cohort=4)
+    assert made.verdict(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 1.0}}, 2)).action == "go"
+    assert made.verdict(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 4.0}}, 2)).action == "stop"
+
+
 def test_patience_holds_a_value_against_the_best_and_not_against_the_last() -> None:
     made = rule(kind="patience", rungs=(1, 2, 3), patience=2)
     values = table({0: {1: 1.0, 2: 3.0, 3: 2.0}}, 1)
