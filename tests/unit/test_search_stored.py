@@ -56,6 +56,13 @@ def test_one_trial_has_no_importance(tmp_path: Path) -> None:
     assert found.trouble == "Importance needs at least 2 finished trials. There are 1."
 
 
+def test_two_trials_have_one(tmp_path: Path) -> None:
+    study(tmp_path, 2)
+    found = read_study(None, tmp_path, "s").importance
+    assert (found.trials, found.trouble) == (2, "")
+    assert math.isclose(sum(found.shares.values()), 1.0)
+
+
 def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 5, constant=True)
     assert read_study(None, tmp_path, "s").importance == Importance(
@@ -100,3 +107,19 @@ def test_all_objectives_of_a_study_are_there(tmp_path: Path) -> None:
     ]
     assert found.objectives[1].values[3] == 6.0
     assert found.importance.trials == 12
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("constant", [0, 1])
+def test_one_of_two_objectives_that_varies_is_enough(tmp_path: Path, constant: int) -> None:
+    made = optuna.create_study(
+        study_name="s", storage=open_storage(None, tmp_path), directions=["minimize", "minimize"]
+    )
+    for number in range(12):
+        values = dict.fromkeys(SPACE, number / 12)
+        objectives = [float(number), float(number)]
+        objectives[constant] = 1.0
+        made.add_trial(create_trial(params=values, distributions=dict(SPACE), values=objectives))
+    found = read_study(None, tmp_path, "s").importance
+    assert (found.trials, found.trouble) == (12, "")
+    assert found.shares
