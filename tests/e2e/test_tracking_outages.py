@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,13 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import optuna
 import pytest
 from mlflow import MlflowClient
-from mlflow_server import MlflowServer
+from mlflow_server import MlflowServer, free_port
 from postgresql import postgresql_server
 
 from plait.addresses import with_driver
 from plait.cli.main import main
+from plait.search.storage import open_storage
 from plait.tracking.spool import free_spools
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +113,13 @@ def check_complete(address: str) -> None:
     children = {run.info.run_name: run for run in runs if "plait.trial" in run.data.tags}
     assert sorted(children) == [f"trial-{trial:04d}" for trial in range(TRIALS)]
     assert len(runs) == TRIALS + 1
+    (parent,) = (run for run in runs if run.info.run_name not in children)
+    board = Path(client.download_artifacts(parent.info.run_id, "leaderboard.json"))
+    table = json.loads(board.read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert sorted(row["trial"] for row in rows) == list(range(TRIALS))
+    assert all(row["run_id"] and row["tokens"] and row["objective"] for row in rows)
+    assert parent.data.metrics["search/ended"] == TRIALS
     for run in children.values():
         for key in ("train/loss", "train/lr", "train/tokens"):
             points = client.get_metric_history(run.info.run_id, key)
@@ -145,10 +155,9 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert first.end() == -signal.SIGKILL
     assert waiting(folder) > STEPS
 
-    server.start()
-    second = begin(arguments)
+    second = begin(arguments)  # and begins without it
+    second.until("is sent once it answers")
     second.until("trial-0002 started")
-    server.stop()
     second.signal(signal.SIGSTOP)  # a tiny search would be over before the server is back
     server.start()
     second.signal(signal.SIGCONT)
@@ -157,13 +166,33 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert second.end() == 0, second.output
     assert f"are not in {server.url} yet" in second.output
     assert "the same command sends them when the store answers" in second.output
-    assert waiting(folder) > STEPS
+    left = waiting(folder)
+    assert left > STEPS
 
+    assert main(["sweep", *arguments]) == 0  # what it came to is known without the server
+    said = capsys.readouterr().out
+    assert f"are not in {server.url} yet" in said
+    assert "mine is finished" in said
+    assert waiting(folder) == left
     server.start()
     assert main(["sweep", *arguments]) == 0
     assert "not in" not in capsys.readouterr().out
     assert waiting(folder) == 0
     check_complete(server.url)
+    server.stop()
+    assert main(["sweep", *arguments]) == 0  # nothing is left to be sent
+    assert "answer" not in capsys.readouterr().out
+
+
+def test_a_first_start_without_its_server_is_refused_and_begins_nothing(
+    folder: Path, short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    for _ in range(2):
+        assert main(["sweep", *search(short, address)]) == 2
+        assert f"tracking.uri={address}: no answer" in capsys.readouterr().err
+    assert not (folder / "plait-runs" / "searches" / "mine").exists()
+    assert optuna.get_all_study_names(open_storage(None, folder / "plait-runs")) == []
 
 
 @pytest.mark.slow

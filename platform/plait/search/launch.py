@@ -47,10 +47,11 @@ from plait.search.run import SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
-from plait.search.trials import Finished, Trial
-from plait.settings import ClusterSettings, RunSettings, TrackingSettings
+from plait.search.tracked import Tracked, ask_store, catch_up, judged, tracked_run, without_store
+from plait.search.trials import Trial
+from plait.settings import ClusterSettings, TrackingSettings
 from plait.terminal import Terminal, print_summary
-from plait.tracking import Judged, SearchFacts, Tracker, check_tracking, conclude, is_left, send_left
+from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
@@ -69,15 +70,15 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_jobs(command.probes)
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
     check_engine(settings)
-    location = check_tracking(settings.tracking)
-    source = _open_study(command)
+    away = ask_store(settings)
+    source, tracked = _open_study(command, away)
     try:
-        return _go(command, source, console, str(location))
+        return _go(command, source, console, tracked)
     finally:
         source.close()
 
 
-def _go(command: SearchCommand, source: StudyTrials, console: Console, location: str) -> int:
+def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: Tracked) -> int:
     settings = command.settings
     recorded = recorded_command(settings.tracking.root, source.name)
     if recorded is None:
@@ -86,18 +87,21 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
         _tell(console, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
     left_over, others = source.left_over, source.others
-    line = f"Search {source.name}, tracked in {location}"
+    line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
     if left_over or 0 < len(done.finished) < source.total:
         line += f"; {len(done.finished)} of {source.total} trials are over, {left_over} go on"
     if others:
         line += f"; other processes train {others}, this one takes what is free"
     _tell(console, [line])
     if len(done.finished) >= source.total:
-        _tell(console, _catch_up(settings, source, judged(done.finished)))
-        _remember(command, source.name, finished=True)
+        notices, concluded = catch_up(settings, source, judged(done.finished))
+        _tell(console, notices)
+        _remember(command, source.name, finished=True, concluded=concluded)
         write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
         return EXIT_DONE
+    if tracked.away is not None:
+        _tell(console, [without_store(tracked.away, settings, source.name)])
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     source.check_material({"model": shape.digest} | material_of(data, command.probes))
@@ -109,9 +113,10 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, location:
     budget = shortest_budget(command.probes, data.catalogue)
     stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
     _remember(command, source.name)
-    result = _Launch(replace(command, settings=settings), source, stopper, console).run(data)
+    launch = _Launch(replace(command, settings=settings), source, stopper, console, tracked)
+    result = launch.run(data)
     if not result.interrupted and not result.ended_by:
-        _remember(command, source.name, finished=True)
+        _remember(command, source.name, finished=True, concluded=launch.concluded)
     return result.exit_status
 
 
@@ -137,14 +142,16 @@ def run_training(command: SearchCommand, console: Console | None = None) -> int:
     return run_search(replace(command, settings=replace(settings, search=one), verb="train"), console)
 
 
-def _open_study(command: SearchCommand) -> StudyTrials:
+def _open_study(command: SearchCommand, away: AwayError | None) -> tuple[StudyTrials, Tracked]:
+    """The study, and what is known of the search's run."""
     quiet()
     settings = command.settings
     storage = open_storage(settings.search.storage, settings.tracking.root)
     identity = identify(command.space, command.base, settings)
     root = settings.tracking.root
     earlier = settings.search.prior_storage
-    return StudyTrials(
+    tracked = tracked_run(storage, settings.search.name or identity.name, settings, away)
+    source = StudyTrials(
         settings.search,
         command.space,
         identity,
@@ -152,6 +159,7 @@ def _open_study(command: SearchCommand) -> StudyTrials:
         folder=lambda name: search_folder(root, name),
         prior_storage=None if earlier is None else open_storage(earlier, root),
     )
+    return source, tracked
 
 
 def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:
@@ -160,46 +168,13 @@ def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:
     return {f"data {spec.source} {spec.options}": data.catalogue.of(spec).digest for spec in specs}
 
 
-def _catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged]) -> list[str]:
-    """Do what a process that was killed after the last trial, or did not reach the store, left undone of the
-    search's run; what cannot be done, in words."""
-    left = is_left(settings.tracking, source.name)
-    notices = send_left(settings.tracking, source.name)
-    recorded = recorded_command(settings.tracking.root, source.name)
-    if notices or (recorded is not None and recorded.finished and not left):
-        return notices
-    with source.exclusive("run"):
-        run_id = conclude(settings.tracking, source.name, source.token, trials)
-        if run_id is None:
-            return []
-        figures = Figures(settings.tracking, run_id, settings.search.storage)
-        figures.publish(final=True)
-    return [figures.trouble] if figures.trouble else []
-
-
-def judged(finished: Sequence[Finished]) -> list[Judged]:
-    """Trials that are over, in tracking's words."""
-    return [
-        Judged(
-            item.trial.name,
-            item.trial.number,
-            FINISHED if item.outcome.state == "complete" else item.outcome.state,
-            item.outcome.values,
-            item.outcome.feasible,
-            item.outcome.reason,
-            item.trial.values,
-        )
-        for item in finished
-    ]
-
-
-def _remember(command: SearchCommand, name: str, *, finished: bool = False) -> None:
+def _remember(command: SearchCommand, name: str, *, finished: bool = False, concluded: bool = False) -> None:
     """Keep the command with the search, for `plait resume`."""
     folder = search_folder(command.settings.tracking.root, name)
     store = store_elsewhere(command.settings.tracking)
     storage = from_anywhere(command.settings.search.storage)
     recorded = RecordedCommand(
-        name, command.verb, command.overrides, str(Path.cwd()), finished, store, storage
+        name, command.verb, command.overrides, str(Path.cwd()), finished, store, storage, concluded
     )
     write_command(folder, recorded)
 
@@ -252,11 +227,29 @@ def _tell(console: Console, notices: Sequence[str]) -> None:
 
 
 class _Launch:
-    """One search in this process, from the loading of the model to the last line."""
+    """One search in this process, from the loading of the model to the last line.
+
+    Args:
+        command: with settings that the engine can run with.
+        source: of the trials.
+        stopper: where trials are stopped early.
+        console: for what is said.
+        tracked: what is known of the search's run.
+
+    Attributes:
+        concluded: the search's run says all of the search.
+    """
 
     def __init__(
-        self, command: SearchCommand, source: StudyTrials, stopper: Stopper | None, console: Console
+        self,
+        command: SearchCommand,
+        source: StudyTrials,
+        stopper: Stopper | None,
+        console: Console,
+        tracked: Tracked,
     ) -> None:
+        self.concluded = False
+        self._tracked = tracked
         self._command = command
         self._stopper = stopper
         self._settings = command.settings
@@ -271,8 +264,10 @@ class _Launch:
             coordinator.checkpointing.commit = tracker.commit
             tracker.others, tracker.over = self._others, self._over
             with self._source.exclusive("run"):  # one for all processes
-                run_id = tracker.start_search(self._facts())
-                self._source.link(run_id)
+                run_id = tracker.start_search(self._facts(), self._begun())
+                self._source.link(run_id, str(tracker.location))
+            if tracker.away is not None and self._tracked.away is None:  # since this began
+                _tell(self._console, [without_store(tracker.away, self._settings, self._source.name)])
             tracker.board.ladder = None if self._stopper is None else self._stopper.ladder
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
@@ -299,6 +294,7 @@ class _Launch:
             with self._source.exclusive("run"):
                 if not self._others():
                     tracker.conclude(judged(self._source.finished()))
+                    self.concluded = True
                     figures.publish(final=True)
         except StorageError as error:
             tracker.notices.append(error.value)
@@ -374,6 +370,10 @@ class _Launch:
             return {item.trial.name for item in self._source.finished()}
         except StorageError:
             return set()
+
+    def _begun(self) -> Begun | None:
+        run_id = self._tracked.run_id
+        return Begun(run_id, judged(self._source.finished())) if run_id else None
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

@@ -32,6 +32,7 @@ class RecordedCommand:
         finished: whether the search came to its end.
         store: address of the MLflow store, wherever it was given; None: in the folder of the runs.
         storage: where the study is, whatever the current folder; None: the journal in the folder of the runs.
+        concluded: whether the search's run in the store says all of the finished search.
     """
 
     name: str
@@ -41,6 +42,7 @@ class RecordedCommand:
     finished: bool = False
     store: str | None = None
     storage: str | None = None
+    concluded: bool = False
 
     def words(self, more: Sequence[str] = ()) -> list[str]:
         """The command that goes on: not anew, under its own name, in its own store whatever the environment

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -38,6 +39,7 @@ from plait.search.trial_records import (
     RETRY_OF,
     RUN_ID,
     STATES,
+    TRACKED,
     WARM,
     outcome_of,
     priority_of,
@@ -143,9 +145,11 @@ class StudyTrials:
         """What only one process of this study does at a time; ``what`` as of ``study_lock``."""
         return study_lock(self._storage, self.name, what)
 
-    def link(self, run_id: str) -> None:
-        """Keep the search's MLflow run, below which each trial's run bears the trial's number."""
-        self.patience(lambda: self._study.set_user_attr(RUN_ID, run_id))
+    def link(self, run_id: str, store: str) -> None:
+        """Keep the search's MLflow run, below which each trial's run bears the trial's number, and in which
+        store it is."""
+        for key, fact in ((RUN_ID, run_id), (TRACKED, (run_id, store))):
+            self.patience(partial(self._study.set_user_attr, key, fact))
 
     def check_material(self, material: Mapping[str, str]) -> None:
         """Data and model are those that the search began with; errors as ``signature.check_material``."""

@@ -14,6 +14,7 @@ from plait.settings import SearchSettings
 
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
+TRACKED = "plait.tracked"  # study: that run, and the address of its store without a password
 CHECKPOINT = "plait.checkpoint"  # trial: where its states are
 OWNER = "plait.owner"  # trial: who trains it
 BEYOND = "plait.beyond"  # trial: it comes on top of search.trials

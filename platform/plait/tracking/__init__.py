@@ -10,10 +10,11 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
+from plait.tracking.begin import Begun
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.check import check_folder, check_tracking
+from plait.tracking.check import AwayError, check_folder, check_tracking
 from plait.tracking.final import Judged, conclude
-from plait.tracking.left import is_left, send_left
+from plait.tracking.left import left_unsent, send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.search_facts import SearchFacts
@@ -21,6 +22,8 @@ from plait.tracking.tracker import Tracker
 from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 
 __all__ = [
+    "AwayError",
+    "Begun",
     "Board",
     "JobRecord",
     "Judged",
@@ -34,7 +37,7 @@ __all__ = [
     "check_tracking",
     "conclude",
     "export",
-    "is_left",
+    "left_unsent",
     "load_search",
     "locate",
     "print_leaderboard",

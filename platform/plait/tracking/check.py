@@ -24,6 +24,12 @@ from plait.tracking.store import Store
 
 ANSWER_SECONDS = 5
 LEAST_FREE_BYTES = 64 * 2**20
+NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's words for a server that fails, or is gone
+LOST = (2002, 2003, 2006, 2013)  # MySQL's numbers for connections that fail
+
+
+class AwayError(StorageError):
+    """Nothing answers at the address, or not now: it may later."""
 
 
 def check_tracking(settings: TrackingSettings) -> Location:
@@ -33,8 +39,9 @@ def check_tracking(settings: TrackingSettings) -> Location:
         the absolute address, for printing and for :class:`~plait.tracking.tracker.Tracker`.
 
     Raises:
-        StorageError: nothing answers at the address within seconds, it refuses, the folder cannot be
-            written, the disk is full, or the experiment was deleted.
+        AwayError: nothing answers at the address within seconds.
+        StorageError: it refuses, the folder cannot be written, the disk is full, or the experiment was
+            deleted.
     """
     location = locate(settings)
     check_folder(location.root, "tracking.root")
@@ -71,7 +78,7 @@ def open_store(location: Location, experiment: str) -> Store:
     """The store at an address, after making sure within seconds that something answers there.
 
     Raises:
-        StorageError: as :func:`check_tracking`.
+        AwayError, StorageError: as :func:`check_tracking`.
     """
     if location.is_server:
         _check_server(location)
@@ -100,11 +107,28 @@ def storage_errors(location: Location) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
-        raise StorageError(
+        kind = AwayError if _is_away(location, error) else StorageError
+        raise kind(
             f"tracking.uri={location}: {_first_line(error)}",
             "The address must hold an MLflow store that this MLflow can use.",
             "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
         ) from error
+
+
+def _is_away(location: Location, error: Exception) -> bool:
+    """Whether a store may answer later what it does not answer now. A file is there or is not."""
+    if location.sqlite_file is not None:
+        return False
+    if isinstance(error, sqlalchemy.exc.OperationalError):
+        text = str(error)
+        if location.scheme == "mysql":
+            return any(f"({number}," in text for number in LOST)
+        return "FATAL:" not in text or "the database system is" in text  # starting up, shutting down
+    if not isinstance(error, MlflowException):
+        return isinstance(error, ConnectionError)
+    if not location.is_server:
+        return str(error.error_code) == "TEMPORARILY_UNAVAILABLE"
+    return str(error.error_code) in NOT_NOW and "valid JSON" not in str(error)
 
 
 def _check_server(location: Location) -> None:
@@ -122,7 +146,7 @@ def _check_server(location: Location) -> None:
         cause = getattr(error, "reason", error)
         if isinstance(cause, ssl.SSLError):
             return  # it answers; which certificates to trust, MLflow's client is told by its own settings
-    raise StorageError(
+    raise AwayError(
         f"tracking.uri={location}: no answer ({cause})",
         "An MLflow server must answer at this address.",
         "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write to "
@@ -140,7 +164,8 @@ def _check_database(location: Location) -> None:
             pass
         engine.dispose()
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-        raise StorageError(
+        kind = AwayError if _is_away(location, error) else StorageError
+        raise kind(
             f"tracking.uri={location}: {_first_line(error)}",
             "A database must answer at this address.",
             "Start it, correct tracking.uri, install its driver (pip install 'plait[postgresql]'), or unset "

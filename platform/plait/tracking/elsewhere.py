@@ -18,7 +18,8 @@ class Elsewhere:
     """Jobs of a search as the store has them.
 
     Args:
-        there: whether other processes train the search.
+        there: whether anything is to be learned: other processes train the search, or the store was away
+            when this one began.
         read: all its jobs.
         pause: seconds between two looks at least.
     """
@@ -33,13 +34,13 @@ class Elsewhere:
         self._there = there
         self._read = read
         self._pause = pause
-        self._found: Sequence[JobRecord] = ()
+        self._found: Sequence[JobRecord] | None = None
         self._over = threading.Event()
         threading.Thread(target=self._now_and_then, name="plait-elsewhere", daemon=True).start()
 
-    def take(self) -> Sequence[JobRecord]:
-        """What was read since this was last asked; nothing where nothing was."""
-        found, self._found = self._found, ()
+    def take(self) -> Sequence[JobRecord] | None:
+        """What was read since this was last asked; None where nothing was."""
+        found, self._found = self._found, None
         return found
 
     def close(self) -> None:

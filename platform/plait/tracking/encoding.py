@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
-from plait.tracking.operations import EndRun, LogFolder, LogPoints, LogText, OpenRun, Operation, SetTags
+from plait.tracking.operations import (
+    EndRun,
+    LogFolder,
+    LogPoints,
+    LogText,
+    OpenRun,
+    Operation,
+    Reopen,
+    SetTags,
+)
 
 VERSION = 1
 Pairs = tuple[tuple[str, str], ...]
@@ -74,6 +83,8 @@ def _plain(line: Line) -> list[Any]:
             return ["folder", line.run, str(line.folder), line.path]
         case EndRun():
             return ["end", line.run, line.status, line.time_ms]
+        case Reopen():
+            return ["reopen", line.run]
         case Held():
             held = (point and _points(point) for point in (line.best, line.last))
             return ["held", line.run, *held]
@@ -123,6 +134,9 @@ def _line(kind: object, rest: list[Any]) -> Line:
         case "end":
             run, status, time_ms = rest
             return EndRun(run, status, time_ms)
+        case "reopen":
+            (run,) = rest
+            return Reopen(run)
         case "held":
             run, best, last = rest
             return Held(run, _held(best), _held(last))

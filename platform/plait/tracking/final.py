@@ -81,7 +81,7 @@ def write_final(store: Store, run_id: str, judged: Sequence[Judged]) -> Board:
     children = store.children(run_id)
     board = stored_board(run, children)
     for verdict in judged:
-        _apply(board, verdict)
+        take_verdict(board, verdict)
     rows = board.ordered()
     store.log_text(run_id, names.LEADERBOARD_FILE, to_split_json(rows))
     if board.others:
@@ -109,8 +109,9 @@ def so_far(board: Board) -> str:
     return f"Best so far: {best.name}, objective {best.objective:.6g}"
 
 
-def _apply(board: Board, verdict: Judged) -> None:
-    """A trial that failed before it had a run is none of the search's jobs."""
+def take_verdict(board: Board, verdict: Judged) -> None:
+    """Have on a board what the study says of a trial. One that failed before it had a run is none of the
+    search's jobs."""
     known = board.jobs.get(verdict.job)
     if known is None and verdict.state == names.FAILED:
         return

@@ -15,13 +15,14 @@ from plait.tracking.store import Store
 from plait.tracking.writer import BATCH, RefusedError
 
 
-def is_left(settings: TrackingSettings, search: str) -> bool:
-    """Whether ended processes of a search left anything unsent."""
+def left_unsent(settings: TrackingSettings, search: str) -> list[str]:
+    """What ended processes of a search left unsent, in words."""
     found = []
     for spool in free_spools(spool_folder(locate(settings).root, search)):
-        found.append(spool.waiting > 0)
+        if spool.waiting:
+            found.append(unsent(spool, None))
         spool.close()
-    return any(found)
+    return found
 
 
 def send_left(settings: TrackingSettings, search: str) -> list[str]:
@@ -31,7 +32,8 @@ def send_left(settings: TrackingSettings, search: str) -> list[str]:
         what could not be sent for good, in words.
 
     Raises:
-        StorageError: the store does not answer; what was not sent is kept.
+        AwayError: the store does not answer; what was not sent is kept.
+        StorageError: it refuses.
     """
     location = locate(settings)
     folder = spool_folder(location.root, search)
@@ -63,7 +65,7 @@ def _send(store: Store, spool: Spool) -> list[str]:
     with storage_errors(store.location):
         if store.run(head.parent_id) is None:
             return [unsent(spool, None)]
-        sender = StoreSender(store, head.parent_id, {head.parent: head.parent_id})
+        sender = StoreSender(lambda: store, head.parent_id, {head.parent: head.parent_id})
         refused: list[str] = []
         while batch := spool.peek(BATCH):
             for request in gather(batch):

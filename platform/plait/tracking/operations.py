@@ -82,6 +82,13 @@ class EndRun:
     time_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Set a run that is there, and may have ended, to running."""
+
+    run: str
+
+
 _REFERENCE = re.compile(r"@run\(([^()\s]*)\)")
 
 
@@ -95,7 +102,7 @@ def resolve_references(text: str, ids: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)
 
 
-Operation = OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun
+Operation = OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun | Reopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,7 @@ class UpdateRun:
     tags: tuple[tuple[str, str], ...]
 
 
-Request = OpenRun | UpdateRun | LogText | LogFolder | EndRun
+Request = OpenRun | UpdateRun | LogText | LogFolder | EndRun | Reopen
 
 
 @dataclass(slots=True)
@@ -119,7 +126,7 @@ class _Gathered:
     points: list[LogPoints] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
     folders: dict[str, LogFolder] = field(default_factory=dict)
-    ended: EndRun | None = None
+    status: EndRun | Reopen | None = None
 
     def requests(self) -> Iterator[Request]:
         if self.opened is not None:
@@ -127,8 +134,8 @@ class _Gathered:
         if self.points or self.tags:
             yield UpdateRun(self.run, tuple(self.points), tuple(self.tags.items()))
         yield from self.folders.values()
-        if self.ended is not None:
-            yield self.ended
+        if self.status is not None:
+            yield self.status
 
 
 def gather(operations: Iterable[Operation]) -> list[Request]:
@@ -153,7 +160,7 @@ def gather(operations: Iterable[Operation]) -> list[Request]:
     return [request for one in gathered for request in one.requests()] + list(texts.values())
 
 
-def _take(gathered: _Gathered, item: OpenRun | LogPoints | SetTags | LogFolder | EndRun) -> None:
+def _take(gathered: _Gathered, item: OpenRun | LogPoints | SetTags | LogFolder | EndRun | Reopen) -> None:
     match item:
         case OpenRun():
             gathered.opened = item
@@ -163,8 +170,8 @@ def _take(gathered: _Gathered, item: OpenRun | LogPoints | SetTags | LogFolder |
             gathered.tags.update(item.tags)
         case LogFolder():
             gathered.folders[item.path] = item
-        case EndRun():
-            gathered.ended = item
+        case EndRun() | Reopen():
+            gathered.status = item
 
 
 def count_points(operations: Sequence[Operation]) -> int:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 from plait.engine.messages import JobProgress
 from plait.paths import search_folder
+from plait.settings import TrackingSettings
 from plait.tracking import names
+from plait.tracking.encoding import Head
 from plait.tracking.operations import EndRun, LogPoints, Operation, SetTags
-from plait.tracking.spool import Spool, free_spools, spool_files
+from plait.tracking.spool import Spool, free_spools, open_spool, spool_files
 from plait.tracking.thinning import Curve, grown_stride, is_kept
 from plait.tracking.values import finite, not_finite, progress_values
 from plait.tracking.writer import Sender, Writer
+
+Now = Callable[[], int]
 
 
 class Outgoing:
@@ -27,9 +31,7 @@ class Outgoing:
     Every method raises StorageError where the spool cannot be written.
     """
 
-    def __init__(
-        self, spool: Spool, sender: Sender, flush_seconds: float, points: int, now: Callable[[], int]
-    ) -> None:
+    def __init__(self, spool: Spool, sender: Sender, flush_seconds: float, points: int, now: Now) -> None:
         self._spool = spool
         self._most = points
         self._now = now
@@ -53,6 +55,11 @@ class Outgoing:
         """Whether other processes of this host work on the search."""
         head, mine = self._spool.head, self._spool.path
         return head is not None and any(path != mine for path in spool_files(mine.parent, head.parent_id))
+
+    @property
+    def behind(self) -> bool:
+        """Whether the store lacks anything that ended processes left."""
+        return self._spool.behind
 
     def knows(self, run: str) -> bool:
         """Whether the spool has points of a run, so that it knows which are written."""
@@ -151,6 +158,17 @@ class Outgoing:
         if refused := self.writer.take_refused():
             troubles.append(f"{len(refused)} records were refused; the first: {refused[0]}")
         return troubles
+
+
+def open_outgoing(folder: Path, head: Head, sender: Sender, settings: TrackingSettings, now: Now) -> Outgoing:
+    """The way out of a process, with what ended processes of its search left unsent in the folder before
+    everything of its own."""
+    for left in free_spools(folder):  # those of searches begun anew are of no use once they are sent
+        other = left.head is not None and left.head.parent_id != head.parent_id
+        left.remove() if other and not left.waiting else left.close()
+    out = Outgoing(open_spool(folder, head), sender, settings.flush_seconds, settings.points, now)
+    out.adopt()
+    return out
 
 
 def unsent(spool: Spool, error: BaseException | None) -> str:

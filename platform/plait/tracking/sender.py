@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import assert_never
 
 from mlflow.exceptions import MlflowException
@@ -12,6 +13,7 @@ from plait.tracking.operations import (
     LogPoints,
     LogText,
     OpenRun,
+    Reopen,
     Request,
     UpdateRun,
     resolve_references,
@@ -26,16 +28,20 @@ class StoreSender:
     """Knows which MLflow run belongs to which key of a search.
 
     Args:
-        store: where requests go.
+        connect: the store, where requests go; raises where it does not answer.
         parent_id: MLflow's id of the search's run.
         ids: MLflow ids of the runs that are known to exist, by key; filled as others are made or found.
     """
 
-    def __init__(self, store: Store, parent_id: str, ids: dict[str, str]) -> None:
-        self._store = store
+    def __init__(self, connect: Callable[[], Store], parent_id: str, ids: dict[str, str]) -> None:
+        self._connect = connect
         self._parent_id = parent_id
         self._ids = ids
         self._had: dict[str, dict[str, int]] = {}  # last steps of runs of which the spool knew nothing
+
+    @property
+    def _store(self) -> Store:
+        return self._connect()
 
     def send(self, request: Request) -> None:
         """Carry one request out.
@@ -70,6 +76,8 @@ class StoreSender:
                 self._store.log_folder(run_id, request.folder, request.path)
             case EndRun():
                 self._store.end_run(run_id, request.status, request.time_ms)
+            case Reopen():
+                self._store.reopen(run_id)
             case _:
                 assert_never(request)
 

@@ -53,6 +53,7 @@ class Spool:
         self._end = 0
         self.head = head
         self._recover()
+        self._left = self._end if self._waiting else 0
         if self._end == 0 and head is not None:
             self._write(head)
             self._sent = 0
@@ -184,6 +185,11 @@ class Spool:
         """Metric values that the store does not have yet."""
         return self._points
 
+    @property
+    def behind(self) -> bool:
+        """Whether the store lacks anything that was there when the file was opened, or was taken over."""
+        return self._sent < self._left
+
     def peek(self, count: int) -> list[Operation]:
         """The oldest operations that the store does not have, safe on the disk: what the store has, a spool
         has too, even after a power failure."""
@@ -224,6 +230,8 @@ class Spool:
         """Append what another spool of the same search has and the store has not, and remove that file."""
         for _, operation in other._pending():
             self._write(operation)
+        if other.waiting:
+            self._left = self._end
         for line in other.written.lines():
             self._write(line)
         self.commit()

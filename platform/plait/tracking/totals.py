@@ -12,7 +12,7 @@ from pathlib import Path
 from plait.errors import StorageError
 
 FILE = "totals"  # in the search's folder: locked by the process that writes them, and how far they are
-DIGITS = 20
+DIGITS = 20  # of the step, and of the milliseconds after it
 
 
 class Totals:
@@ -53,6 +53,8 @@ class Totals:
                 "The processes of a search agree there on who writes its curves.",
                 "Free some space, or make the folder writable.",
             ) from error
+        step, seconds = self._noted()
+        self.step, self._before = max(self.step, step), max(self._before, seconds)
         self._started = self._rising()
 
     def next(self) -> int | None:
@@ -61,7 +63,8 @@ class Totals:
             return None
         self.step += 1
         with suppress(OSError):  # a disk that is full: then others begin with what the store has
-            os.pwrite(self._file, b"%0*d" % (DIGITS, self.step), 0)
+            milliseconds = int(self.seconds * 1000)
+            os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self.step, DIGITS, milliseconds), 0)
         return self.step
 
     @property
@@ -82,7 +85,12 @@ class Totals:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        text = os.pread(file, DIGITS, 0)
-        self.step = max(self.step, int(text) if text.isdigit() else 0)
+        self.step = max(self.step, self._noted()[0])
         self._mine = True
         return True
+
+    def _noted(self) -> tuple[int, float]:
+        """Step and seconds of the last point that a process of this host wrote."""
+        text = b"" if self._file is None else os.pread(self._file, 2 * DIGITS, 0)
+        step, milliseconds = text[:DIGITS], text[DIGITS:]
+        return int(step) if step.isdigit() else 0, int(milliseconds) / 1000 if milliseconds.isdigit() else 0.0

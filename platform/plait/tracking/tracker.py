@@ -6,12 +6,9 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-from mlflow.entities import Run
 
 from plait.addresses import redact
 from plait.engine.messages import (
@@ -28,27 +25,31 @@ from plait.errors import StorageError
 from plait.jobs import JobSpec
 from plait.settings import TrackingSettings
 from plait.tracking import facts, names
+from plait.tracking.begin import Begun, ParentRun, find_or_make, stored_jobs
 from plait.tracking.board import PARKED, Board, JobRecord
-from plait.tracking.check import check_folder, open_store, storage_errors
+from plait.tracking.check import AwayError, check_folder, storage_errors
+from plait.tracking.connection import Connection
 from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.encoding import Head
-from plait.tracking.final import Judged, so_far, write_final
-from plait.tracking.leaderboard import to_split_json, varying
+from plait.tracking.final import Judged, take_verdict, write_final
 from plait.tracking.left import send_spools
 from plait.tracking.location import locate
-from plait.tracking.operations import LogFolder, LogText, OpenRun, run_reference
-from plait.tracking.outgoing import Outgoing, spool_folder
-from plait.tracking.records import record_of
+from plait.tracking.operations import LogFolder, LogText, OpenRun, Reopen
+from plait.tracking.outgoing import Outgoing, open_outgoing, spool_folder
+from plait.tracking.overview import Overview
 from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
-from plait.tracking.spool import free_spools, open_spool
-from plait.tracking.store import table_tag
 from plait.tracking.totals import Totals
-from plait.tracking.values import group_values, parameter_text, run_parameters, search_values, user
+from plait.tracking.values import group_values, parameter_text, search_values, user
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
-REFRESH_SECONDS = 10.0  # between two leaderboards of a search that goes on
-REFRESH_SHARE = 0.005  # of the time may go into making them
+SUMS = (  # over all jobs, those of earlier processes included
+    names.TRAIN_TOKENS,
+    names.DEVICE_SECONDS,
+    names.SEARCH_THROUGHPUT,
+    names.SEARCH_ENDED,
+    names.SEARCH_FAILED,
+)
 
 
 class Tracker:
@@ -67,10 +68,11 @@ class Tracker:
     Attributes:
         board: what is known of every job.
         notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
+        away: why the search began without the store, if it did.
 
     Raises:
-        StorageError: the store cannot be used (see ``check_tracking``). Every method raises it where the
-            spool cannot be written, as on a full disk.
+        StorageError: the folder cannot be written. Every method raises it where the spool cannot be written,
+            as on a full disk.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Tracker:
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
-        self._store = open_store(self.location, settings.experiment)
+        self._connection = Connection(self.location, settings.experiment)
         self._settings = settings
         self._clock = clock
         self._stamp = 0  # the last one
@@ -93,75 +95,78 @@ class Tracker:
         self._parent_id = ""
         self._ids: dict[str, str] = {}  # by key; filled by the writer as it makes runs
         self._out: Outgoing | None = None
+        self._overview: Overview | None = None
         self._totals = Totals(rising)
         self._elsewhere: Elsewhere | None = None
-        self._tables = [names.LEADERBOARD_FILE]
-        self._next_refresh = 0.0
-        self._front: set[str] = set()  # jobs that are tagged as being on the Pareto front
         self._state = ""  # in which the search ended
         self._own: set[str] = set()  # jobs that this process trains or has trained
+        self._verdicts: dict[str, Judged] = {}  # of jobs that were over when it began without the store
+        self._whole = True  # the board has all of the jobs that were over when it began
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
         self.over: Callable[[], Collection[str]] = tuple  # jobs that are over, whoever trained them
         self.board = Board("minimize", 0)
         self.notices: list[str] = []
+        self.away: AwayError | None = None
 
     # ---- the search ------------------------------------------------------------------------------------
 
-    def start_search(self, search: SearchFacts) -> str:
-        """Make the search's run, or go on with the one of its name; waits for the store.
+    def start_search(self, search: SearchFacts, begun: Begun | None = None) -> str:
+        """Make the search's run, or go on with the one of its name; waits for the store where that answers.
+
+        Args:
+            search: what is known of it.
+            begun: where it was recorded in this store before. Then it begins without a store that is away.
 
         Returns:
             MLflow's id of the run.
 
         Raises:
-            StorageError: the store does not answer or refuses.
+            AwayError: the store does not answer, and nothing is known of an earlier start.
+            StorageError: it refuses.
         """
         first, *others = search.settings.search.objectives
         self.board = Board(first.direction, search.settings.search.trials, others=tuple(others))
-        if others:
-            self._tables = [names.PARETO_FILE, names.LEADERBOARD_FILE]
         self._search = search.name
         self._parent = f"search {search.name}"
         folder = spool_folder(self.location.root, search.name)
-        self.notices += send_spools(self._store, folder)
-        with storage_errors(self.location):
-            runs = [] if search.fresh else self._store.searches(search.name, search.study)
-            if runs:
-                self._go_on(runs[0])
-            git = facts.git_state(self._directory)
-            tags = search_tags(search, git)
-            if not runs:
-                self._parent_id = self._store.create_run(search.name, tags, self._now())
-                self._store.log_parameters(self._parent_id, run_parameters(search.settings))
-        self._ids = {record.name: record.run_id for record in self.board.jobs.values()}
+        git = facts.git_state(self._directory)
+        tags = search_tags(search, git)
+        run = self._stand(search, begun, folder, tags)
+        self._parent_id = run.run_id
         self._ids[self._parent] = self._parent_id
-        self._out = self._open_spool(folder)
+        head = Head(self._parent_id, self._parent, str(self.location))
+        sender = StoreSender(self._connection.store, self._parent_id, self._ids)
+        self._out = open_outgoing(folder, head, sender, self._settings, self._now)
+        self._overview = Overview(self._out, self._parent, several=bool(others))
+        self._take_others(run.jobs)
+        self._totals.stood(run.step, run.seconds)
         self._totals.begin(folder.parent, self._parent_id)
-        self._elsewhere = Elsewhere(self._out.others_write, self._stored)
+        self._elsewhere = Elsewhere(self._to_learn, self._stored)
+        if not run.made:
+            self._out.put(Reopen(self._parent))
         self._out.tags(self._parent, tags)
         self._record_facts(search, git)
         return self._parent_id
 
-    def _open_spool(self, folder: Path) -> Outgoing:
-        """The spool of this process, with what ended processes knew of this search's points."""
-        for left in free_spools(folder):  # those of searches begun anew are of no use once they are sent
-            other = left.head is not None and left.head.parent_id != self._parent_id
-            left.remove() if other and not left.waiting else left.close()
-        spool = open_spool(folder, Head(self._parent_id, self._parent, str(self.location)))
-        sender = StoreSender(self._store, self._parent_id, self._ids)
-        settings = self._settings
-        out = Outgoing(spool, sender, settings.flush_seconds, settings.points, self._now)
-        out.adopt()
-        return out
-
-    def _go_on(self, run: Run) -> None:
-        """Take up an earlier process's run of this search, with its jobs."""
-        self._parent_id = run.info.run_id
-        self._store.reopen(self._parent_id)
-        last = self._store.client.get_metric_history(self._parent_id, names.SEARCH_SECONDS)
-        step = max((point.step for point in last), default=0)
-        self._totals.stood(step, run.data.metrics.get(names.SEARCH_SECONDS, 0.0))
-        self._take_others(self._stored())
+    def _stand(
+        self, search: SearchFacts, begun: Begun | None, folder: Path, tags: Mapping[str, str]
+    ) -> ParentRun:
+        """How the search's run stands: asked of the store, or known from before."""
+        try:
+            store = self._connection.store()
+            self.notices += send_spools(store, folder)
+            with storage_errors(self.location):
+                return find_or_make(store, search, tags, self._now())
+        except AwayError as error:
+            if begun is None or search.fresh:
+                raise
+            self.away = error
+        self._connection.run_id = begun.run_id
+        self._verdicts = {verdict.job: verdict for verdict in begun.over}
+        self._whole = not begun.over
+        for verdict in begun.over:
+            take_verdict(self.board, verdict)
+        return ParentRun(begun.run_id)
 
     def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
         self.record("config.yaml", search.config)
@@ -182,9 +187,8 @@ class Tracker:
     def record_table(self, path: str, text: str) -> None:
         """Keep a table with the search's run: JSON with ``columns`` and ``data``, as MLflow shows it."""
         self.record(path, text)
-        if path not in self._tables:
-            self._tables.append(path)
-            self._started.tags(self._parent, dict([table_tag(*self._tables)]))
+        if self._overview is not None:
+            self._overview.add_table(path)
 
     def end_search(self, state: str = names.FINISHED, reason: str = "") -> None:
         """End the search's run: "finished", "interrupted" or "failed". Jobs that still train are marked
@@ -198,29 +202,35 @@ class Tracker:
             mine = record.name in self._own or not (shared or record.name in over)
             if mine and (record.live or record.state == PARKED):
                 self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
-        if self._out.shared:
-            self._learn_of_others()
+        if (self._out.shared or not self._whole) and self._connection.opened and not self._out.behind:
+            with suppress(StorageError), storage_errors(self.location):
+                self._take_others(self._stored())
         self._refresh(now=True)
         self._log_totals({})
         if not shared:
             self._out.end_run(self._parent, state, reason)
         self._out.commit()
 
-    def _learn_of_others(self) -> None:
-        """Have the jobs on the board that other workers of this search trained, as far as the store knows."""
-        with suppress(StorageError), storage_errors(self.location):
-            self._take_others(self._stored())
+    def _to_learn(self) -> bool:
+        """Whether the store has jobs that are not on the board. While it lacks what ended processes left,
+        what it says of theirs is out of date."""
+        out = self._out
+        return out is not None and not out.behind and (not self._whole or out.others_write())
 
     def _stored(self) -> list[JobRecord]:
-        """The search's jobs as the store has them; who is tagged as on the front is so there."""
-        return [record_of(child) for child in self._store.children(self._parent_id).values()]
+        return stored_jobs(self._connection.store(), self._parent_id)
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
+        """Have the jobs on the board that this process does not train, as the store knows them."""
         for record in records:
-            self._front |= {record.name} if record.on_front else set()
+            if self._overview is not None and record.on_front:
+                self._overview.front.add(record.name)
             if record.name not in self._own:
                 self.board.add(record)
                 self._ids[record.name] = record.run_id
+                if record.name in self._verdicts:
+                    take_verdict(self.board, self._verdicts[record.name])
+        self._whole |= bool(records)
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
@@ -302,7 +312,7 @@ class Tracker:
             case JobEnded():
                 self._job_ended(event, logged)
             case GroupStep():
-                self._take_others(self._elsewhere.take() if self._elsewhere is not None else ())
+                self._take_others((self._elsewhere.take() if self._elsewhere is not None else None) or ())
                 self._log_totals(group_values(event))
 
     def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
@@ -324,7 +334,9 @@ class Tracker:
         step = self._totals.next()
         if step is not None and (not more or self._started.wants_totals(step)):
             values = dict(more) | search_values(self.board, self.seconds)
-            self._started.points(self._parent, step, values)
+            unknown = () if self._whole else SUMS
+            known = {key: value for key, value in values.items() if key not in unknown}
+            self._started.points(self._parent, step, known)
 
     def run_id(self, job: str) -> str:
         """MLflow's id of a job's run; "" while the store has not made it."""
@@ -343,33 +355,9 @@ class Tracker:
     # ---- what is written -------------------------------------------------------------------------------
 
     def _refresh(self, *, now: bool = False) -> None:
-        """Write leaderboard, best so far and description of the search anew, if that is due: it takes the
-        longer the more jobs there are."""
-        started = time.monotonic()
-        if not now and started < self._next_refresh:
-            return
-        out = self._started
-        for record in self.board.jobs.values():
-            record.run_id = self.run_id(record.name)
-        rows = [replace(record, run_id=run_reference(record.name)) for record in self.board.ordered()]
-        out.put(LogText(self._parent, names.LEADERBOARD_FILE, to_split_json(rows)))
-        tags = dict([table_tag(*self._tables)])
-        if note := so_far(self.board):
-            tags[names.TAG_NOTE] = note
-        if self.board.others:
-            self._write_front(rows)
-        out.tags(self._parent, tags)
-        taken = time.monotonic() - started
-        self._next_refresh = started + max(REFRESH_SECONDS, taken / REFRESH_SHARE)
-
-    def _write_front(self, rows: Sequence[JobRecord]) -> None:
-        """The Pareto front as a table, and as a tag of each job that is or was on it."""
-        front = [row for row in rows if row.on_front]
-        self._started.put(LogText(self._parent, names.PARETO_FILE, to_split_json(front, varying(rows))))
-        now = {row.name for row in front}
-        for name in sorted(now ^ self._front):
-            self._started.tags(name, {names.TAG_PARETO: str(name in now).lower()})
-        self._front = now
+        """Write leaderboard, best so far and description of the search anew, if that is due."""
+        if self._overview is not None:
+            self._overview.refresh(self.board, self.run_id, now=now)
 
     @property
     def _started(self) -> Outgoing:
@@ -426,8 +414,9 @@ class Tracker:
         """
         if all(verdict.job in self._own for verdict in judged):
             return
+        store = self._connection.store()
         with storage_errors(self.location):
-            self.board = write_final(self._store, self._parent_id, judged)
+            self.board = write_final(store, self._parent_id, judged)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,134 @@
+"""Where a search is recorded: asked of its study, so that it can go on while the tracking store is away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optuna.storages import BaseStorage
+
+from plait.search.patience import Patience
+from plait.search.recorded import recorded_command
+from plait.search.study import StudyTrials
+from plait.search.trial_records import TRACKED
+from plait.search.trials import Finished
+from plait.settings import RunSettings
+from plait.tracking import (
+    AwayError,
+    Judged,
+    check_tracking,
+    conclude,
+    left_unsent,
+    locate,
+    send_left,
+)
+from plait.tracking.figures import Figures
+from plait.tracking.names import FINISHED
+from plait.tracking.outgoing import spool_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """How a search begins as far as its store is concerned.
+
+    Attributes:
+        run_id: MLflow's id of the search's run, where it was recorded in this store before; "" elsewhere.
+        away: the store does not answer now.
+    """
+
+    run_id: str = ""
+    away: AwayError | None = None
+
+
+def ask_store(settings: RunSettings) -> AwayError | None:
+    """Make sure that the tracking store can be used; the error, where it does not answer now.
+
+    Raises:
+        StorageError: it refuses; see ``check_tracking``.
+    """
+    try:
+        check_tracking(settings.tracking)
+    except AwayError as error:
+        return error
+    return None
+
+
+def tracked_run(storage: BaseStorage, name: str, settings: RunSettings, away: AwayError | None) -> Tracked:
+    """The run of a search, if it was recorded in the store of the settings before. Makes no study.
+
+    Raises:
+        AwayError: it was not, and the store is away: then nobody knows whether the address is right.
+    """
+    run_id, store = "", ""
+    if not settings.search.fresh:
+        run_id, store = Patience()(lambda: _tracked(storage, name))
+    here = str(locate(settings.tracking))
+    if store == here:
+        return Tracked(run_id, away)
+    if away is None:
+        return Tracked()
+    if store:
+        remedy = f"Go on with tracking.uri={store}, where the search is recorded so far, or start {here}."
+        raise AwayError(away.value, away.rule, remedy)
+    raise away
+
+
+def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
+    try:
+        attributes = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
+    except KeyError:
+        return "", ""
+    run_id, store = attributes.get(TRACKED, ("", ""))
+    return str(run_id), str(store)
+
+
+def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
+    """What is said where a search goes on without its store."""
+    folder = spool_folder(settings.tracking.root.absolute(), name)
+    return f"{away.value}. What it is to get waits in {folder} and is sent once it answers."
+
+
+def judged(finished: Sequence[Finished]) -> list[Judged]:
+    """Trials that are over, in tracking's words."""
+    return [
+        Judged(
+            item.trial.name,
+            item.trial.number,
+            FINISHED if item.outcome.state == "complete" else item.outcome.state,
+            item.outcome.values,
+            item.outcome.feasible,
+            item.outcome.reason,
+            item.trial.values,
+        )
+        for item in finished
+    ]
+
+
+def catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged]) -> tuple[list[str], bool]:
+    """Do what a process that was killed after the last trial, or did not reach the store, left undone of the
+    search's run.
+
+    Returns:
+        what could not be done, in words, and whether the run says all of the search now.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    tracking = settings.tracking
+    recorded = recorded_command(tracking.root, source.name)
+    if recorded is not None and recorded.concluded and not left_unsent(tracking, source.name):
+        return [], True
+    try:
+        if notices := send_left(tracking, source.name):
+            return notices, False
+        with source.exclusive("run"):
+            run_id = conclude(tracking, source.name, source.token, trials)
+            if run_id is None:
+                return [], True
+            figures = Figures(tracking, run_id, settings.search.storage)
+            figures.publish(final=True)
+    except AwayError as error:
+        unsent = left_unsent(tracking, source.name)
+        later = f"{error.value}. The same command completes the search's run there when it answers."
+        return unsent or [later], False
+    return [figures.trouble] if figures.trouble else [], True
