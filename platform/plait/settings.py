@@ -120,15 +120,24 @@ class PlannerSettings:
     Attributes:
         max_jobs: most jobs that train at once; None leaves it to memory.
         memory_share: share of the device's memory that may be used.
+        min_fill: share of the microbatches' capacity below which some jobs rest for an iteration, so that
+            the others' are fuller; 0 lets nobody rest.
     """
 
     max_jobs: int | None = None
     memory_share: float = 0.8
+    min_fill: float = 0.95
 
     def __post_init__(self) -> None:
         _at_least("planner.max_jobs", self.max_jobs, 1)
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"planner.memory_share={self.memory_share}", "It must lie in (0, 1].")
+        if not 0 <= self.min_fill <= 1:
+            raise ConfigError(
+                f"planner.min_fill={self.min_fill}",
+                "It must lie in [0, 1].",
+                "Give 0.95, or 0 so that every job takes part in every iteration.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,14 @@ class Clock:
 
 
 def coordinator(
-    worker: CurveWorker, *, max_jobs: int | None = None, catalogue: DataCatalogue | None = None
+    worker: CurveWorker,
+    *,
+    max_jobs: int | None = None,
+    catalogue: DataCatalogue | None = None,
+    min_fill: float = 0.95,
 ) -> Coordinator:
-    run = RunSettings(engine=EngineSettings(capacity=16), planner=PlannerSettings(max_jobs=max_jobs))
+    planner = PlannerSettings(max_jobs=max_jobs, min_fill=min_fill)
+    run = RunSettings(engine=EngineSettings(capacity=16), planner=planner)
     return Coordinator(
         worker, catalogue or DataCatalogue(load_lengths), run, folder=Path("run"), clock=Clock()
     )
@@ -84,7 +89,7 @@ def of(kind: type, events: Sequence[Event], name: str | None = None) -> list:  #
 
 
 def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
-    made = coordinator(worker := CurveWorker())
+    made = coordinator(worker := CurveWorker(), min_fill=0)
     made.submit(job("a", steps=2))
     made.submit(job("b", steps=5, batch_size=3))
     events = drain(made)
@@ -168,7 +173,7 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
 
 
 def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
-    made = coordinator(CurveWorker(), max_jobs=2)
+    made = coordinator(CurveWorker(), max_jobs=2, min_fill=0)
     assert made.places() == 2
     for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
         made.submit(job(name, priority=priority, steps=steps))
@@ -208,7 +213,7 @@ def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
 
 
 def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None:
-    made = coordinator(worker := CurveWorker())
+    made = coordinator(worker := CurveWorker(), min_fill=0)
     made.submit(job("a", steps=6))
     made.submit(job("b", steps=6))
 

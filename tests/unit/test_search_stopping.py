@@ -82,7 +82,7 @@ def test_what_becomes_of_trials_depends_neither_on_places_nor_on_failures_elsewh
 def test_places_are_never_left_empty_while_trials_are_left(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=30, parallel=4, cohort=6), max_jobs=4)
     bench.run()
-    groups = [event.jobs for event in bench.of(GroupStep)]
+    groups = [(*event.jobs, *event.resting) for event in bench.of(GroupStep)]
     last_drawn = next(index for index, jobs in enumerate(groups) if "trial-0029" in jobs)
     assert last_drawn > 20
     assert {len(jobs) for jobs in groups[:last_drawn]} == {4}
@@ -124,13 +124,15 @@ def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
     bench = Bench(tmp_path, search, capacity=CAPACITY, job=short_samples)
     bench.run()
     steps = bench.of(GroupStep)
-    last_drawn = next(at for at, event in enumerate(steps) if f"trial-{trials - 1:04d}" in event.jobs)
+    last = f"trial-{trials - 1:04d}"
+    last_drawn = next(at for at, event in enumerate(steps) if last in (*event.jobs, *event.resting))
     done: Counter[str] = Counter()
     shares = []
     for event in steps[:last_drawn]:
-        assert len(event.jobs) == parallel
+        assert len(event.jobs) + len(event.resting) == parallel
         queued = [name for name in map("trial-{:04d}".format, range(trials)) if not done[name]]
-        wanted = [*event.jobs, *(name for name in queued if name not in event.jobs)]
+        live = [*event.jobs, *event.resting]
+        wanted = [*live, *(name for name in queued if name not in live)]
         could = pack([next_batch(name, done[name] + 1) for name in wanted], capacity=CAPACITY, tile=1)
         fullest = sorted((each.tokens for each in could), reverse=True)[: event.microbatches]
         shares.append(event.tokens / sum(fullest))
@@ -176,7 +178,7 @@ def test_the_sampler_knows_what_was_pruned_before_it_draws_the_next(tmp_path: Pa
         return ask(self, new=new, above=above)
 
     monkeypatch.setattr(StudyTrials, "ask", noted)
-    bench = Bench(tmp_path, halving(trials=12, parallel=4, cohort=4))
+    bench = Bench(tmp_path, halving(trials=12, parallel=4, cohort=4), min_fill=0)
     bench.run()
     # Four reach the first rung together: two are over before the fifth is drawn.
     assert known[4] == {TrialState.RUNNING: 2, TrialState.PRUNED: 2}

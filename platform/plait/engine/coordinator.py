@@ -11,36 +11,33 @@ from itertools import count
 from pathlib import Path
 
 from plait.cost.profile_store import Profile
-from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpointing import Checkpointing
 from plait.engine.evaluation import evaluate
 from plait.engine.finishing import Finishing
-from plait.engine.ledger import Ledger, Outcome, Tally, Worker
+from plait.engine.iteration import Iteration, Packer, progress
+from plait.engine.ledger import Ledger, Outcome, Worker
 from plait.engine.live import DISPLACED, PAUSED, LiveJob
 from plait.engine.messages import (
     Attach,
     Command,
     Detach,
     Event,
-    GroupStep,
     JobAdmitted,
     JobParked,
-    JobProgress,
     Notice,
     RunMicrobatches,
     StepJob,
     StepJobs,
 )
 from plait.engine.order import DataOrder
-from plait.engine.packer import pack_step
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.roster import Roster
 from plait.engine.saved import state_folder
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
-from plait.plans import Choices, GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
+from plait.plans import Choices, Group, Plan, Prediction, Replica
 from plait.settings import RunSettings
 
 GROUP = "group-0"
@@ -51,9 +48,9 @@ class Coordinator:
     """Trains jobs together on one worker, an iteration at a time.
 
     Jobs join and leave between iterations. In each one, every live job's next global batch is packed into
-    microbatches with the others', runs through the model, and each job steps its own optimiser. A job that
-    waits at a rung, is paused, or has to make room is parked: saved, taken from the worker, and later gone
-    on with exactly.
+    microbatches with the others', runs through the model, and each job steps its own optimiser. So that
+    microbatches are full, a job may rest for an iteration. One that waits at a rung, is paused, or has to
+    make room is parked: saved, taken from the worker, and later gone on with exactly.
 
     Args:
         worker: owns model and adapters.
@@ -85,6 +82,7 @@ class Coordinator:
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock, patient=patient)
         self._capacity = settings.engine.capacity_or_usual
+        self._packer = Packer(self._capacity, settings.planner.min_fill)
         self._clock = clock
         self.checkpointing = Checkpointing(
             settings.engine, states or folder / "checkpoints", self._send, clock
@@ -92,7 +90,6 @@ class Coordinator:
         self._arrivals = count()
         self._iterations = count(1)
         self._stopping = False
-        self._repeats = True
         self._joined: list[str] = []
         self._chosen = dict(worker.facts.chosen)
 
@@ -180,7 +177,11 @@ class Coordinator:
         expected = Prediction(bytes=self._admission.predicted(live))
         group = Group(tuple(self._joined), self._capacity, predicted=expected)
         replica = Replica(devices=(self._chosen.get("device", "cpu"),))
-        choices: Choices = {**self._chosen, "capacity": self._capacity, "packing repeats": self._repeats}
+        choices: Choices = {
+            **self._chosen,
+            "capacity": self._capacity,
+            "packing repeats": self._packer.repeats,
+        }
         return Plan((replica,), (group,), choices=choices)
 
     @property
@@ -316,24 +317,19 @@ class Coordinator:
     def _send(self, command: Command) -> Outcome:
         return self._ledger.send(command, self._live)
 
-    def _pack(self, batches: Sequence[GlobalBatch], events: list[Event]) -> tuple[Microbatch, ...]:
-        packed = pack_step(batches, capacity=self._capacity)
-        if self._repeats and not packed.repeats:
-            self._repeats = False
-            events.append(Notice("the time limit ended a packing: another run may pack its steps otherwise"))
-        return packed.microbatches
-
     def _train(self) -> list[Event]:
-        """One global batch of every live job through the model, then the step of each that may."""
+        """One global batch of every live job that does not rest through the model, then each one's step."""
         started = self._clock()
         events: list[Event] = []
-        while jobs := {name: job for name, job in self._live.items() if job.trains}:
-            microbatches = self._pack([job.next_batch() for job in jobs.values()], events)
-            expected = self._predictions.expect(microbatches, self._live)
-            run = self._send(RunMicrobatches(microbatches))
+        while jobs := [job for job in self._live.values() if job.trains]:
+            iteration = self._packer.iteration(jobs)
+            events += self._packer.notices()
+            expected = self._predictions.expect(iteration.microbatches, self._live)
+            run = self._send(RunMicrobatches(iteration.microbatches))
             if run.out_of_memory is None:
-                return [*events, *self._step(jobs, run, started, expected)]
-            events += self._make_room(list(jobs.values()), run.out_of_memory)
+                return [*events, *self._step(iteration, run, started, expected)]
+            took_part = list(iteration.jobs.values())
+            events += self._make_room(took_part if len(took_part) > 1 else jobs, run.out_of_memory)
         return events
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
@@ -347,10 +343,9 @@ class Coordinator:
             return [*events, self._end(last, "failed", f"out of memory, and it could not be saved: {detail}")]
         return [self._end(last, "failed", f"out of memory while it trained alone: {detail}")]
 
-    def _step(
-        self, jobs: dict[str, LiveJob], run: Outcome, started: float, expected: Expected
-    ) -> list[Event]:
+    def _step(self, iteration: Iteration, run: Outcome, started: float, expected: Expected) -> list[Event]:
         """The optimiser's steps after a group's microbatches, and what came of them."""
+        jobs = iteration.jobs
         due = [
             StepJob(name, job.step + 1, job.next_rate())
             for name, job in jobs.items()
@@ -363,47 +358,21 @@ class Coordinator:
             if step.job in stepped.steps:
                 job, tally = jobs[step.job], run.tallies[step.job]
                 job.advance(tally.tokens)
-                events.append(_progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
-        iteration = next(self._iterations)
-        events.append(
-            GroupStep(
-                group=GROUP,
-                iteration=iteration,
-                jobs=tuple(jobs),
-                microbatches=run.microbatches,
-                tokens=run.tokens,
-                seconds=seconds,
-                peak_bytes=run.peak_bytes,
-                capacity=self._capacity,
-                job_tokens=tuple(run.tallies[name].tokens for name in jobs),
-                predicted_seconds=expected.seconds,
-                predicted_bytes=expected.bytes,
-            )
-        )
-        return [*events, *self._predictions.learn(expected, run, seconds, iteration)]
+                events.append(progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
+        for job in iteration.resting:
+            job.rest()
+        number = next(self._iterations)
+        events.append(self._packer.group_step(GROUP, number, iteration, run, expected, seconds))
+        return [*events, *self._predictions.learn(expected, run, seconds, number)]
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""
         due = [job for job in self._live.values() if job.evaluation_due]
-        events: list[Event] = []
-        measured, failed = evaluate(due, self._send, lambda batches: self._pack(batches, events))
-        return [*events, *self._end_failed(failed), *measured]
+        measured, failed = evaluate(due, self._send, self._packer.pack)
+        return [*self._packer.notices(), *self._end_failed(failed), *measured]
 
     def _finish(self) -> list[Event]:
         """Generate with, export and let go every job whose budget is spent."""
         events, finished = self._finishing.finish([job for job in self._live.values() if job.done])
         ends = [self._end(each.job, "finished", each.reason, adapter=each.adapter) for each in finished]
         return [*events, *ends]
-
-
-def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
-    return JobProgress(
-        job=job.name,
-        step=job.step,
-        loss=tally.mean,
-        grad_norm=grad_norm,
-        lr=rate,
-        tokens=job.cursor.tokens,
-        device_seconds=job.cursor.device_ns / NANOSECONDS,
-        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
-    )

@@ -36,6 +36,7 @@ class LiveJob:
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it begins with; None for fresh ones.
         begun: whether this process has trained it.
+        in_a_row: iterations in which it took part since it rested or came; 0 where it rested in the last one.
     """
 
     spec: JobSpec
@@ -55,6 +56,7 @@ class LiveJob:
     evaluated: int | None = None
     warm_from: Path | None = None
     begun: bool = False
+    in_a_row: int = 1
 
     @property
     def name(self) -> str:
@@ -74,7 +76,7 @@ class LiveJob:
     @property
     def evaluation_due(self) -> bool:
         """Whether the validation loss is wanted after the step just done."""
-        if len(self.data.validation) == 0 or self.evaluated == self.step:
+        if len(self.data.validation) == 0 or self.evaluated == self.step or self.in_a_row == 0:
             return False
         every = self.spec.train.eval_every
         at_rung = self.measured and self.step in self.rungs
@@ -126,7 +128,7 @@ class LiveJob:
         """
         before = self.cursor.device_ns
         spent = max(before, cursor.device_ns) if self.begun else before + cursor.device_ns
-        self.cursor, self.begun = Cursor(cursor.step, cursor.tokens, spent), True
+        self.cursor, self.begun, self.in_a_row = Cursor(cursor.step, cursor.tokens, spent), True, 1
         self.reach()
 
     def charge(self, device_ns: int) -> None:
@@ -136,7 +138,12 @@ class LiveJob:
     def advance(self, tokens: int) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
         self.cursor = Cursor(self.step + 1, self.cursor.tokens + tokens, self.cursor.device_ns)
+        self.in_a_row += 1
         self.reach()
+
+    def rest(self) -> None:
+        """Sit an iteration out."""
+        self.in_a_row = 0
 
     def ended(
         self,

@@ -340,11 +340,13 @@ class GroupStep:
 
     Attributes:
         iteration: of this process, from 1.
+        jobs: that took part.
         tokens: real tokens of all jobs.
         peak_bytes: highest of the microbatches; None where the device cannot tell.
         job_tokens: real tokens of each job, in the order of ``jobs``.
         predicted_seconds: what was expected before it ran; None where nothing is known yet.
         predicted_bytes: the same for the peak.
+        resting: live jobs that sat it out, so that the others' microbatches were fuller.
     """
 
     group: str
@@ -358,6 +360,7 @@ class GroupStep:
     job_tokens: tuple[int, ...] = ()
     predicted_seconds: float | None = None
     predicted_bytes: int | None = None
+    resting: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
