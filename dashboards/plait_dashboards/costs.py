@@ -160,11 +160,11 @@ def _add_pair(made: go.Figure, found: Scored, pair: tuple[int, int], place: tupl
                 row,
                 col,
             )
-    corner = "hv" if found.axes[across].direction == "minimize" else "vh"
     front = _dots(found, pair, found.front, f"Pareto front ({len(found.front)})", "Pareto front")
     front |= {
         "mode": "lines+markers" if len(found.axes) == 2 else "markers",
-        "line": {"color": GREEN, "width": 2, "shape": corner},
+        # From the best across onwards: a corner claims no more than the adapter before it reached.
+        "line": {"color": GREEN, "width": 2, "shape": "hv"},
         "marker": {"size": 11, "symbol": "circle-open", "color": GREEN, "line": {"width": 2}},
     }
     made.add_trace(front, row, col)

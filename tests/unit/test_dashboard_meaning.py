@@ -1,0 +1,218 @@
+"""That a figure shows what it says: places, orders and ends of what is drawn, read off its traces."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait.search.stored import Importance, StudyObjective
+from plait.tracking import JobRecord
+from plait.tracking.group_steps import GroupStepRow
+from plait_dashboards import curves, packing, parameters, table
+from plait_dashboards.costs import device_seconds, pareto
+from plait_dashboards.page import facts, report
+from plait_dashboards.style import COLOURS, DASHES, faded, line_style
+from plait_dashboards.sweep import Curve, Sweep, outcome
+
+
+def record(
+    trial: int, state: str = "finished", objective: float | None = None, seconds: float = 1.0
+) -> JobRecord:
+    made = JobRecord(
+        f"trial-{trial:04d}", trial, {"adapter.rank": 4 * (trial + 1)}, state, objective=objective
+    )
+    made.device_seconds, made.step = seconds, 10
+    return made
+
+
+def sweep(*records: JobRecord, direction: str = "minimize", **more: object) -> Sweep:
+    return replace(Sweep("s", "finished", direction, "eval/loss", records), **more)  # type: ignore[arg-type]
+
+
+def curve(*values: float, first: int = 1) -> Curve:
+    return Curve(np.arange(first, first + len(values)), np.array(values, dtype=float))
+
+
+# ---- outcomes and costs --------------------------------------------------------------------------------
+
+
+def test_every_state_has_an_outcome() -> None:
+    expected = {
+        "finished": "useful",
+        "pruned": "pruned",
+        "stopped": "pruned",
+        "failed": "failed",
+        "running": "not ended",
+        "interrupted": "not ended",
+    }
+    assert {state: outcome(record(0, state)) for state in expected} == expected
+
+
+def test_adapters_stand_dearest_first_in_the_colour_of_their_outcome() -> None:
+    figure = device_seconds(
+        sweep(record(0, "finished", 1.0, 3.0), record(1, "pruned", 2.0, 9.0), record(2, "finished", 3.0, 5.0))
+    )
+    bars = [trace for trace in figure.data if trace.customdata is not None]
+    found = {
+        trace.name: {x: (y, at[0]) for x, y, at in zip(trace.x, trace.y, trace.customdata, strict=True)}
+        for trace in bars
+    }
+    assert found == {"useful (2)": {2: (5.0, 2), 3: (3.0, 0)}, "pruned (1)": {1: (9.0, 1)}}
+    totals = {trace.x[0]: trace.y[0] for trace in figure.data if trace.customdata is None}
+    assert totals == {"useful": 8.0, "pruned": 9.0}
+
+
+@pytest.mark.parametrize(("across", "up"), list(itertools.product(("minimize", "maximize"), repeat=2)))
+def test_the_line_of_a_front_claims_nothing_that_no_adapter_reached(across: str, up: str) -> None:
+    ways = {"x": 1.0 if across == "minimize" else -1.0, "y": 1.0 if up == "minimize" else -1.0}
+    bad = [(1.0, 9.0), (3.0, 5.0), (7.0, 2.0), (8.0, 8.0)]  # less is better; the last is on no front
+    points = [(ways["x"] * x, ways["y"] * y) for x, y in bad]
+    found = sweep(
+        *(record(trial, "finished", y) for trial, (_, y) in enumerate(points)),
+        direction=up,
+        objectives=(
+            StudyObjective("y", up, {trial: y for trial, (_, y) in enumerate(points)}),
+            StudyObjective("x", across, {trial: x for trial, (x, _) in enumerate(points)}),
+        ),
+    )
+    (front,) = [trace for trace in pareto(found).data if trace.legendgroup == "Pareto front"]
+    assert list(front.customdata) == [0, 1, 2]
+    assert front.line.shape == "hv"  # from one point first across, then up or down to the next
+    for (_, y), (x, _) in itertools.pairwise(zip(front.x, front.y, strict=True)):
+        corner = ways["x"] * x, ways["y"] * y
+        assert any(mine[0] <= corner[0] and mine[1] <= corner[1] for mine in bad)
+
+
+# ---- curves --------------------------------------------------------------------------------------------
+
+
+def test_pruned_and_failed_curves_end_in_their_mark_and_say_why() -> None:
+    pruned, failed = record(1, "pruned"), record(2, "failed")
+    pruned.reason, failed.reason = "place 4 of 8", "diverged"
+    losses = {0: curve(3.0, 2.0, 1.0), 1: curve(5.0, 4.0), 2: curve(6.0, 8.0, 9.0, first=4)}
+    figure = curves.learning_curves(
+        sweep(record(0, "finished", 1.0), pruned, failed, curves={"train/loss": losses}), "train/loss", "nats"
+    )
+    ends = {trace.name: trace for trace in figure.data if trace.mode == "markers"}
+    assert {
+        name: (list(end.x), list(end.y), [list(each) for each in end.customdata])
+        for name, end in ends.items()
+    } == {
+        "pruned (1)": ([2], [4.0], [[1, "place 4 of 8"]]),
+        "failed (1)": ([6], [9.0], [[2, "diverged"]]),
+    }
+    assert len({end.marker.symbol for end in ends.values()}) == 2
+
+
+def test_lines_differ_by_colour_then_by_dash_and_many_are_faint() -> None:
+    styles = [line_style(at) for at in range(len(COLOURS) * len(DASHES))]
+    assert len({(style["color"], style["dash"]) for style in styles}) == len(styles)
+    assert {style["dash"] for style in styles[: len(COLOURS)]} == {"solid"}
+    opacities = [float(faded("#0072B2", count).split(", ")[-1][:-1]) for count in (1, 40, 100, 200, 500)]
+    assert opacities == [0.3, 0.3, 0.12, 0.06, 0.06]
+
+
+# ---- packing and predictions -----------------------------------------------------------------------------
+
+
+def row(iteration: int, **known: float | None) -> GroupStepRow:
+    more = {"seconds": 1.0, "predicted_seconds": None, "peak_bytes": None, "predicted_bytes": None} | known
+    return GroupStepRow(iteration, "g0", ("trial-0000",), (10,), 1000, 2, **more)  # type: ignore[arg-type]
+
+
+def test_a_step_counts_where_it_was_both_predicted_and_measured() -> None:
+    rows = [
+        row(1, predicted_bytes=2.0**30),
+        row(2, peak_bytes=2**30),
+        row(3, predicted_bytes=2.0**30, peak_bytes=2**29),
+    ]
+    assert packing.bytes_pairs(rows).iterations == (3,)
+    assert packing.seconds_pairs(rows).iterations == ()
+
+
+def test_predicted_stands_across_and_measured_upwards() -> None:
+    rows = [row(at, seconds=float(at), predicted_seconds=at + 0.5) for at in range(1, 4)]
+    same, dots = packing.predictions(sweep(steps=tuple(rows))).data
+    assert list(dots.x) == [1.5, 2.5, 3.5]
+    assert list(dots.y) == [1.0, 2.0, 3.0]
+    assert list(dots.customdata) == [1, 2, 3]
+    assert list(same.x) == list(same.y) == [1.0, 3.5]
+
+
+def test_the_worst_twentieth_is_the_worst() -> None:
+    """Errors of 1 % to 100 %."""
+    rows = [row(at, predicted_seconds=1.0 + at / 100) for at in range(1, 101)]
+    said = packing.predictions_note(sweep(steps=tuple(rows)))
+    assert "off by 50.5% in the middle step, by 95.0% in the worst twentieth (100 steps)" in said
+    assert "memory" not in said
+
+
+def test_a_table_that_was_thinned_says_of_how_many() -> None:
+    few = tuple(row(at) for at in range(1, 5))
+    assert packing.packing_note(sweep(steps=few)).startswith("4 iterations of the group. Each column is one")
+    thinned = tuple(row(at) for at in range(1, 2000, 2))
+    said = packing.packing_note(sweep(steps=thinned))
+    assert said.startswith("1,000 of 1,999 iterations of the group, evenly chosen. A column is about 4 iter")
+
+
+# ---- parameters and facts ----------------------------------------------------------------------------
+
+
+def test_the_most_important_key_stands_at_the_top() -> None:
+    """Plotly begins at the bottom."""
+    shares = {"train.lr": 0.7, "adapter.rank": 0.2, "adapter.dropout": 0.1}
+    (bars,) = parameters.importance(sweep(importance=Importance(shares, 50, ""))).data
+    assert list(bars.y) == ["adapter.dropout", "adapter.rank", "train.lr"]
+    assert list(bars.x) == [0.1, 0.2, 0.7]
+
+
+def test_each_further_objective_has_its_own_line_and_column() -> None:
+    first, second = record(0, "finished", 1.0), record(1, "finished", 2.0)
+    first.others, second.others = (10.0, 100.0), (20.0, 200.0)
+    found = sweep(
+        first,
+        second,
+        objectives=tuple(StudyObjective(name, "minimize", {}) for name in ("eval/loss", "m1", "m2")),
+    )
+    (lines,) = parameters.parallel_coordinates(found).data
+    assert {each.label: tuple(each["values"]) for each in lines.dimensions if each.label[0] == "m"} == {
+        "m1": (10.0, 20.0),
+        "m2": (100.0, 200.0),
+    }
+    shown = dict(table.columns(found))
+    assert (shown["objective: m1"], shown["objective: m2"]) == (["10", "20"], ["100", "200"])
+
+
+def test_the_facts_are_of_what_was_useful_and_keeps_every_constraint() -> None:
+    broken = record(0, "finished", 0.5, 2.0)
+    broken.feasible = False
+    found = facts(sweep(broken, record(1, "finished", 1.5, 4.0), record(2, "pruned", 0.1, 2.0)))
+    assert found["best eval/loss (measured)"] == "1.5, trial 1"
+    assert found["of which useful"] == "75%"
+    assert found["adapters finished"] == "2"
+    assert dict(table.columns(sweep(broken, record(1, "finished", 1.5))))["constraints"] == ["broken", ""]
+
+
+def test_of_a_long_front_the_first_are_named_and_the_rest_counted() -> None:
+    def front(size: int) -> str:
+        records = [record(trial, "finished", 1.0) for trial in range(size)]
+        for each in records:
+            each.on_front = True
+        objectives = tuple(StudyObjective(name, "minimize", {}) for name in ("eval/loss", "m1"))
+        return facts(sweep(*records, record(99, "finished", 2.0), objectives=objectives))[
+            "Pareto front (measured)"
+        ]
+
+    assert front(0) == "empty"
+    assert front(1) == "trial 0"
+    assert front(8) == "trials 0, 1, 2, 3, 4, 5, 6, 7"
+    assert front(10) == "trials 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_no_fact_can_end_an_element() -> None:
+    page = report(replace(sweep(), state="<script>alert(1)</script>"), [])
+    assert "alert(1)" in page
+    assert "<script>alert(1)" not in page
