@@ -63,8 +63,9 @@ def choose_resting(
     """Choose who rests.
 
     Nobody does where all batches together fill their microbatches to ``min_fill``. Else those do that have
-    taken part the longest, as few tokens as leave the others' microbatches as full as that. Where that is out
-    of reach, it is who leaves them fullest, if that gains something.
+    taken part the longest and leave the others' microbatches as full as that: as many microbatches as
+    possible, and about half of them at least. Where that is out of reach, it is who leaves them fullest, if
+    something is gained by it.
 
     Args:
         batches: the next global batch of each job that may train, at least one.
@@ -74,29 +75,36 @@ def choose_resting(
     """
     total = sum(batch.tokens for batch in batches)
 
-    def packed_without(resting: tuple[int, ...]) -> Choice[Packed]:
+    def fill(resting: tuple[int, ...], microbatches: int) -> float:
+        return (total - sum(batches[place].tokens for place in resting)) / (max(1, microbatches) * capacity)
+
+    def without(resting: tuple[int, ...]) -> Choice[Packed]:
         packed = pack([place for place in range(len(batches)) if place not in resting])
-        tokens = total - sum(batches[place].tokens for place in resting)
-        return Choice(resting, packed, tokens / (max(1, len(packed)) * capacity))
+        return Choice(resting, packed, fill(resting, len(packed)))
 
     least = below = -(-total // capacity)
     together: Choice[Packed] | None = None
-    if least <= 1 or total >= min_fill * least * capacity:
-        together = packed_without(())
+    if least <= 1 or fill((), least) >= min_fill:
+        together = without(())
         below = len(together.packed)
         if below <= 1 or together.fill >= min_fill or below > least + 1:
             return together
-    found: list[Choice[Packed]] = []
+    best: Choice[Packed] | None = None
     for resting, microbatches in resting_sets(batches, capacity=capacity, min_fill=min_fill, below=below):
-        choice = packed_without(resting)
+        hoped = fill(resting, microbatches)
+        if hoped < min_fill:
+            together = together or without(())
+            if hoped < max(together.fill + WORTH, best.fill if best else 0.0):
+                break  # nor is any after it as full as that
+        choice = without(resting)
         if choice.fill >= min_fill:
             return choice
+        if best is None or choice.fill > best.fill:
+            best = choice
         if len(choice.packed) > microbatches + 1:
             break  # samples are too long for microbatches to be filled, whoever rests
-        found.append(choice)
-    together = together or packed_without(())
-    best = max(found, key=lambda choice: choice.fill, default=together)
-    return best if best.fill >= together.fill + WORTH else together
+    together = together or without(())
+    return best if best is not None and best.fill >= together.fill + WORTH else together
 
 
 def resting_sets(
