@@ -105,19 +105,14 @@ def next_batch(name: str, step: int) -> GlobalBatch:
     return replace(training_batch(job, DataOrder.of(job.train, len(train)), train, step), job=name)
 
 
-@pytest.mark.parametrize(("parallel", "every", "mean"), [(32, 0.95, 0.97), (16, 0.9, 0.95), (8, 0.8, 0.9)])
-def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
-    tmp_path: Path, parallel: int, every: float, mean: float
-) -> None:
+@pytest.mark.parametrize("parallel", [32, 16, 8])
+def test_capacity_in_use_against_what_first_fit_decreasing_could_use(tmp_path: Path, parallel: int) -> None:
     """Tokens in use, over the capacity of the microbatches that they take, until the queue is empty.
 
     It is held against first-fit-decreasing over the samples of all live and queued trials, in the strict
-    sense: the least filled microbatch counts, and what could be used is what the fullest as many microbatches
-    hold. An iteration takes one global batch of each live trial, so its last microbatch is filled as far as
-    it happens to be, and no order of samples helps there: of k microbatches up to one k-th stays empty, half
-    of that in the mean. So 95 % hold in every iteration where it takes twenty microbatches and more (31 with
-    32 trials here: 97.2 % at the least), in the mean from ten on (16: 94.4 % at the least, 97.0 % in the
-    mean), and below that not quite (8: 89.3 % and 94.5 %).
+    sense: the least filled microbatch counts, what could be used is what the fullest as many microbatches
+    hold, and each iteration counts by itself. With 32 trials at once nobody rests for it; with 16 and 8 some
+    do, and without that single iterations are below.
     """
     trials = 3 * parallel
     search = halving(trials, parallel, cohort=8)
@@ -142,8 +137,8 @@ def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
         f"mean {sum(shares) / len(shares):.3f} of {len(shares)} iterations"
     )
     assert len(shares) > 4
-    assert min(shares) >= every
-    assert sum(shares) / len(shares) >= mean
+    assert min(shares) >= 0.95
+    assert any(event.resting for event in steps[:last_drawn]) == (parallel < 32)
 
 
 @pytest.mark.parametrize(
