@@ -1,6 +1,7 @@
 """One worker process of a search on curves, on a study that others may share.
 
-Takes the folder as its argument, and "leaves" where it is to get a Ctrl-C after its first step. Prints
+Takes the folder as its argument, then "leaves" where it is to get a Ctrl-C after its first step, or
+"steered=NAME" where its part of the search lies in another folder, has one place, and listens there. Prints
 "ready", waits for a line, searches, and prints each step that it trained as a line "JOB STEP".
 """
 
@@ -15,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from curve_worker import CurveWorker
-from rung_bench import Bench, Notes, halving
+from rung_bench import SPACE, Bench, Notes, halving
 
 from plait.engine.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
+from plait.search.control import Mailbox, Orders
+from plait.search.control.desk import Clerk
 from plait.search.interrupt import Interrupts
 from plait.search.storage import open_storage, quiet
+from plait.search.study import StudyTrials
 from plait.settings import SearchSettings
 
 TRIALS = 12
@@ -59,9 +63,37 @@ def bench(folder: Path) -> Bench:
     return Bench(folder / "search", search(), storage=open_storage(None, folder), make_worker=SlowWorker)
 
 
+def steered(folder: Path, name: str) -> Bench:
+    """One that takes orders in a folder of its own, and does not come to an end."""
+    mailbox, clerks = Mailbox(folder / name / "control"), list[Clerk]()
+
+    def owner(study: StudyTrials, _poll: int) -> Orders:
+        if not clerks:
+            clerks.append(
+                Clerk(
+                    mailbox,
+                    mailbox.desk(),
+                    study,
+                    SPACE,
+                    weights=lambda _number, _name: None,
+                    save=lambda _number: False,
+                    describe=lambda mode: mode,
+                    say=print,
+                    name="s",
+                )
+            )
+        return clerks[0].attend()
+
+    own = halving(trials=TRIALS, parallel=1, kind="none")
+    made = Bench(folder / name, own, open_storage(None, folder), make_worker=SlowWorker, owner=owner)
+    made.steps = lambda _: 100_000
+    return made
+
+
 if __name__ == "__main__":
     quiet()
-    own = bench(Path(sys.argv[1]))
+    names = [word.removeprefix("steered=") for word in sys.argv if word.startswith("steered=")]
+    own = steered(Path(sys.argv[1]), names[0]) if names else bench(Path(sys.argv[1]))
     print("ready", flush=True)
     sys.stdin.readline()
     with Interrupts(lambda: None) as interrupts:

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
 import plait
@@ -23,13 +25,16 @@ from plait.cli.control import read_request
 from plait.cli.main import main
 from plait.errors import ConfigError, SearchError, StorageError
 from plait.paths import search_folder
-from plait.search.control.desk import Clerk
-from plait.search.control.mailbox import Answer, Mailbox, Orders, Request
+from plait.search.control.desk import LOOK_SECONDS, Clerk
+from plait.search.control.mailbox import Answer, Mailbox, Request
+from plait.search.control.orders import Mode, Orders
 from plait.search.control.targets import check_target
+from plait.search.patience import Patience
 from plait.search.points import read_point, read_values
 from plait.search.recorded import RecordedCommand, write_command
 from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.storage import from_anywhere, open_storage
+from plait.search.study_orders import StudyOrders
 from plait.search.workers import Owner as Trainer
 
 SPACE = Space(
@@ -127,33 +132,55 @@ def test_what_is_no_request_is_left_alone(tmp_path: Path, content: bytes) -> Non
     assert box.orders == Orders()
 
 
-def test_orders_stand_until_withdrawn_and_others_see_them(tmp_path: Path) -> None:
-    mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
-    assert mine.orders == Orders()
+def study_orders(storage: BaseStorage, answers: int = 1_000_000) -> StudyOrders:
+    """One worker's view of the orders of the only study in a storage; the answer to one write gets lost."""
+    study = optuna.load_study(study_name=None, storage=storage)
+    write, left = study.set_user_attr, iter(range(answers))
+
+    def lossy(key: str, value: object) -> None:
+        write(key, value)
+        if next(left, None) is None and not lost:
+            lost.append(key)
+            raise OSError("the connection is lost")
+
+    lost: list[str] = []
+    study.set_user_attr = lossy  # type: ignore[method-assign]
+    patience = Patience(sleep=lambda _: None)
+    return StudyOrders(study, patience, patience)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2, 3])
+def test_orders_stand_until_withdrawn_and_all_workers_see_them(answers: int) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=storage)
+    mine, other = study_orders(storage, answers), study_orders(storage)
+    assert mine.read() == Orders()
     mine.set_mode("paused")
-    mine.set_stops((3,))
-    assert other.orders == mine.orders == Orders("paused", (3,))
+    mine.stop_trial(3)
+    other.stop_trial(1)
+    assert other.read() == mine.read() == Orders("paused", (1, 3))
     other.set_mode("running")
-    assert mine.orders == Orders("running", (3,))
-
-
-def test_orders_that_were_carried_out_are_withdrawn_in_one_go_and_counted(tmp_path: Path) -> None:
-    mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
-    for times in range(1, 4):
-        mine.set_mode("stopping")
-        mine.set_stops((3,))
-        assert other.orders == Orders("stopping", (3,))
+    assert mine.read() == Orders("running", (1, 3))
+    modes: tuple[Mode, ...] = ("stopping", "cancelling")
+    for times, mode in enumerate(modes, 1):
+        mine.set_mode(mode)
+        assert other.read().mode == mode
         mine.withdraw()
-        assert other.orders == Orders()
-        assert other.orders.ended == times
+        other.withdraw()  # it has been
+        assert other.read() == mine.read() == Orders(ended=times, was=mode)
+    assert study_orders(storage).read() == Orders(was="cancelling")  # all that was before it came
 
 
 def test_changes_within_one_tick_of_the_files_clock_are_seen(tmp_path: Path) -> None:
     mine, other = Mailbox(tmp_path), Mailbox(tmp_path)
     path = tmp_path / "orders.json"
-    for mode in ("paused", "stopping", "running"):
-        mine.set_mode(mode)
+    modes: tuple[Mode, ...] = ("paused", "stopping", "running")
+    seen = {other.orders_stamp}
+    for mode in modes:
+        mine.show_orders(Orders(mode))
         os.utime(path, ns=(0, 0))
+        assert other.orders_stamp not in seen
+        seen = {other.orders_stamp}
         assert other.orders.mode == mode
 
 
@@ -197,10 +224,32 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         Mailbox(tmp_path / "control").post(Request("pause"))
 
 
+class KeptOrders:
+    """Orders in memory, and how often they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = Orders()
+        self.looks = 0
+
+    def read(self) -> Orders:
+        self.looks += 1
+        return self.now
+
+    def set_mode(self, mode: Mode) -> None:
+        self.now = replace(self.now, mode=mode)
+
+    def stop_trial(self, number: int) -> None:
+        self.now = replace(self.now, stops=(*self.now.stops, number))
+
+    def withdraw(self) -> None:
+        self.now = Orders()
+
+
 class Study:
     """A study in memory."""
 
     def __init__(self) -> None:
+        self.orders = KeptOrders()
         self.states = {0: "complete", 1: "running"}
         self.points: dict[int, Mapping[str, Value]] = {
             0: {"adapter.rank": 8, "train.lr": 1e-4, "train.batch_size": 2, "train.schedule": "linear"},
@@ -240,7 +289,7 @@ class Study:
         return self.requests[request]
 
 
-def _clerk(folder: Path, study: Study) -> Clerk:
+def _clerk(folder: Path, study: Study, clock: Callable[[], float] = time.monotonic) -> Clerk:
     box = Mailbox(folder)
     return Clerk(
         box,
@@ -252,6 +301,7 @@ def _clerk(folder: Path, study: Study) -> Clerk:
         describe=lambda mode: f"{mode}: 2 trials",
         say=study.said.append,
         name="a search",
+        clock=clock,
     )
 
 
@@ -296,7 +346,7 @@ def test_modes_and_stops(tmp_path: Path) -> None:
     assert "complete" in refused.text
     assert not _said(clerk, "stop", "9").done
     clerk.withdraw()
-    assert clerk.mailbox.orders == Orders()
+    assert clerk.attend() == clerk.mailbox.orders == Orders()
     assert _said(clerk, "status").text == "running: 2 trials"
 
 
@@ -360,6 +410,34 @@ def test_a_second_worker_obeys_without_the_desk(tmp_path: Path) -> None:
     assert first.attend().mode == "running"
 
 
+def test_a_worker_of_another_folder_obeys_within_seconds_and_asks_the_study_seldom(tmp_path: Path) -> None:
+    study, now = Study(), [100.0]
+    here, there = (_clerk(tmp_path / name, study, lambda: now[0]) for name in ("here", "there"))
+    assert there.attend() == Orders()
+    assert _said(here, "pause").done
+    assert _said(here, "stop", "1").done
+    looks = study.orders.looks
+    for _ in range(1000):
+        there.attend()
+    assert study.orders.looks == looks
+    now[0] += LOOK_SECONDS
+    assert there.attend() == Orders("paused", (1,))
+    assert there.mailbox.orders == Orders("paused", (1,))  # for `plait control` without a name
+    assert study.orders.looks == looks + 1
+    assert _said(there, "resume").done
+    now[0] += LOOK_SECONDS
+    assert here.attend().mode == "running"
+    for clerk in (here, there):
+        clerk.close()
+
+
+def test_a_file_of_orders_that_another_search_of_this_name_left_orders_nothing(tmp_path: Path) -> None:
+    Mailbox(tmp_path).show_orders(Orders("cancelling"))
+    clerk = _clerk(tmp_path, Study())
+    assert clerk.attend() == clerk.mailbox.orders == Orders()
+    clerk.close()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -383,10 +461,9 @@ def test_warm_is_for_clones() -> None:
     assert read_request("clone", ["trial-0003"], warm=True).trial == 3
 
 
-def test_a_search_begun_anew_has_no_orders_and_no_requests(tmp_path: Path) -> None:
+def test_a_search_begun_anew_has_no_requests(tmp_path: Path) -> None:
     study = Study()
     clerk = _clerk(tmp_path, study)
-    assert _said(clerk, "pause").done
     clerk.mailbox.post(Request("cancel"))
     clerk.begin_anew()
     assert clerk.attend() == Orders()
@@ -532,7 +609,7 @@ def test_a_study_elsewhere_is_found_from_any_folder_and_one_that_is_away_is_no_r
 def test_status_of_a_search_that_is_down_is_what_its_study_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Mailbox(killed(tmp_path)).set_mode("paused")
+    Mailbox(killed(tmp_path)).show_orders(Orders("paused"))
     study = optuna.load_study(study_name="killed", storage=open_storage(None, tmp_path))
     far = Trainer("far", "node7 its-boot", "/nowhere")
     study.ask().set_user_attr("plait.owner", far.to_json())

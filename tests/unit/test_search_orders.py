@@ -25,8 +25,8 @@ from plait.engine.messages import (
     WorkerEvent,
 )
 from plait.errors import StorageError
-from plait.search.control import Mailbox, Orders
-from plait.search.control.mailbox import Mode
+from plait.search.control import Orders
+from plait.search.control.orders import Mode
 from plait.search.study import StudyTrials
 from plait.search.workers import Owner as Trainer
 
@@ -73,7 +73,8 @@ def test_a_pause_decides_no_cohort(tmp_path: Path) -> None:
 
 def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) -> None:
     owner = from_poll(4, PAUSED, 8)
-    bench = Bench(tmp_path, halving(trials=10, parallel=3, kind="patience", rungs=(6,)), owner=owner)
+    search = halving(trials=10, parallel=3, kind="patience", rungs=(6,))
+    bench = Bench(tmp_path, search, owner=owner, min_fill=0)
     bench.run()
     kinds = [type(event) for event in bench.notes.events]
     last_parked = len(kinds) - 1 - kinds[::-1].index(JobParked)
@@ -88,7 +89,8 @@ def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) ->
 
 def test_a_trial_that_is_let_past_its_rung_during_a_pause_goes_on_after_it(tmp_path: Path) -> None:
     """Both halves of the cohort are at the rung when all are paused, so it is decided in the pause."""
-    bench = Bench(tmp_path, halving(trials=4, parallel=4, cohort=4), owner=from_poll(2, PAUSED, 6))
+    search = halving(trials=4, parallel=4, cohort=4)
+    bench = Bench(tmp_path, search, owner=from_poll(2, PAUSED, 6), min_fill=0)
     undisturbed = Bench(tmp_path / "undisturbed", bench.search)
     bench.run()
     undisturbed.run()
@@ -304,19 +306,34 @@ def test_whatever_is_ordered_a_search_ends_and_every_trial_is_told_once(
 @pytest.mark.parametrize("mode", ["stopping", "cancelling"])
 def test_a_worker_ends_with_the_others_when_the_last_withdraws_the_order(tmp_path: Path, mode: Mode) -> None:
     """Between the end of this worker's last trial and its next look, another has found nothing left to do."""
-    box = Mailbox(tmp_path / "control")
 
     def owner(study: StudyTrials, poll: int) -> Orders:
         if poll == 2:
-            box.set_mode(mode)
+            study.orders.set_mode(mode)
         if poll > 2 and not [item for item in study._study.get_trials() if item.state == TrialState.RUNNING]:
-            Mailbox(tmp_path / "control").withdraw()
-        return box.orders
+            study.orders.withdraw()
+        return study.orders.read()
 
     bench = Bench(tmp_path, halving(trials=8, parallel=2, kind="none"), owner=owner)
     assert bench.run().ended_by == mode
     assert len(bench.trials) == 2
-    assert box.orders == RUNNING
+    bench.owner = lambda study, _poll: study.orders.read()
+    assert not bench.run().ended_by  # the same command goes on
+    assert len(bench.trials) == 8
+
+
+def test_a_worker_ends_with_the_others_although_it_never_saw_the_order(tmp_path: Path) -> None:
+    """Between two of its looks another was told to cancel, ended its trials, and found nobody's any more."""
+
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        if poll == 3:
+            study.orders.set_mode("cancelling")
+            study.orders.withdraw()
+        return study.orders.read()
+
+    bench = Bench(tmp_path, halving(trials=8, parallel=2, kind="none"), owner=owner)
+    assert bench.run().ended_by == "cancelling"
+    assert {item.user_attrs["plait.reason"] for item in bench.trials} == {"ended by its owner"}
 
 
 def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
@@ -335,7 +352,8 @@ def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
             study._study.tell(0, 99.0)
         return RUNNING
 
-    bench = Bench(tmp_path, halving(trials=4, parallel=2, cohort=2, rungs=(2,)), owner=owner, alive=60)
+    search = halving(trials=4, parallel=2, cohort=2, rungs=(2,))
+    bench = Bench(tmp_path, search, owner=owner, alive=60, min_fill=0)
     bench.run()
     beside = [event.jobs for event in bench.of(GroupStep) if "trial-0001" in event.jobs]
     assert len(beside[0]) == 2
@@ -373,12 +391,10 @@ def test_what_another_worker_took_over_is_left_to_it(
 
 
 def test_resume_after_stop_draws_again(tmp_path: Path) -> None:
-    box = Mailbox(tmp_path / "control")
-
-    def owner(_study: StudyTrials, poll: int) -> Orders:
+    def owner(study: StudyTrials, poll: int) -> Orders:
         if poll in (2, 4):
-            box.set_mode("stopping" if poll == 2 else "running")
-        return box.orders
+            study.orders.set_mode("stopping" if poll == 2 else "running")
+        return study.orders.read()
 
     bench = Bench(tmp_path, halving(trials=8, parallel=2, kind="patience"), owner=owner)
     assert not bench.run().ended_by

@@ -8,12 +8,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import curve_process
 import optuna
 import pytest
 from curve_worker import CurveWorker
 from rung_bench import Bench, states
+
+from plait.cli.control import read_request
+from plait.search.control import Mailbox
+from plait.search.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / name) for name in ("platform", "kernels", "tests/support")]
@@ -42,6 +47,10 @@ class Process:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
 
+    def next_job(self) -> str:
+        """The job of the next step that it trains."""
+        return self._next().partition(" ")[0]
+
     def read(self) -> None:
         """Take in the steps that it trains, up to its end."""
         while (line := self._next()) not in ("done", "interrupted"):
@@ -53,6 +62,12 @@ class Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def _next(self) -> str:
         assert self._process.stdout is not None
@@ -119,3 +134,30 @@ def test_who_leaves_gives_its_trials_to_the_others(
     left = {job for job, _ in leaving.steps}
     assert {(job, 1) for job in left} == set(leaving.steps)
     assert {(job, 2) for job in left} <= set(staying.steps)
+
+
+def order(control: Path, *words: str) -> None:
+    mailbox, request = Mailbox(control), read_request(words[0], words[1:])
+    mailbox.post(request)
+    answer = mailbox.take_answer(request, 30)
+    assert answer is not None
+    assert answer.done, answer.text
+
+
+def test_orders_reach_a_worker_that_shares_the_study_but_no_folder(tmp_path: Path) -> None:
+    """As on two hosts: each hears of what was asked for in the folder of the other."""
+    with Process(tmp_path, "steered=one") as one, Process(tmp_path, "steered=other") as other:
+        for each in (one, other):
+            each.wait_until_ready()
+            each.go()
+        first, _ = other.next_job(), one.next_job()
+        order(tmp_path / "one" / "control", "stop", first)
+        while other.next_job() == first:
+            pass
+        order(tmp_path / "other" / "control", "cancel")
+        for each in (one, other):
+            each.read()
+            assert each.last == "done"
+    trials = optuna.load_study(study_name=None, storage=open_storage(None, tmp_path)).get_trials()
+    assert [trial.state.name for trial in trials] == ["PRUNED"] * 3
+    assert {trial.user_attrs["plait.reason"] for trial in trials} == {"ended by its owner"}

@@ -17,7 +17,7 @@ from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import InputError, StorageError
 from plait.jobs import JobSpec
-from plait.search.control.mailbox import Orders
+from plait.search.control.orders import Orders
 from plait.search.objective import Observed
 from plait.search.partners import Coordinator, Recorder
 from plait.search.results import SearchResult
@@ -94,9 +94,9 @@ class SearchRun:
     def _obey(self) -> None:
         """Do what the owner ordered: end trials, park all, let them go on."""
         before, self._orders = self._orders, self.owner()
-        if before.mode in ENDING and self._orders.ended != before.ended:
+        if self._orders.ended:
             # Another worker, the last one with a trial, withdrew the order as carried out: this one ends too.
-            self._orders = replace(self._orders, mode=before.mode, ended=before.ended)
+            self._orders = replace(self._orders, mode=self._orders.was)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
             self.recorder.handle(Notice(f"{mode}, as `plait control` asked for"))

@@ -29,6 +29,7 @@ from plait.search.samplers import distributions, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material
 from plait.search.space import Space, Value
 from plait.search.storage import study_lock
+from plait.search.study_orders import StudyOrders
 from plait.search.trial_records import (
     BEYOND,
     CHECKPOINT,
@@ -108,6 +109,7 @@ class StudyTrials:
         self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
+        self.orders = StudyOrders(self._study, self.patience, self._locked)
         self.rungs = StudyRungs(self._study, settings, self.patience, self._locked)
         self._prior = self.patience(self._take_over)
         self.patience(self._tidy_up)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from plait.errors import InputError, SearchError
-from plait.search.control.mailbox import Answer, Desk, Mailbox, Mode, Orders, Request
+from plait.search.control.mailbox import Answer, Desk, Mailbox, Request
+from plait.search.control.orders import Mode, Orders, StandingOrders
 from plait.search.control.targets import check_target
 from plait.search.points import read_point
 from plait.search.space import Space, Value
 from plait.search.trial_records import PRIORITY_KEY
 
+LOOK_SECONDS = 2.0  # between two looks at orders that came in elsewhere
 _BEFORE = ", or a trial of lower priority makes room"
 
 
 class Study(Protocol):
     """What the desk needs of the study."""
+
+    @property
+    def orders(self) -> StandingOrders:
+        """The standing orders."""
 
     def trial_states(self) -> Sequence[str]:
         """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
@@ -61,10 +69,14 @@ class Clerk:
     say: Callable[[str], None]
     name: str
     whole: bool = False
+    clock: Callable[[], float] = time.monotonic
     _awaited: set[str] = field(default_factory=set)  # requests that a state was asked for, once
+    _orders: Orders = field(default_factory=Orders)
+    _stamp: tuple[int, int] | None = None
+    _next_look: float = -math.inf
 
     def attend(self) -> Orders:
-        """Act on what waits, if this process has the desk; what holds now, whoever has it."""
+        """Act on what waits, if this process has the desk; what holds now, whoever ordered it where."""
         if self.desk.take():
             for request in self.mailbox.waiting():
                 answer = self._act(request)
@@ -74,17 +86,27 @@ class Clerk:
                 if not answer.done:
                     refused = " ".join([request.verb, *request.overrides])
                     self.say(f"plait control {refused}: refused. {answer.text.splitlines()[0]}")
-        return self.mailbox.orders
+        stamp, now = self.mailbox.orders_stamp, self.clock()
+        if stamp != self._stamp or now >= self._next_look:
+            self._stamp, self._next_look = stamp, now + LOOK_SECONDS
+            self._look()
+        return self._orders
 
     def withdraw(self) -> None:
         """What was ordered has been done."""
-        if self.desk.take():
-            self.mailbox.withdraw()
+        self.study.orders.withdraw()
+        self._look()
 
     def begin_anew(self) -> None:
-        """Whatever was ordered or asked for was about an earlier search of this name."""
+        """Whatever was asked for was about an earlier search of this name; so were orders, which went with
+        its study."""
         if self.desk.take():
             self.mailbox.empty()
+
+    def _look(self) -> None:
+        self._orders = self.study.orders.read()
+        if self.desk.take():
+            self.mailbox.show_orders(self._orders)
 
     def close(self) -> None:
         """Leave the desk to others."""
@@ -98,7 +120,7 @@ class Clerk:
             if request.verb in _MODES:
                 return self._change(request.verb)
             if request.verb == "status":
-                return Answer(True, self.describe(self.mailbox.orders.mode))
+                return Answer(True, self.describe(self.study.orders.read().mode))
             if request.verb == "add":
                 return Answer(True, self._add(request, {}))
             if request.verb == "clone" and request.trial is not None:
@@ -109,15 +131,16 @@ class Clerk:
 
     def _change(self, verb: str) -> Answer:
         mode, text = _MODES[verb]
-        if self.mailbox.orders.mode == mode:
+        if self.study.orders.read().mode == mode:
             return Answer(True, f"The search is {mode} already.")
-        self.mailbox.set_mode(mode)
+        self.study.orders.set_mode(mode)
+        self._look()
         return Answer(True, text.format(name=shlex.quote(self.name)))
 
     def _stop_trial(self, number: int) -> str:
         check_target("stop", number, self.study.trial_states(), self.name)
-        stops = self.mailbox.orders.stops
-        self.mailbox.set_stops(tuple(sorted({*stops, number})))
+        self.study.orders.stop_trial(number)
+        self._look()
         return f"Trial {number} ends after this step."
 
     def _add(self, request: Request, values: Mapping[str, Value], warm_from: Path | None = None) -> str:

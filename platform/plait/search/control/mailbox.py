@@ -1,10 +1,10 @@
-"""The mailbox of a search: requests of its owner, answers, and the standing orders; plain files.
+"""The mailbox of a search: requests of its owner, and answers; plain files.
 
 ``control/`` in the search's folder holds
 
     requests/NUMBER-ID.json what was asked and is not yet done; read in this order
     answers/ID.json         what was said to it
-    orders.json             what holds until it is withdrawn: paused, stopping, trials to stop
+    orders.json             the standing orders as they were last seen in the study, where they are kept
     desk.lock               locked by the process that reads the requests: one of the search's workers
 
 Each file appears whole: it is written under another name and renamed. A request is removed after its answer
@@ -19,14 +19,14 @@ import fcntl
 import json
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, Self, get_args
+from typing import IO, Any, Self
 
 from plait.errors import StorageError
 from plait.files import write_text
+from plait.search.control.orders import Orders, orders_in
 
-Mode = Literal["running", "paused", "stopping", "cancelling"]
 POLL_SECONDS = 0.05
 
 
@@ -55,21 +55,6 @@ class Answer:
 
     done: bool
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """What holds until it is withdrawn, for every worker of the search.
-
-    Attributes:
-        mode: of the whole search.
-        stops: numbers of the trials that are to end, as long as they are live.
-        ended: how often orders were withdrawn because they had been carried out, and not by their owner.
-    """
-
-    mode: Mode = "running"
-    stops: tuple[int, ...] = ()
-    ended: int = field(default=0, compare=False)
 
 
 class Desk:
@@ -125,7 +110,6 @@ class Mailbox:
         self._requests = folder / "requests"
         self._answers = folder / "answers"
         self._orders = folder / "orders.json"
-        self._seen: tuple[tuple[int, int] | None, Orders] = (None, Orders())
 
     def post(self, request: Request) -> None:
         """Leave a request.
@@ -167,38 +151,27 @@ class Mailbox:
 
     @property
     def orders(self) -> Orders:
-        """The standing orders; read again only after they were written."""
+        """The standing orders as this folder's workers last saw them."""
+        return orders_in(_read(self._orders))
+
+    def show_orders(self, orders: Orders) -> None:
+        """Write down which orders stand, for whoever looks into this folder."""
+        if orders != self.orders:
+            self._write(self._orders, orders.content())
+
+    @property
+    def orders_stamp(self) -> tuple[int, int] | None:
+        """Another one after every change of the orders that a worker of this folder made, or has heard of."""
         try:
             found = self._orders.stat()
         except FileNotFoundError:
-            return Orders()
-        stamp = found.st_mtime_ns, found.st_ino  # two changes may come within one tick of the file's clock
-        if stamp != self._seen[0]:
-            self._seen = (stamp, _standing(_read(self._orders)))
-        return self._seen[1]
-
-    def set_mode(self, mode: Mode) -> None:
-        """Change what the whole search is to do."""
-        self._set(replace(self.orders, mode=mode))
-
-    def set_stops(self, stops: tuple[int, ...]) -> None:
-        """Change which trials are to end."""
-        self._set(replace(self.orders, stops=stops))
-
-    def withdraw(self) -> None:
-        """Take back all orders, in one go: they have been carried out."""
-        self._set(Orders(ended=self.orders.ended + 1))
+            return None
+        return found.st_mtime_ns, found.st_ino  # two changes may come within one tick of the file's clock
 
     def empty(self) -> None:
-        """Take back all orders and throw all requests away: they were about another search of this name."""
-        self.withdraw()
+        """Throw all requests away: they were about another search of this name."""
         for path in self._requests.glob("*.json"):
             path.unlink(missing_ok=True)
-
-    def _set(self, orders: Orders) -> None:
-        if orders != self.orders:
-            self._write(self._orders, asdict(orders))
-            self._seen = (None, orders)
 
     def desk(self) -> Desk:
         """The place from which requests are acted on."""
@@ -249,13 +222,3 @@ def _request(content: dict[str, Any] | None) -> Request | None:
         } if all(isinstance(each, str) for each in overrides):
             return Request(verb, trial, tuple(overrides), warm, own)
     return None
-
-
-def _standing(content: dict[str, Any] | None) -> Orders:
-    """What a file of orders orders; nothing where it is something else."""
-    match content:
-        case {"mode": mode, "stops": [*stops], "ended": int(ended)} if mode in get_args(Mode) and all(
-            isinstance(each, int) for each in stops
-        ):
-            return Orders(mode, tuple(stops), ended)
-    return Orders()

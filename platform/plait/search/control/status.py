@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from plait.search.control.mailbox import Mode
+from plait.search.control.orders import Mode
 from plait.terminal_rows import best_line, number, settings_line, shown_first, state_text, status_line
 from plait.tracking.board import Board
 from plait.tracking.leaderboard import varying
