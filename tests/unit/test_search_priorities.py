@@ -154,3 +154,18 @@ def test_whoever_comes_first_each_trial_takes_each_step_once(
         steps = steps_of(bench, f"trial-{trial.number:04d}")
         assert steps == list(range(1, len(steps) + 1))
         assert trial.state != TrialState.COMPLETE or len(steps) == 8
+
+
+@pytest.mark.parametrize("kind", ["successive_halving", "hyperband", "median", "asha"])
+def test_a_stop_waits_for_no_trial_that_waits_behind_an_urgent_one(tmp_path: Path, kind: str) -> None:
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        if poll == 1:
+            study.enqueue({"train.lr": 1e-3}, request="waits")
+            study.enqueue({"train.lr": 2e-3}, request="comes first", priority=5)
+        return Orders("stopping") if poll >= 3 else Orders()
+
+    bench = Bench(tmp_path, halving(2, 2, kind=kind, cohort=8), owner=owner, alive=200)
+    assert bench.run().ended_by == "stopping"
+    assert [state == TrialState.WAITING for state, _ in states(bench)] == [False, False, True, False]
+    assert all(state.is_finished() for state, _ in states(bench) if state != TrialState.WAITING)
+    assert TrialState.COMPLETE in {state for state, _ in states(bench)}

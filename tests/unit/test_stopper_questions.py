@@ -49,7 +49,7 @@ class Scripted:
 
     answer: Verdict = WAIT
     asynchronous: bool = False
-    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    asked: list[tuple[int, int, int | None]] = field(default_factory=list)
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
         return (2, 4)
@@ -115,12 +115,11 @@ def test_who_waits_is_asked_about_again_when_something_happened_and_not_before()
     assert [expected for _, _, expected in search.rule.asked] == [2, 2, 3, 3]
 
 
-def test_where_no_more_are_drawn_those_that_were_are_expected() -> None:
+def test_where_no_more_are_drawn_the_rule_hears_so() -> None:
     search = Search()
-    search.memory.drawn[6] = Record()
     search.trains(0, 2)
     search.stopper.verdicts(None)
-    assert search.rule.asked == [(0, 2, 7)]
+    assert search.rule.asked == [(0, 2, None)]
 
 
 def test_an_end_takes_a_trial_from_its_rung() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ConfigError
 from plait.search.rungs import Brackets, Judged, judged, rung_steps
-from plait.search.stopping import AskedRule, Record, Rule, Table, Verdict, make_rule
+from plait.search.stopping import AskedRule, CohortRule, Record, Rule, Table, Verdict, make_rule
 from plait.settings import SearchSettings, StoppingSettings
 
 
@@ -22,7 +22,9 @@ def rule(budget: int = 16, *, metric: str = "eval/loss", trials: int = 8, **stop
     return made
 
 
-def table(values: Mapping[int, Mapping[int, float]], expected: int, ended: Sequence[int] = ()) -> Table:
+def table(
+    values: Mapping[int, Mapping[int, float]], expected: int | None, ended: Sequence[int] = ()
+) -> Table:
     return Table({n: Record(v, n in ended) for n, v in values.items()}, expected)
 
 
@@ -179,6 +181,31 @@ def test_decisions_of_cohorts_do_not_depend_on_the_order_of_arrival(data: st.Dat
     curves = [dict(zip((2, 4, 8), values, strict=True)) for values in losses]
     results = [_play(made, curves, failing, data.draw(st.permutations(range(trials)))) for _ in range(2)]
     assert results[0] == results[1]
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_where_no_more_are_drawn_nobody_waits_for_numbers_in_between(data: st.DataObject) -> None:
+    """Trials of higher priority are drawn before those that wait with lower numbers."""
+    kind = data.draw(st.sampled_from(["successive_halving", "hyperband", "median", "asha"]))
+    drawn = data.draw(st.sets(st.integers(0, 30), min_size=1))
+    made = rule(kind=kind, rungs=(2,), trials=data.draw(st.integers(1, 40)), eta=2)
+    standing = {number for number in drawn if made.rungs(number)}
+    values = {
+        number: {2: float(data.draw(st.integers(1, 5)))} if number in standing else {} for number in drawn
+    }
+    ended = data.draw(st.sets(st.sampled_from(sorted(drawn)))) - standing
+    found = actions(made, sorted(standing), 2, table(values, None, sorted(ended | (drawn - standing))))
+    assert "wait" not in found.values()
+    assert not found or "go" in found.values()
+    late = min(standing, default=0)
+    if len(standing) > 1 and kind != "asha":  # of those that were drawn, each is waited for
+        others = {n: v for n, v in values.items() if n != late} | {late: {}}
+        cohorts = actions(made, sorted(standing - {late}), 2, table(others, None, sorted(drawn - standing)))
+        with_late = made.layout.cohort(late).numbers if isinstance(made, CohortRule) else range(0)
+        assert {n for n, action in cohorts.items() if action == "wait"} == {
+            n for n in cohorts if n in with_late
+        }
 
 
 def _play(

@@ -121,9 +121,10 @@ class Cohort:
     size: int
     rungs: tuple[int, ...]
 
-    def members(self, expected: int) -> set[int]:
-        """Its trials' numbers, where a search has ``expected`` trials in all."""
-        return set(range(self.first, min(self.first + self.size, expected)))
+    @property
+    def numbers(self) -> range:
+        """Of the trials that it has room for."""
+        return range(self.first, self.first + self.size)
 
     def __str__(self) -> str:
         return f"trials {self.first} to {self.first + self.size - 1}"

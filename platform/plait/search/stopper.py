@@ -101,14 +101,13 @@ class Stopper:
         """What becomes of those that stand at a rung, by trial number; who must wait is left out.
 
         Args:
-            expected: how many trials there will be; None: no more than were drawn.
+            expected: how many trials there will be; None: no more than were drawn, whatever waits.
             ask_again: even where nothing happened here: another process may have gone on.
         """
         if not self._standing or not (self._changed or ask_again or expected != self._expected):
             return []
         self._changed, self._expected = False, expected
-        records = self._memory.records()
-        table = Table(records, max(records, default=-1) + 1 if expected is None else expected)
+        table = Table(self._memory.records(), expected)
         found = []
         for job, step in sorted(self._standing.items(), key=lambda item: self._trials[item[0]].number):
             trial = self._trials[job]

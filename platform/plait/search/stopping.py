@@ -55,10 +55,22 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All trials by number; ``expected`` is how many there will be."""
+    """All trials that were drawn, by number; ``expected`` is how many there will be, None: no
+    more than those, whatever waits between them."""
 
     records: Mapping[int, Record]
-    expected: int
+    expected: int | None
+
+    def among(self, numbers: range) -> set[int]:
+        """Those of these numbers that there are or will be."""
+        if self.expected is None:
+            return {number for number in numbers if number in self.records}
+        return {number for number in numbers if number < self.expected}
+
+    def coming(self, rung: int) -> int:
+        """How many values at the rung may still come, of all trials that there are or will be."""
+        numbers = self.records.keys() | set(range(self.expected or 0))
+        return sum(self.missing(number, rung) for number in numbers)
 
     def missing(self, number: int, rung: int) -> bool:
         """Whether a trial's value at the rung may still come; that of one not yet drawn may."""
@@ -102,7 +114,7 @@ class CohortRule:
     def verdict(self, number: int, step: int, table: Table) -> Verdict:
         """Replays the cohort's rungs up to this one; waits where one cannot be decided yet."""
         cohort = self.layout.cohort(number)
-        members = cohort.members(table.expected) | {number}
+        members = table.among(cohort.numbers) | {number}
         for rung in (each for each in cohort.rungs if each <= step):
             if any(table.missing(member, rung) for member in members):
                 return WAIT
@@ -190,8 +202,7 @@ class AshaRule:
             if step in each.values
         )
         place = [other for _, other in ranked].index(number) + 1
-        numbers = set(range(table.expected)) | set(table.records)
-        coming = sum(table.missing(other, step) for other in numbers)
+        coming = table.coming(step)
         if place <= len(ranked) // self.eta or (not coming and place == 1):
             return GO
         if place > max(1, (len(ranked) + coming) // self.eta):
