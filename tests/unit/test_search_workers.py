@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import textwrap
@@ -235,20 +236,26 @@ def test_own_trials_are_not_gone_and_unsigned_ones_are(tmp_path: Path) -> None:
 
 def hold(path: Path, kind: str) -> subprocess.Popen[str]:
     """Another process that holds a lock until it is killed."""
+    process = begin(path, kind)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["begins\n", "held\n"]
+    return process
+
+
+def begin(path: Path, kind: str) -> subprocess.Popen[str]:
+    """The same, as soon as it is about to take the lock."""
     program = (
         f"import sys; sys.path[:0] = {PATHS!r}\n"
         "from pathlib import Path\n"
         "from plait.search.locks import FileLock, LifeLock\n"
+        "print('begins', flush=True)\n"
         f"lock = {kind}(Path({str(path)!r}))\n"
         "getattr(lock, 'acquire', lambda: None)()\n"
         "print('held', flush=True); sys.stdin.read()"
     )
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    return process
 
 
 def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
@@ -271,6 +278,35 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     process.wait()
     with FileLock(tmp_path / "file").held():
         pass
+
+
+def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has made its file; whoever sweeps finds that free, and then it is locked."""
+    life, begun = tmp_path / "workers" / "life", list[subprocess.Popen[str]]()
+    life.parent.mkdir()
+    life.touch()
+    unlink = Path.unlink
+
+    def late(path: Path, missing_ok: bool = False) -> None:
+        if path == life:
+            begun.append(begin(path, "LifeLock"))
+            assert begun[0].stdout is not None
+            assert begun[0].stdout.readline() == "begins\n"
+            select.select([begun[0].stdout], [], [], 0.5)  # it gets its lock now, or waits for it
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", late)
+        workers = Workers(life.parent, lambda *_: None)
+    (other,) = begun
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    assert holder_lives(life)
+    other.kill()
+    other.wait()
+    workers.close()
 
 
 # ---- the journal ------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import sqlalchemy
@@ -106,6 +106,20 @@ def holder_lives(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def remove_dead(path: Path) -> None:
+    """Remove the file of a :class:`LifeLock` whose process is gone; not to be asked of one's own.
+
+    It goes while the lock is held: who has made its file and is about to lock it sees that it needs another.
+    """
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from plait.search.locks import LifeLock, holder_lives
+from plait.search.locks import LifeLock, holder_lives, remove_dead
 
 BEAT_SECONDS = 10.0
 MISSED_BEATS = 6  # looks in a row without a new beat, after which a worker is given up
@@ -138,5 +138,4 @@ class Workers:
         for path in folder.absolute().iterdir():
             if path != self._lock.path:
                 with suppress(OSError):
-                    if not holder_lives(path):
-                        path.unlink()
+                    remove_dead(path)
