@@ -23,6 +23,7 @@ from plait.engine.messages import (
 )
 from plait.terminal_pace import Pace
 from plait.terminal_rows import (
+    best_evaluation,
     best_line,
     front_text,
     jobs_table,
@@ -139,7 +140,7 @@ class Terminal:
             case JobGenerated():
                 self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
             case JobEnded():
-                self._print(_ended_line(event))
+                self._print(_ended_line(event, self._board.jobs.get(event.job)))
             case GroupStep() if self._clock() - self._shown >= self._line_seconds:
                 self._shown = self._clock()
                 self._print(status_line(self._board, self.seconds_left))
@@ -148,10 +149,11 @@ class Terminal:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _ended_line(event: JobEnded) -> str:
+def _ended_line(event: JobEnded, record: JobRecord | None) -> str:
     figures = [f"{event.step} steps", f"{event.tokens:,} tokens", duration(event.completion_seconds)]
     if event.eval_loss is not None:
-        figures.insert(0, f"eval loss {number(event.eval_loss)}")
+        earlier = f" (it was {best_evaluation(record)})" if record and record.was_better else ""
+        figures.insert(0, f"eval loss {number(event.eval_loss)}{earlier}")
     reason = f" ({event.reason})" if event.reason and event.state != FINISHED else ""
     return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
 
@@ -172,6 +174,8 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:
             lines += [("adapter", best.adapter)]
+        if best.was_better:
+            lines += [("eval loss", f"was {best_evaluation(best)}; the adapter is that of the last step")]
     elif front := board.front():
         lines += [("Pareto front", front_text(front))]
     else:

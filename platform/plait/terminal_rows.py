@@ -25,6 +25,11 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
+def best_evaluation(record: JobRecord) -> str:
+    """The lowest validation loss of a job, and where it was: ``3.7849 at step 20``."""
+    return f"{number(record.best_eval_loss)} at step {record.best_eval_step}"
+
+
 def setting(value: Any) -> str:
     """A parameter's value, short."""
     if isinstance(value, float):

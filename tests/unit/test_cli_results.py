@@ -52,6 +52,11 @@ def test_the_title_says_how_it_is_sorted() -> None:
         print_leaderboard(result, "xml", Console())
 
 
+def test_by_a_heading_of_the_table() -> None:
+    assert sort_records(RECORDS, "lr") == sort_records(RECORDS, "train.lr")
+    assert sort_records(RECORDS, "device s") == sort_records(RECORDS, "device_seconds")
+
+
 def test_by_a_column_that_is_not_there() -> None:
     with pytest.raises(ConfigError) as caught:
         sort_records(RECORDS, "colour")

@@ -344,6 +344,20 @@ def test_the_summary_says_what_was_found_and_what_failed() -> None:
     ]
 
 
+def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
+    stage = Stage(board_of(1), terminal=False)
+    for step, loss in ((20, 3.7849), (40, 3.8664)):
+        stage.play(JobEvaluated("trial-0000", step, loss, 80))
+    stage.play(JobEnded("trial-0000", "finished", 40, "", 3.8664, 1000, 10.0, 65.0, Path("adapter")))
+    stage.board.judge("trial-0000", "finished", 3.8664, "")
+    ended = (
+        "trial-0000 finished: eval loss 3.8664 (it was 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
+    )
+    assert stage.lines[-1] == ended
+    print_summary(stage.console, stage.board, {})
+    assert "eval loss   was 3.7849 at step 20; the adapter is that of the last step" in stage.lines
+
+
 def test_a_single_job_is_summed_up_in_a_line() -> None:
     board = board_of(1)
     board.judge("trial-0000", "finished", 1.5, "")

@@ -20,6 +20,7 @@ from plait.tracking.location import Location
 from plait.tracking.operations import resolve_references, run_reference
 from plait.tracking.results import SearchResult, print_leaderboard
 from plait.tracking.values import (
+    evaluation_values,
     finite,
     group_values,
     not_finite,
@@ -113,7 +114,7 @@ def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:
 
 def table_text(width: int, listed: list[JobRecord]) -> str:
     file = io.StringIO()
-    Console(file=file, width=width).print(to_table(listed, "demo"))
+    Console(file=file, width=width).print(to_table(listed, "demo", width))
     return file.getvalue()
 
 
@@ -128,6 +129,41 @@ def test_the_table_leaves_out_what_says_nothing() -> None:
     assert "eval loss" not in table_text(160, listed)
     listed[0].eval_loss = 3.0
     assert "eval loss" in table_text(160, listed)
+
+
+def test_what_does_not_fit_is_left_out_and_named() -> None:
+    listed = [
+        JobRecord(f"t{at}", at, state="pruned", objective=2.0, reason="place 7 of 8, " * 6) for at in (0, 1)
+    ]
+    narrow = table_text(80, listed).splitlines()
+    assert len(narrow) == 5
+    assert narrow[-1].strip() == "left out here: reason (--format csv)"
+    assert all("place" not in line and len(line) <= 80 for line in narrow)
+    wide = table_text(120, listed)
+    assert "place 7 of 8" in wide
+    assert "left out" not in wide
+
+
+def test_the_best_evaluation_is_kept_and_shown_where_the_last_one_is_worse() -> None:
+    board = Board("minimize", 2)
+    board.add(JobRecord("a", 0, {"train.lr": 1.0}))
+    board.add(JobRecord("b", 1, {"train.lr": 2.0}))
+    for step, loss in ((10, 1.5), (20, 1.25), (30, math.nan), (40, 1.75)):
+        event = JobEvaluated("a", step, loss, 80)
+        board.handle(event)
+        values = evaluation_values(event, board.jobs["a"])
+        assert values["eval/best_step"] == (10 if step == 10 else 20)
+    assert values == {"eval/loss": 1.75, "eval/tokens": 80, "eval/best_loss": 1.25, "eval/best_step": 20}
+    board.handle(JobEvaluated("b", 40, 2.0, 80))
+    rows = {row["trial"]: row for row in json.loads(to_json(board.ordered()))}
+    assert (rows[0]["eval_loss"], rows[0]["best_eval_loss"], rows[0]["best_eval_step"]) == (1.75, 1.25, 20)
+    assert (rows[1]["eval_loss"], rows[1]["best_eval_loss"], rows[1]["best_eval_step"]) == (2.0, 2.0, 40)
+    assert "best eval loss" in table_text(120, board.ordered())
+    assert "best eval" not in table_text(120, [board.jobs["b"]])
+    again = JobRecord("a", 0)
+    again.evaluated(30, 1.4)
+    again.recall(board.jobs["a"])
+    assert (again.best_eval_loss, again.best_eval_step, again.eval_loss) == (1.25, 20, 1.4)
 
 
 def test_the_table_of_a_usual_search_fits_into_eighty_characters() -> None:

@@ -52,14 +52,17 @@ def leaderboard(arguments: Sequence[str]) -> int:
 def sort_records(
     records: Sequence[JobRecord], column: str, *, reverse: bool = False
 ) -> tuple[JobRecord, ...]:
-    """The records by a column of the table, smallest first or last; those without a value at the end.
+    """The records by a column, called by its name or as the table heads it, smallest first or last; those
+    without a value at the end.
 
     Raises:
         ConfigError: there is no such column.
     """
-    from plait.tracking.leaderboard import columns
+    from plait.tracking.leaderboard import columns, heading
 
     names, rows = columns(records)
+    if column not in names:
+        column = next((name for name in names if heading(name) == column), column)
     if column not in names:
         raise ConfigError(f"--sort {column}", "There is no such column.", f"There are: {choices(names)}.")
     at = names.index(column)

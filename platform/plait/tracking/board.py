@@ -36,6 +36,8 @@ class JobRecord:
         parameters: config keys that define the job.
         state: "waiting", "parked", or one of the states in ``names``.
         steps: optimiser steps in all; 0 until the job is admitted.
+        eval_loss: of the last evaluation.
+        best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
         tokens_per_s: of the newest step.
         adapter: folder of the finished adapter, or its place among the run's artifacts.
         others: values of the further objectives, where there are several.
@@ -52,6 +54,8 @@ class JobRecord:
     steps: int = 0
     loss: float | None = None
     eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_eval_step: int | None = None
     accuracy: float | None = None
     objective: float | None = None
     tokens: int = 0
@@ -71,9 +75,29 @@ class JobRecord:
         return self.state == RUNNING
 
     @property
+    def was_better(self) -> bool:
+        """An earlier evaluation was better than the last one. Its weights are not those of the adapter."""
+        if self.best_eval_loss is None or self.eval_loss is None:
+            return False
+        return self.best_eval_loss < self.eval_loss
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Take in an evaluation after ``step`` optimiser steps; of equal ones the first is best. A job that
+        goes on from a checkpoint tells some of them again."""
+        self.eval_loss = loss
+        if math.isfinite(loss) and (self.best_eval_loss is None or loss < self.best_eval_loss):
+            self.best_eval_loss, self.best_eval_step = loss, step
+
+    @property
     def ended(self) -> bool:
         """It will not train again."""
         return self.state not in (RUNNING, WAITING, PARKED)
+
+    def recall(self, earlier: JobRecord) -> None:
+        """Take the best evaluation from what was recorded earlier, where that was better."""
+        loss = earlier.best_eval_loss
+        if loss is not None and (self.best_eval_loss is None or loss < self.best_eval_loss):
+            self.best_eval_loss, self.best_eval_step = loss, earlier.best_eval_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +156,7 @@ class Board:
                 record.step, record.loss, record.tokens = event.step, event.loss, event.tokens
                 record.tokens_per_s, record.device_seconds = event.tokens_per_s, event.device_seconds
             case JobEvaluated():
-                record.eval_loss = event.loss
+                record.evaluated(event.step, event.loss)
             case JobParked():
                 record.state = PARKED
             case JobGenerated():

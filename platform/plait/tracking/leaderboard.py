@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +16,9 @@ from plait.tracking.names import FINISHED, objective_name
 
 Cell = str | int | float | None
 FORMATS = ("table", "csv", "json")
+WIDTH = 80  # of a table, in characters, where nothing else is known
+LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
+LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
 
 
 def varying(records: Sequence[JobRecord]) -> list[str]:
@@ -35,8 +38,8 @@ def columns(
     several = max((len(record.others) for record in records), default=0)
     more = [objective_name(at) for at in range(1, several + 1)] + (["pareto"] if several else [])
     more += [] if all(record.feasible for record in records) else ["feasible"]
-    names = ["trial", "state", "objective", *more, *keys, "eval_loss", "train_loss", "steps", "tokens"]
-    names += ["device_seconds", "run_id", "adapter", "reason"]
+    names = ["trial", "state", "objective", *more, *keys, "eval_loss", "best_eval_loss", "best_eval_step"]
+    names += ["train_loss", "steps", "tokens", "device_seconds", "run_id", "adapter", "reason"]
     rows: list[list[Cell]] = []
     for record in records:
         values = [_cell(record.parameters.get(key)) for key in keys]
@@ -44,7 +47,8 @@ def columns(
         head += [_cell(value) for value in (*record.others, *[None] * several)[:several]]
         head += ["yes" if record.on_front else ""] if several else []
         head += ["yes" if record.feasible else "no"] if "feasible" in more else []
-        measured: list[Cell] = [_cell(record.eval_loss), _cell(record.loss), record.step, record.tokens]
+        measured: list[Cell] = [_cell(record.eval_loss), _cell(record.best_eval_loss), record.best_eval_step]
+        measured += [_cell(record.loss), record.step, record.tokens]
         tail: list[Cell] = [round(record.device_seconds, 3), record.run_id, record.adapter, record.reason]
         rows.append([*head, *values, *measured, *tail])
     return names, rows
@@ -87,38 +91,77 @@ def to_csv(records: Sequence[JobRecord]) -> str:
     return text.getvalue()
 
 
-def to_table(records: Sequence[JobRecord], title: str) -> Table:
-    """A table for the terminal, narrow enough for 80 characters in the usual case: without columns that are
-    empty or repeat the objective, without ids and paths, and with parameters by their last word."""
+def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Table:
+    """A table for the terminal: without columns that are empty or repeat the objective, without ids and
+    paths, and with parameters by their last word. What is too wide for ``width`` characters is left
+    out, the least needed first, which the caption says."""
     names, rows = columns(records)
-    at_objective, at_state = names.index("objective"), names.index("state")
-    numbers = [[row[at] for row in rows] for at, name in enumerate(names) if not name.startswith("objective")]
+    cells = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    shown = {name: _shown(name, cells, records) for name in names if not _repeats(name, cells)}
+    shown = {name: column for name, column in shown.items() if any(cell not in (None, "") for cell in column)}
+    left_out = _too_wide(shown, width)
     table = Table(
         title=title,
         title_justify="left",
+        caption=f"left out here: {', '.join(map(heading, left_out))} (--format csv)" if left_out else None,
+        caption_justify="left",
         header_style="bold",
         box=None,
         pad_edge=False,
         collapse_padding=True,
     )
-    shown = []
-    for at, name in enumerate(names):
-        cells = [row[at] for row in rows]
-        if name == "reason":  # of a finished job it says nothing new
-            cells = [None if row[at_state] == FINISHED else row[at] for row in rows]
-        if name == "steps":  # of those that go on, how many there are to be
-            cells = [_progress(record) for record in records]
-        repeats = name == "eval_loss" and cells == [row[at_objective] for row in rows]
-        repeats = repeats or (name.startswith("objective_") and cells in numbers)
-        if name in ("run_id", "adapter") or repeats or all(cell in (None, "") for cell in cells):
-            continue
-        numeric = name == "steps" or all(isinstance(cell, (int, float)) or cell is None for cell in cells)
-        heading = name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=name != "reason")
-        shown.append(cells)
-    for cells_of_row in zip(*shown, strict=True):
+    kept = [name for name in shown if name not in left_out]
+    for name in kept:
+        numeric = name == "steps" or all(isinstance(cell, (int, float, type(None))) for cell in shown[name])
+        table.add_column(heading(name), justify="right" if numeric else "left", no_wrap=name != "reason")
+    for cells_of_row in zip(*(shown[name] for name in kept), strict=True):
         table.add_row(*(_text(cell) for cell in cells_of_row))
     return table
+
+
+def heading(name: str) -> str:
+    """A column's name as the table has it."""
+    return name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
+
+
+def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
+    """Whether a column says what another one says."""
+    if name in ("run_id", "adapter"):  # for programs
+        return True
+    if name == "eval_loss":
+        return cells[name] == cells["objective"]
+    others = [column for other, column in cells.items() if not other.startswith("objective")]
+    return name.startswith("objective_") and cells[name] in others
+
+
+def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
+    """A column's cells without what says nothing new."""
+    if name == "reason":
+        return [None if record.state == FINISHED else record.reason for record in records]
+    if name == "steps":  # of those that go on, how many there are to be
+        return [_progress(record) for record in records]
+    if name in ("best_eval_loss", "best_eval_step"):
+        return [
+            cell if record.was_better else None for cell, record in zip(cells[name], records, strict=True)
+        ]
+    return cells[name]
+
+
+def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
+    """The columns to leave out so that the others fit; reasons may break into a few lines."""
+    wanted = {
+        name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
+        for name, column in shown.items()
+    }
+    if "reason" in wanted:
+        wanted["reason"] = min(wanted["reason"], LEAST_REASON)
+    left_out: list[str] = []
+    for name in LEAST_NEEDED:
+        if sum(wanted.values()) + len(wanted) - 1 <= width:
+            break
+        if wanted.pop(name, None) is not None:
+            left_out.append(name)
+    return [name for name in shown if name in left_out]
 
 
 def _progress(record: JobRecord) -> Cell:

@@ -32,6 +32,8 @@ def record_of(run: Run) -> JobRecord:
         steps=int(tags.get(names.TAG_STEPS, step)),
         loss=metrics.get(names.TRAIN_LOSS),
         eval_loss=metrics.get(names.EVAL_LOSS),
+        best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
+        best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
         accuracy=metrics.get(names.EVAL_ACCURACY),
         objective=metrics.get(names.OBJECTIVE),
         tokens=int(tokens),
@@ -65,6 +67,10 @@ def _step(run: Run) -> int:
     # Only as a message does a run tell the steps of its newest points without reading whole histories.
     points = run.data.to_proto().metrics
     return max((int(point.step) for point in points), default=ended)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
 
 
 def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:

@@ -119,7 +119,8 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
         if order is None:
             named = " and ".join(map(str, result.objectives))
             order = f"Pareto front of {named} first" if result.others else f"{named} first"
-        console.print(to_table(result.records, f"{result.name} ({result.state}), {order}"))
+        title = f"{result.name} ({result.state}), {order}"
+        console.print(to_table(result.records, title, console.width))
         return
     text = to_csv(result.records) if form == "csv" else to_json(result.records)
     console.file.write(text if text.endswith("\n") else f"{text}\n")

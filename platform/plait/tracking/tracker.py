@@ -40,7 +40,7 @@ from plait.tracking.overview import Overview
 from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
 from plait.tracking.totals import Totals
-from plait.tracking.values import group_values, parameter_text, search_values, user
+from plait.tracking.values import evaluation_values, group_values, parameter_text, search_values, user
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 SUMS = (  # over all jobs, those of earlier processes included
@@ -230,6 +230,8 @@ class Tracker:
                 self._ids[record.name] = record.run_id
                 if record.name in self._verdicts:
                     take_verdict(self.board, self._verdicts[record.name])
+            elif known := self.board.jobs.get(record.name):
+                known.recall(record)
         self._whole |= bool(records)
 
     # ---- jobs ------------------------------------------------------------------------------------------
@@ -305,8 +307,7 @@ class Tracker:
             case JobProgress():
                 out.progress(event)
             case JobEvaluated():
-                values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
-                out.points(event.job, event.step, values)
+                out.points(event.job, event.step, evaluation_values(event, self.board.jobs[event.job]))
             case JobGenerated():
                 out.points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
             case JobEnded():
@@ -331,9 +332,11 @@ class Tracker:
 
     def _log_totals(self, more: Mapping[str, float]) -> None:
         """One point of the search's own curves; the last one is always written."""
-        step = self._totals.next()
-        if step is not None and (not more or self._started.wants_totals(step)):
-            values = dict(more) | search_values(self.board, self.seconds)
+        if (point := self._totals.next()) is None:
+            return
+        step, seconds = point
+        if not more or self._started.wants_totals(step):
+            values = dict(more) | search_values(self.board, seconds)
             unknown = () if self._whole else SUMS
             known = {key: value for key, value in values.items() if key not in unknown}
             self._started.points(self._parent, step, known)

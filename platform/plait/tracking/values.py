@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from plait.addresses import redact
-from plait.engine.messages import GroupStep, JobProgress
+from plait.engine.messages import GroupStep, JobEvaluated, JobProgress
 from plait.settings import RunSettings
 from plait.tracking import names
-from plait.tracking.board import Board
+from plait.tracking.board import Board, JobRecord
 
 _WORDS: Mapping[str, object] = {"None": None, "True": True, "False": False}
 
@@ -54,6 +54,15 @@ def progress_values(event: JobProgress) -> dict[str, float]:
         names.THROUGHPUT: event.tokens_per_s,
         names.DEVICE_SECONDS: event.device_seconds,
     }
+
+
+def evaluation_values(event: JobEvaluated, record: JobRecord) -> dict[str, float]:
+    """Metrics of one evaluation of a job, and of its best one so far."""
+    values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
+    if record.best_eval_loss is not None and record.best_eval_step is not None:
+        best = float(record.best_eval_step)
+        values |= {names.EVAL_BEST_LOSS: record.best_eval_loss, names.EVAL_BEST_STEP: best}
+    return values
 
 
 def group_values(event: GroupStep) -> dict[str, float]:
