@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="co
 @pytest.fixture(scope="module")
 def lives(plait_cache: Path) -> Iterator[Lives]:
     """Lets searches live for a while in their own processes, forked from one that has imported everything."""
-    paths = [str(HERE.parents[2] / name) for name in ("platform", "kernels", "dashboards")]
+    paths = [str(HERE.parents[2] / name) for name in ("platform", "kernels", "dashboards", "tests/support")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",

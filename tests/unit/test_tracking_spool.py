@@ -21,6 +21,7 @@ from plait.tracking.operations import (
     LogText,
     OpenRun,
     Operation,
+    Reopen,
     Request,
     SetTags,
 )
@@ -46,6 +47,7 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(LogText, st.text(), st.text(), st.text()),
     st.builds(LogFolder, st.text(), st.sampled_from([Path("/a"), Path("b/c")]), st.text()),
     st.builds(EndRun, st.text(), st.text(), st.integers(0)),
+    st.builds(Reopen, st.text()),
     st.builds(Held, st.text(), st.none() | points, st.none() | points),
     st.builds(
         Taken, st.text(), st.dictionaries(st.text(), st.integers(0)), st.lists(st.integers(0)).map(tuple)

@@ -17,6 +17,7 @@ from plait.tracking.operations import (
     LogText,
     OpenRun,
     Operation,
+    Reopen,
     Request,
     SetTags,
     UpdateRun,
@@ -75,6 +76,7 @@ operations = st.lists(
         st.builds(LogText, runs, st.sampled_from("xy"), st.text()),
         st.builds(lambda run, name: LogFolder(run, Path(name), "adapter"), runs, st.sampled_from("fg")),
         st.builds(lambda run, status: EndRun(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])),
+        st.builds(Reopen, runs),
         st.builds(lambda run: OpenRun(run, 0, "parent", (), (("t", "opened"),), 1), runs),
     )
 )
@@ -101,6 +103,8 @@ class Held:
                 self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags})
             case EndRun():
                 self.latest[item.run, "status"] = item.status
+            case Reopen():
+                self.latest[item.run, "status"] = "RUNNING"
             case LogText():
                 self.latest[item.run, f"text {item.path}"] = item.text
             case LogFolder():

@@ -12,7 +12,7 @@ from pathlib import Path
 from plait.errors import StorageError
 
 FILE = "totals"  # in the search's folder: locked by the process that writes them, and how far they are
-DIGITS = 20  # of the step, and of the milliseconds after it
+DIGITS = 20  # of the step, and of the microseconds after it
 
 
 class Totals:
@@ -57,15 +57,15 @@ class Totals:
         self.step, self._before = max(self.step, step), max(self._before, seconds)
         self._started = self._rising()
 
-    def next(self) -> int | None:
-        """The next step, if this process writes it."""
+    def next(self) -> tuple[int, float] | None:
+        """The next step and its seconds, if this process writes it."""
         if self._file is None or not self._take(self._file):
             return None
         self.step += 1
+        microseconds = round(self.seconds * 1_000_000)
         with suppress(OSError):  # a disk that is full: then others begin with what the store has
-            milliseconds = int(self.seconds * 1000)
-            os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self.step, DIGITS, milliseconds), 0)
-        return self.step
+            os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self.step, DIGITS, microseconds), 0)
+        return self.step, microseconds / 1_000_000
 
     @property
     def seconds(self) -> float:
@@ -85,12 +85,14 @@ class Totals:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        self.step = max(self.step, self._noted()[0])
+        step, seconds = self._noted()
+        self.step = max(self.step, step)
+        self._before += max(seconds - self.seconds, 0.0)  # whatever this process knew: time does not go back
         self._mine = True
         return True
 
     def _noted(self) -> tuple[int, float]:
         """Step and seconds of the last point that a process of this host wrote."""
         text = b"" if self._file is None else os.pread(self._file, 2 * DIGITS, 0)
-        step, milliseconds = text[:DIGITS], text[DIGITS:]
-        return int(step) if step.isdigit() else 0, int(milliseconds) / 1000 if milliseconds.isdigit() else 0.0
+        step, seconds = (int(part) if part.isdigit() else 0 for part in (text[:DIGITS], text[DIGITS:]))
+        return step, seconds / 1_000_000

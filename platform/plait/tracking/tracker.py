@@ -332,9 +332,11 @@ class Tracker:
 
     def _log_totals(self, more: Mapping[str, float]) -> None:
         """One point of the search's own curves; the last one is always written."""
-        step = self._totals.next()
-        if step is not None and (not more or self._started.wants_totals(step)):
-            values = dict(more) | search_values(self.board, self.seconds)
+        if (point := self._totals.next()) is None:
+            return
+        step, seconds = point
+        if not more or self._started.wants_totals(step):
+            values = dict(more) | search_values(self.board, seconds)
             unknown = () if self._whole else SUMS
             known = {key: value for key, value in values.items() if key not in unknown}
             self._started.points(self._parent, step, known)
