@@ -126,8 +126,24 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     assert first.lost() == set()  # told once
     first.tell(trial, Outcome("complete", 1.0, ""))
     assert second.finished() == []
+
+    def write() -> None:
+        """All that the first might write of it before its next look."""
+        first.report(trial, 1, 1.0)
+        first.rungs.measure(trial.number, 2, 1.0)
+        first.rungs.let_past(trial.number, 2)
+        first.put_back(trial, tmp_path)
+
+    write()
+    second.report(taken, 3, 2.0)
+    second.rungs.measure(taken.number, 4, 2.0)
+    second.rungs.let_past(taken.number, 4)
     second.tell(taken, Outcome("complete", 2.0, ""))
+    write()
     assert [item.outcome.value for item in second.finished()] == [2.0]
+    (kept, *_) = second._study.get_trials()
+    assert kept.intermediate_values == {3: 2.0, 4: 2.0}
+    assert (kept.user_attrs["plait.passed"], kept.user_attrs.get("plait.checkpoint")) == (4, None)
     second.close()
 
 

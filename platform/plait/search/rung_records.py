@@ -46,6 +46,7 @@ class StudyRungs:
         settings: of the search.
         patience: for a storage that is away.
         locked: does something that one process at a time does, with patience.
+        own: whether a trial is this process's own still: what another took over is not written here.
 
     Raises:
         SearchError: Optuna has no such pruner, it does not take the options, or it cannot see the metric.
@@ -57,8 +58,10 @@ class StudyRungs:
         settings: SearchSettings,
         patience: Patience,
         locked: Callable[[Callable[[], int]], int],
+        own: Callable[[FrozenTrial], bool] = lambda _: True,
     ) -> None:
         self._study = study
+        self._own = own
         self._patience = patience
         self._locked = locked
         kind = settings.stopping.kind
@@ -105,7 +108,7 @@ class StudyRungs:
 
     def _measure(self, number: int, step: int, value: float) -> None:
         frozen, live = self._live(number)
-        if step in self._values(frozen) or not math.isfinite(value):
+        if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
             return
         if self._objective:
             live.report(value, step)
@@ -114,7 +117,12 @@ class StudyRungs:
 
     def let_past(self, number: int, step: int) -> None:
         """Keep that an asynchronous rule let a trial past a rung."""
-        self._patience(lambda: self._live(number)[1].set_user_attr(PASSED, step))
+        self._patience(lambda: self._let_past(number, step))
+
+    def _let_past(self, number: int, step: int) -> None:
+        frozen, live = self._live(number)
+        if self._own(frozen):
+            live.set_user_attr(PASSED, step)
 
     def prunes(self, number: int) -> bool:
         """Whether Optuna's pruner would end the trial now, from what is recorded at this moment."""

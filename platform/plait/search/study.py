@@ -110,7 +110,7 @@ class StudyTrials:
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
         self.orders = StudyOrders(self._study, self.patience, self._locked)
-        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked)
+        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self._claims.signed)
         self._prior = self.patience(self._take_over)
         self.patience(self._tidy_up)
         if points:
@@ -283,7 +283,12 @@ class StudyTrials:
     def _report(self, trial: Trial, step: int, value: float) -> None:
         frozen, live = self._live(trial)
         several = len(self._settings.objectives) > 1  # Optuna takes intermediate values of one objective only
-        if not several and math.isfinite(value) and step not in frozen.intermediate_values:
+        if (
+            self._claims.signed(frozen)
+            and not several
+            and math.isfinite(value)
+            and step not in frozen.intermediate_values
+        ):
             live.report(value, step)
 
     def tell(self, trial: Trial, outcome: Outcome) -> None:
@@ -321,7 +326,12 @@ class StudyTrials:
         """Leave the trial RUNNING: the next run takes it up, from the checkpoint if there is one."""
         if checkpoint is not None:
             path = str(checkpoint.absolute())
-            self.patience(lambda: self._live(trial)[1].set_user_attr(CHECKPOINT, path))
+            self.patience(lambda: self._put_back(trial, path))
+
+    def _put_back(self, trial: Trial, checkpoint: str) -> None:
+        frozen, live = self._live(trial)
+        if self._claims.signed(frozen):
+            live.set_user_attr(CHECKPOINT, checkpoint)
 
     def finished(self) -> list[Finished]:
         """All trials that are over, of this run and of earlier ones; without those that were dropped."""
