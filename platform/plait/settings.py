@@ -6,7 +6,7 @@ one of them is refused. ``plait.config`` builds these from Hydra's DictConfig.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +121,7 @@ class PlannerSettings:
         max_jobs: most jobs that train at once; None leaves it to memory.
         memory_share: share of the device's memory that may be used.
         min_fill: share of the microbatches' capacity below which some jobs rest for an iteration, so that
-            the others' are fuller; 0 lets nobody rest.
+            the others' are fuller; 0 lets nobody rest. Nor does anybody where all trials train at once.
     """
 
     max_jobs: int | None = None
@@ -363,6 +363,16 @@ class RunSettings:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
+
+    @property
+    def planner_of_search(self) -> PlannerSettings:
+        """The planner's, for the trials of the search.
+
+        Where all train at once nobody rests: without a queue nothing takes the place of one that comes to its
+        rung before the others, and it would be parked for nothing.
+        """
+        queue = self.search.trials > self.search.parallel
+        return self.planner if queue else replace(self.planner, min_fill=0.0)
 
 
 Mode = Literal["train", "plan", "profile", "simulate", "bench"]

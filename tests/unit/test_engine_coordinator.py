@@ -232,6 +232,29 @@ def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None
         made.cancel("b")
 
 
+def test_who_rests_as_it_goes_on_from_a_state_is_not_evaluated_again() -> None:
+    """Its validation loss at that step is known; the next is that of its next step."""
+    jobs = [job("a", steps=6, validation=(4,), eval_every=1)]
+    jobs += [job("b", steps=6, batch_size=3, validation=(4,), eval_every=1)]
+
+    def begun(states: dict[str, Path]) -> Coordinator:
+        made = coordinator(CurveWorker())
+        for each in jobs:
+            made.submit(each, resume_from=states.get(each.name))
+        return made
+
+    made = begun({})
+    events = [event for _ in range(4) for event in made.advance()]
+    made.stop()
+    ends = {event.job: event for event in of(JobEnded, events + made.advance())}
+    later = drain(begun({name: end.checkpoint for name, end in ends.items()}))
+    rested = of(GroupStep, later)[0].resting
+    assert rested == ("a",)
+    assert ends["a"].step > 0
+    for each in jobs:
+        assert [event.step for event in of(JobEvaluated, events + later, each.name)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_stop_saves_live_jobs_and_ends_all() -> None:
     made = coordinator(worker := CurveWorker(), max_jobs=1)
     made.submit(job("a", steps=9))

@@ -105,16 +105,20 @@ def next_batch(name: str, step: int) -> GlobalBatch:
     return replace(training_batch(job, DataOrder.of(job.train, len(train)), train, step), job=name)
 
 
-@pytest.mark.parametrize("parallel", [32, 16, 8])
-def test_capacity_in_use_against_what_first_fit_decreasing_could_use(tmp_path: Path, parallel: int) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "trials", "below"), [(32, 96, 0), (16, 48, 0), (16, 96, 0), (8, 24, 0), (8, 96, 1)]
+)
+def test_capacity_in_use_against_what_first_fit_decreasing_could_use(
+    tmp_path: Path, parallel: int, trials: int, below: int
+) -> None:
     """Tokens in use, over the capacity of the microbatches that they take, until the queue is empty.
 
     It is held against first-fit-decreasing over the samples of all live and queued trials, in the strict
     sense: the least filled microbatch counts, what could be used is what the fullest as many microbatches
-    hold, and each iteration counts by itself. With 32 trials at once nobody rests for it; with 16 and 8 some
-    do, and without that single iterations are below.
+    hold, and each iteration counts by itself. With 32 trials at once nobody has to rest for 95 %; with 16 and
+    8 some do. With 8, of which each fills about one microbatch, there may be no set of those that did not
+    rest twice just now that leaves the others' full: in one iteration of fifty here.
     """
-    trials = 3 * parallel
     search = halving(trials, parallel, cohort=8)
     bench = Bench(tmp_path, search, capacity=CAPACITY, job=short_samples)
     bench.run()
@@ -137,7 +141,8 @@ def test_capacity_in_use_against_what_first_fit_decreasing_could_use(tmp_path: P
         f"mean {sum(shares) / len(shares):.3f} of {len(shares)} iterations"
     )
     assert len(shares) > 4
-    assert min(shares) >= 0.95
+    assert sum(share < 0.95 for share in shares) <= below
+    assert min(shares) >= (0.93 if below else 0.95)
     assert any(event.resting for event in steps[:last_drawn]) == (parallel < 32)
 
 

@@ -36,7 +36,8 @@ class LiveJob:
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it begins with; None for fresh ones.
         begun: whether this process has trained it.
-        in_a_row: iterations in which it took part since it rested or came; 0 where it rested in the last one.
+        in_a_row: iterations in which it took part since it rested or came; 0 where it rested in the last one,
+            -1 in the last two.
     """
 
     spec: JobSpec
@@ -76,7 +77,7 @@ class LiveJob:
     @property
     def evaluation_due(self) -> bool:
         """Whether the validation loss is wanted after the step just done."""
-        if len(self.data.validation) == 0 or self.evaluated == self.step or self.in_a_row == 0:
+        if len(self.data.validation) == 0 or self.evaluated == self.step or self.in_a_row <= 0:
             return False
         every = self.spec.train.eval_every
         at_rung = self.measured and self.step in self.rungs
@@ -138,12 +139,12 @@ class LiveJob:
     def advance(self, tokens: int) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
         self.cursor = Cursor(self.step + 1, self.cursor.tokens + tokens, self.cursor.device_ns)
-        self.in_a_row += 1
+        self.in_a_row = max(self.in_a_row, 0) + 1
         self.reach()
 
     def rest(self) -> None:
         """Sit an iteration out."""
-        self.in_a_row = 0
+        self.in_a_row = min(self.in_a_row, 1) - 1
 
     def ended(
         self,

@@ -5,8 +5,8 @@ Where that leaves too much of the capacity empty, some jobs take their next step
 them leave a whole number of microbatches full is a question of subset sums, answered exactly; the packer
 then has the last word.
 
-Pure and deterministic. Only jobs of the lowest priority rest, and none twice in a row: each takes part in at
-least every second iteration, and at least one trains.
+Pure and deterministic. Only jobs of the lowest priority rest, and none three times in a row: each takes part
+in at least every third iteration, and at least one trains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class NextBatch:
     Attributes:
         tokens: real tokens.
         priority: of the job.
-        in_a_row: iterations in which the job took part since it rested; 0 where it rested in the last one.
+        in_a_row: iterations in which the job took part since it rested; 0 where it rested in the last one, -1
+            in the last two.
     """
 
     tokens: int
@@ -117,7 +118,7 @@ def resting_sets(
     """
     total = sum(batch.tokens for batch in batches)
     lowest = min(batch.priority for batch in batches)
-    may = [at for at, batch in enumerate(batches) if batch.priority == lowest and batch.in_a_row > 0]
+    may = [at for at, batch in enumerate(batches) if batch.priority == lowest and batch.in_a_row >= 0]
     may.sort(key=lambda at: (-batches[at].in_a_row, -at))
     tokens = [batches[at].tokens for at in may]
     fewest = max(1, below // 2, below - MOST_FEWER)

@@ -24,8 +24,9 @@ NOT_REPEATED = (
     "may pack otherwise."
 )
 WAVES = (
-    "A wave starts when the one before it is done. Training fills places as they come free, and goes where "
-    "the sampler leads: trials here are drawn without results."
+    "A wave starts when the one before it is done. Training fills places as they come free, lets trials "
+    "rest so that microbatches are full, and goes where the sampler leads: trials here are drawn without "
+    "results."
 )
 TRUNCATED = (
     f"At most {MOST_STEPS} steps are planned of a wave's jobs; those after them are taken to be like them."

@@ -113,11 +113,11 @@ def test_those_that_were_pruned_came_as_far_as_they_would_have_come_alone(search
 def test_freed_capacity_is_used_in_every_iteration_until_the_queue_is_empty(searched: Searched) -> None:
     """Tokens in use, against what first-fit-decreasing could use of the samples of live and queued trials.
 
-    In an iteration every live job gives one global batch, and they share one row of microbatches, of which
-    the last is filled as far as it happens to be: no order of the samples helps there, and what
-    ``search.parallel`` keeps out cannot be used. So each iteration of these few jobs is measured without its
-    least filled microbatch, on both sides, and as many trials are live as may be. With that microbatch, and
-    with how many jobs 95 % hold all the same: test_search_stopping.py.
+    In an iteration every live job that does not rest gives one global batch, and they share one row of
+    microbatches, of which the last is filled as far as it happens to be; of four jobs, each of about one
+    microbatch, there is often no set that fills it. So each iteration of these few jobs is measured without
+    its least filled microbatch, on both sides. With that microbatch, from eight trials at once on:
+    test_search_stopping.py.
     """
     steps = [event for event in searched.history.events if isinstance(event, GroupStep)]
     assert len(steps) == len(searched.packed)
