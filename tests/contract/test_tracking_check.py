@@ -3,9 +3,11 @@
 import shutil
 import socket
 import tempfile
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from plait.addresses import redact
 from plait.errors import StorageError
 from plait.settings import TrackingSettings
-from plait.tracking import check, check_tracking, locate
+from plait.tracking import AwayError, check, check_tracking, locate
 from plait.tracking.check import open_store
 
 Usage = namedtuple("Usage", "total used free")
@@ -44,6 +46,7 @@ def refuse(settings: TrackingSettings, *parts: str) -> None:
     """The settings are refused, with each of the parts in the message."""
     with pytest.raises(StorageError) as caught:
         check_tracking(settings)
+    assert isinstance(caught.value, AwayError) == ("no answer" in str(caught.value))
     assert caught.value.exit_status == 2
     assert caught.value.rule
     assert caught.value.remedy
@@ -91,6 +94,34 @@ def test_a_server_that_never_answers(
 ) -> None:
     monkeypatch.setattr(check, "ANSWER_SECONDS", 0.3)
     refuse(TrackingSettings(uri=f"http://127.0.0.1:{silent_port}", root=tmp_path), "no answer", "timed out")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "away"),
+    [(200, b"<html>", False), (404, b"<html>", False), (403, b"<html>", False), (503, b"<html>", True)],
+)
+def test_what_answers_and_is_no_mlflow_is_not_away(
+    tmp_path: Path, status: int, body: bytes, away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(StorageError) as caught:
+            check_tracking(TrackingSettings(uri=f"http://127.0.0.1:{server.server_port}", root=tmp_path))
+        server.shutdown()
+    assert isinstance(caught.value, AwayError) == away, caught.value
 
 
 def test_a_database_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:

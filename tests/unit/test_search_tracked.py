@@ -1,0 +1,81 @@
+"""Which searches may begin without their tracking store: those that were recorded in just this one before."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.storages import BaseStorage
+from sqlalchemy.exc import OperationalError
+
+from plait.search.storage import in_memory
+from plait.search.tracked import Tracked, tracked_run, without_store
+from plait.search.trial_records import TRACKED
+from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.tracking import AwayError
+from plait.tracking.check import _is_away
+from plait.tracking.location import Location
+
+HERE, THERE = "http://here:5000", "http://there:5000"
+AWAY = AwayError(f"tracking.uri={HERE}: no answer", "One must answer.", "Start it.")
+
+
+@pytest.fixture
+def storage() -> BaseStorage:
+    """With a study whose search is recorded, one whose first start came to nothing, and no other."""
+    made = in_memory()
+    optuna.create_study(study_name="mine", storage=made).set_user_attr(TRACKED, ("run-1", HERE))
+    optuna.create_study(study_name="new", storage=made)
+    return made
+
+
+def settings(uri: str, *, fresh: bool = False) -> RunSettings:
+    return RunSettings(search=SearchSettings(fresh=fresh), tracking=TrackingSettings(uri=uri))
+
+
+@pytest.mark.parametrize("away", [None, AWAY])
+def test_a_search_that_was_recorded_there_needs_no_answer(
+    storage: BaseStorage, away: AwayError | None
+) -> None:
+    assert tracked_run(storage, "mine", settings(HERE), away) == Tracked("run-1", away)
+
+
+@pytest.mark.parametrize(
+    ("name", "uri", "fresh"),
+    [("mine", THERE, False), ("mine", HERE, True), ("new", HERE, False), ("unknown", HERE, False)],
+)
+def test_any_other_does(storage: BaseStorage, name: str, uri: str, fresh: bool) -> None:
+    wanted = settings(uri, fresh=fresh)
+    assert tracked_run(storage, name, wanted, None) == Tracked()
+    with pytest.raises(AwayError):
+        tracked_run(storage, name, wanted, AWAY)
+    assert sorted(optuna.get_all_study_names(storage)) == ["mine", "new"]
+
+
+def test_an_address_that_is_not_the_searchs_own_is_told_both(storage: BaseStorage) -> None:
+    with pytest.raises(AwayError, match=f"Go on with tracking.uri={HERE}.*or start {THERE}"):
+        tracked_run(storage, "mine", settings(THERE), AWAY)
+
+
+def test_what_is_said_names_address_and_folder(tmp_path: Path) -> None:
+    here = settings(HERE)
+    here = replace(here, tracking=replace(here.tracking, root=tmp_path))
+    said = without_store(AWAY, here, "mine")
+    waits = f"waits in {tmp_path}/searches/mine/spool and is sent once it answers."
+    assert said == f"{AWAY.value}. What it is to get {waits}"
+
+
+@pytest.mark.parametrize(
+    ("text", "away"),
+    [
+        ("connection failed: Connection refused", True),
+        ("FATAL:  the database system is starting up", True),
+        ('FATAL:  password authentication failed for user "me"', False),
+        ('FATAL:  database "plait" does not exist', False),
+    ],
+)
+def test_a_database_that_refuses_is_not_away(text: str, away: bool) -> None:
+    location = Location("postgresql+psycopg://me@host/plait", Path("/runs"), None)
+    error = OperationalError("", None, Exception(text))
+    assert _is_away(location, error) is away
+    assert not _is_away(replace(location, uri="sqlite:////runs/mlflow.db"), error)
