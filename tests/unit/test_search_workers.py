@@ -14,11 +14,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import sqlalchemy
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 
 from plait.config_overrides import read_request
@@ -28,7 +31,7 @@ from plait.search.identity import identify
 from plait.search.journal import Journal
 from plait.search.locks import FileLock, LifeLock, holder_lives
 from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
-from plait.search.storage import open_storage
+from plait.search.storage import open_storage, study_lock
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome
 from plait.search.workers import BEAT_SECONDS, BEATS, MISSED_BEATS, Owner, Workers, owner_of
@@ -161,6 +164,17 @@ def test_nobody_takes_a_trial_while_another_holds_the_study(tmp_path: Path, addr
     other.kill()
     assert [first.number, *other.took] == [0, 1, 2]
     trials.close()
+
+
+def test_a_database_without_a_lock_is_refused(tmp_path: Path) -> None:
+    """Two workers would train the same trials there."""
+    storage = open_storage(str(tmp_path / "study.db"), tmp_path)
+    assert isinstance(storage, RDBStorage)
+    url = sqlalchemy.make_url("mysql+pymysql://me:secret@host/db")
+    storage.engine = SimpleNamespace(url=url)
+    with pytest.raises(StorageError, match="PostgreSQL, SQLite and journal files only") as caught:
+        study_lock(storage, "s")
+    assert "mysql+pymysql://me:***@host/db" in str(caught.value)
 
 
 # ---- who is gone ------------------------------------------------------------------------------------------

@@ -57,8 +57,11 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
     """What one process at a time holds while it takes a trial of a study, or tells of one; or does something
     else (``what``), which holds up nobody who does that.
 
-    Processes that use a file are on one host. PostgreSQL serves several hosts. Any other storage is for one
+    Processes that use a file are on one host. PostgreSQL serves several hosts. A storage in memory is for one
     process.
+
+    Raises:
+        StorageError: another database, in which two processes would train the same trials.
     """
     if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
         path = storage._backend.path
@@ -69,7 +72,14 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
             return advisory_lock(
                 storage.engine, f"plait {name}" if what == "study" else f"plait {what} {name}"
             )
-        if url.get_backend_name() == "sqlite" and url.database not in (None, "", ":memory:"):
+        if url.get_backend_name() != "sqlite":
+            raise StorageError(
+                f"search.storage={redact(str(url))}",
+                "So that two processes never take the same trial, Plait locks the study: it can do so in "
+                "PostgreSQL, SQLite and journal files only.",
+                "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
+            )
+        if url.database not in (None, "", ":memory:"):
             return FileLock(Path(f"{url.database}.{what}-lock")).held()
     return nullcontext()
 
@@ -94,7 +104,9 @@ def _database(url: str) -> BaseStorage:
         raise StorageError(
             f"search.storage={redact(url)}",
             f"Its driver is missing: {error}",
-            "Install it: pip install 'plait[postgresql]'.",
+            "Install it: pip install 'plait[postgresql]'."
+            if url.startswith("postgres")
+            else "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
         ) from error
     except Exception as error:  # SQLAlchemy, the driver and Optuna each raise their own
         raise StorageError(
