@@ -3,16 +3,20 @@
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import OperationalError
 
 from plait.cli.main import main
 from plait.plans import Plan
+from plait.search.storage import study_lock
 
 Trials = Callable[..., list[FrozenTrial]]
 Leaderboard = Callable[..., list[dict[str, Any]]]
@@ -137,11 +141,37 @@ def test_one_adapter_takes_the_same_path(
     assert all(plan.choices["kernels"] == "grouped" for plan in plans)
 
 
+@pytest.fixture
+def poor_connection(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The study's database is away whenever the search's run is begun or concluded: at first, and once that
+    is done; what was away when."""
+    away: list[str] = []
+
+    @contextmanager
+    def lock(storage: BaseStorage, name: str, what: str = "study") -> Iterator[None]:
+        if what != "run":
+            with study_lock(storage, name, what):
+                yield
+            return
+        if not away or away[-1] == "end":
+            away.append("begin")
+            raise OperationalError("", None, Exception("away"))
+        yield
+        away.append("end")
+        raise OperationalError("", None, Exception("away"))
+
+    monkeypatch.setattr("plait.search.study.study_lock", lock)
+    return away
+
+
 def test_a_job_that_diverges_fails_alone(
-    folder: Path, short: Short, trials: Trials, leaderboard: Leaderboard
+    folder: Path, short: Short, trials: Trials, leaderboard: Leaderboard, poor_connection: list[str]
 ) -> None:
     arguments = ["train.lr=choice(1e-3,1e30)", "search.sampler=grid", "train.clip_norm=null"]
-    assert main(["sweep", *short, "train.steps=6", *arguments]) == 3
+    for _ in range(2):  # the second time there is nothing to be trained
+        assert main(["sweep", *short, "train.steps=6", *arguments]) == 3
+        assert poor_connection == ["begin", "end"] * 2
+        assert len(list(folder.rglob("optimization_results.yaml"))) > 0
     states = {item.params["train.lr"]: item for item in trials(folder)}
     assert states[1e-3].state == TrialState.COMPLETE
     assert states[1e30].state == TrialState.FAIL

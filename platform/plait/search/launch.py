@@ -17,7 +17,7 @@ from rich.console import Console
 
 from plait.addresses import redact
 from plait.engine.coordinator import Coordinator
-from plait.errors import EXIT_DONE, ConfigError, StorageError
+from plait.errors import ConfigError, StorageError
 from plait.jobs import JobSpec
 from plait.paths import search_folder
 from plait.search.checks import check_jobs, check_memory, check_model
@@ -99,7 +99,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
         _remember(command, source.name, finished=True, concluded=concluded)
         write_result(done, settings.search, command.directory)
         _tell(console, describe_result(done, settings.search, source.name))
-        return EXIT_DONE
+        return done.exit_status
     if tracked.away is not None:
         _tell(console, [without_store(tracked.away, settings, source.name)])
     shape = check_model(settings.model, command.probes)
@@ -263,7 +263,7 @@ class _Launch:
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
             tracker.others, tracker.over = self._others, self._over
-            with self._source.exclusive("run"):  # one for all processes
+            with self._source.patience.holding(lambda: self._source.exclusive("run")):  # one for all
                 run_id = tracker.start_search(self._facts(), self._begun())
                 self._source.link(run_id, str(tracker.location))
             if tracker.away is not None and self._tracked.away is None:  # since this began
@@ -279,10 +279,10 @@ class _Launch:
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
+        write_result(result, self._settings.search, self._command.directory)
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
             self._conclude(tracker, figures)
-        write_result(result, self._settings.search, self._command.directory)
         self._report(result, tracker, figures.trouble)
         _tell(self._console, tracker.notices)
         return result
@@ -291,7 +291,7 @@ class _Launch:
         """What is said of the whole search: by one process at a time, so that the last one has the others'
         jobs, too, and not while others train."""
         try:
-            with self._source.exclusive("run"):
+            with self._source.patience.holding(lambda: self._source.exclusive("run")):
                 if not self._others():
                     tracker.conclude(judged(self._source.finished()))
                     self.concluded = True

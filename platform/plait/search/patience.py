@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from optuna.exceptions import StorageInternalError
@@ -76,6 +77,30 @@ class Patience:
                 if waited:
                     self.say("The study's storage is back.")
                 return result
+
+    @contextmanager
+    def holding(self, lock: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Hold a lock in the storage, which is waited for as in a call. What is done under it is done once; a
+        lock that is lost by then has served.
+
+        Raises:
+            StorageError: as a call.
+        """
+
+        def take() -> AbstractContextManager[None]:
+            taken = lock()
+            taken.__enter__()
+            return taken
+
+        taken = self(take)
+        try:
+            yield
+        finally:
+            try:
+                taken.__exit__(None, None, None)
+            except Exception as error:
+                if not passes(error):
+                    raise
 
     def _wait(self, seconds: float, error: Exception) -> None:
         while seconds > 0:

@@ -121,7 +121,7 @@ def catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged
     try:
         if notices := send_left(tracking, source.name):
             return notices, False
-        with source.exclusive("run"):
+        with source.patience.holding(lambda: source.exclusive("run")):
             run_id = conclude(tracking, source.name, source.token, trials)
             if run_id is None:
                 return [], True
