@@ -126,7 +126,7 @@ class PlannerSettings:
 
     max_jobs: int | None = None
     memory_share: float = 0.8
-    min_fill: float = 0.95
+    min_fill: float = 0.0
 
     def __post_init__(self) -> None:
         _at_least("planner.max_jobs", self.max_jobs, 1)
