@@ -129,6 +129,29 @@ def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
     assert [point.step for point in losses] == [1, 7, 12]
 
 
+def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    """They share the store and no disk."""
+    one, two = (replace(settings, root=tmp_path / name) for name in ("one", "two"))
+    killed = begin(replace(one, flush_seconds=3600.0))
+    train(killed, 0, 3)
+    killed.flush()
+    for step in range(4, 9):
+        killed.handle(JobProgress("trial-0000", step, 3.0 / step, 1.0, 1e-4, 100 * step, 1.0 * step, 200.0))
+    crash(killed)
+    tracker = begin(two)
+    train(tracker, 0)
+    end(tracker, 0, STEPS)
+    tracker.judge("trial-0000", "finished", 1.0)
+    tracker.end_search()
+    tracker.close()
+    assert send_left(one, "demo") == []
+    (item,) = load_search(one, "demo").records
+    losses = MlflowClient(locate(one).uri).get_metric_history(item.run_id, "train/loss")
+    assert [point.step for point in losses] == list(range(1, STEPS + 1))
+
+
 def test_leaderboards_take_room_in_the_spool_as_jobs_do(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,8 @@ class StoreSender:
             if found is None:
                 raise RefusedError(f"{run}: its run could not be made")
             self._ids[run] = found.info.run_id
+            if run not in self._had:  # somebody else may have gone on with the job since
+                self._had[run] = self._store.last_steps(found)
         return self._ids[run]
 
     def _open(self, request: OpenRun) -> None:
