@@ -226,6 +226,7 @@ def test_what_others_train_is_on_the_board_while_the_search_goes_on(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plait.tracking.tracker.Elsewhere", partial(Elsewhere, pause=0.01))
+    monkeypatch.setattr("plait.tracking.elsewhere.SHARE", 1e9)  # however long a look takes
     first, second = worker(settings), worker(settings)
     begin(first, 0)
     begin(second, 1)

@@ -16,6 +16,7 @@ from plait.tracking.encoding import Head, Held, Line, Taken, decode, encode
 from plait.tracking.names import TRAIN_LOSS
 from plait.tracking.operations import (
     EndRun,
+    LogFile,
     LogFolder,
     LogPoints,
     LogText,
@@ -46,6 +47,7 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(OpenRun, st.text(), st.integers(0), st.text(), pairs, pairs, st.integers(0), st.booleans()),
     st.builds(LogText, st.text(), st.text(), st.text()),
     st.builds(LogFolder, st.text(), st.sampled_from([Path("/a"), Path("b/c")]), st.text()),
+    st.builds(LogFile, st.text(), st.sampled_from([Path("/a"), Path("b/c")]), st.text()),
     st.builds(EndRun, st.text(), st.text(), st.integers(0)),
     st.builds(Reopen, st.text()),
     st.builds(Held, st.text(), st.none() | points, st.none() | points),

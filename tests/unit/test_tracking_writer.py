@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plait.tracking.encoding import Head
 from plait.tracking.operations import (
     EndRun,
+    LogFile,
     LogFolder,
     LogPoints,
     LogText,
@@ -74,6 +75,7 @@ operations = st.lists(
             lambda run, key, value: SetTags(run, ((key, value),)), runs, st.sampled_from("tu"), st.text()
         ),
         st.builds(LogText, runs, st.sampled_from("xy"), st.text()),
+        st.builds(lambda run, path: LogFile(run, Path("there"), path), runs, st.sampled_from("xy")),
         st.builds(lambda run, name: LogFolder(run, Path(name), "adapter"), runs, st.sampled_from("fg")),
         st.builds(lambda run, status: EndRun(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])),
         st.builds(Reopen, runs),
@@ -107,6 +109,8 @@ class Held:
                 self.latest[item.run, "status"] = "RUNNING"
             case LogText():
                 self.latest[item.run, f"text {item.path}"] = item.text
+            case LogFile():
+                self.latest[item.run, f"text {item.path}"] = item.file
             case LogFolder():
                 self.latest[item.run, f"folder {item.path}"] = item.folder
 
@@ -130,7 +134,7 @@ def test_a_run_takes_few_requests_however_runs_are_mixed(listed: list[Operation]
     opened = [item for item in listed if isinstance(item, OpenRun)]
     updates = [item for item in requests if isinstance(item, UpdateRun)]
     assert len(updates) <= len({item.run for item in listed}) + len(opened)
-    texts = [item for item in requests if isinstance(item, LogText)]
+    texts = [item for item in requests if isinstance(item, LogText | LogFile)]
     assert requests[len(requests) - len(texts) :] == texts  # the runs that they refer to come first
 
 

@@ -14,6 +14,7 @@ from typing import Any, assert_never
 
 from plait.tracking.operations import (
     EndRun,
+    LogFile,
     LogFolder,
     LogPoints,
     LogText,
@@ -79,6 +80,8 @@ def _plain(line: Line) -> list[Any]:
             return ["open", line.run, *shown]
         case LogText():
             return ["text", line.run, line.path, line.text]
+        case LogFile():
+            return ["file", line.run, str(line.file), line.path]
         case LogFolder():
             return ["folder", line.run, str(line.folder), line.path]
         case EndRun():
@@ -128,9 +131,9 @@ def _line(kind: object, rest: list[Any]) -> Line:
         case "text":
             run, path, content = rest
             return LogText(run, path, content)
-        case "folder":
-            run, folder, path = rest
-            return LogFolder(run, Path(folder), path)
+        case "file" | "folder":
+            run, place, path = rest
+            return (LogFile if kind == "file" else LogFolder)(run, Path(place), path)
         case "end":
             run, status, time_ms = rest
             return EndRun(run, status, time_ms)

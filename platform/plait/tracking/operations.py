@@ -33,7 +33,7 @@ class OpenRun:
 class LogPoints:
     """Metric values of one run at one step; all finite.
 
-    ``late`` says that points of later steps went before.
+    ``late`` says that points of later steps went before, or others of this one.
     """
 
     run: str
@@ -62,6 +62,15 @@ class LogText:
     run: str
     path: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """Write a text artifact with what the file has when it is sent; else as :class:`LogText`."""
+
+    run: str
+    file: Path
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ def resolve_references(text: str, ids: Mapping[str, str]) -> str:
     return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)
 
 
-Operation = OpenRun | LogPoints | SetTags | LogText | LogFolder | EndRun | Reopen
+Operation = OpenRun | LogPoints | SetTags | LogText | LogFile | LogFolder | EndRun | Reopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,7 @@ class UpdateRun:
     tags: tuple[tuple[str, str], ...]
 
 
-Request = OpenRun | UpdateRun | LogText | LogFolder | EndRun | Reopen
+Request = OpenRun | UpdateRun | LogText | LogFile | LogFolder | EndRun | Reopen
 
 
 @dataclass(slots=True)
@@ -147,9 +156,9 @@ def gather(operations: Iterable[Operation]) -> list[Request]:
     """
     gathered: list[_Gathered] = []
     newest: dict[str, _Gathered] = {}
-    texts: dict[tuple[str, str], LogText] = {}
+    texts: dict[tuple[str, str], LogText | LogFile] = {}
     for item in operations:
-        if isinstance(item, LogText):
+        if isinstance(item, LogText | LogFile):
             texts.pop((item.run, item.path), None)
             texts[item.run, item.path] = item
             continue

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from plait.engine.messages import JobProgress
+from plait.files import write_text
 from plait.paths import search_folder
 from plait.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.encoding import Head
-from plait.tracking.operations import EndRun, LogPoints, Operation, SetTags
+from plait.tracking.operations import EndRun, LogFile, LogPoints, Operation, SetTags
 from plait.tracking.spool import Spool, free_spools, open_spool, spool_files
 from plait.tracking.thinning import Curve, grown_stride, is_kept
 from plait.tracking.values import finite, not_finite, progress_values
@@ -85,11 +86,21 @@ class Outgoing:
         if kept:
             self.put(point)
 
-    def end_curve(self, run: str) -> None:
-        """The job is over for good: its newest and its best step are written too."""
-        curve = self._curves.pop(run, None)
-        for point in curve.remainder() if curve is not None else ():
+    def end_curve(self, run: str, steps: int = 0) -> None:
+        """The job is over for good: its newest and its best step are written too, of one that did not train
+        in this process as well. ``steps``: of the job, where they are known."""
+        held = self._spool.written.held(run)
+        if run not in self._curves and held is not None and held.last is not None and not steps:
+            self.put(held.last)  # whether its best is written depends on the steps
+            return
+        self.begin_curve(run, steps)
+        for point in self._curves.pop(run).remainder():
             self.put(point)
+
+    def last_step(self, run: str) -> int:
+        """The newest step of a run that the spool knows of; 0 where it knows none."""
+        written, held = self._spool.written.last(run, names.TRAIN_LOSS), self._spool.written.held(run)
+        return max(written or 0, held.last.step if held is not None and held.last is not None else 0)
 
     def forget(self, run: str) -> None:
         """The job goes on elsewhere: what was held back of its curve is written there."""
@@ -109,11 +120,27 @@ class Outgoing:
     def _not_finite(self, run: str, step: int, values: Mapping[str, float]) -> None:
         self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
 
+    def amend(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Values of a step that stand in place of those that it has, once."""
+        written = {key: value for key, value in values.items() if self._spool.written.last(run, key) == step}
+        self.points(run, step, {key: value for key, value in values.items() if key not in written})
+        if kept := finite(written):
+            self.put(LogPoints(run, step, self._now(), kept, late=True))
+
     # ---- the rest --------------------------------------------------------------------------------------
 
     def tags(self, run: str, tags: Mapping[str, str]) -> None:
         """Set or replace tags of a run."""
         self.put(SetTags(run, tuple(tags.items())))
+
+    def table(self, run: str, path: str, text: str) -> None:
+        """Write a text artifact anew that grows with the search: the spool has but its newest form."""
+        file = self._spool.beside(path)
+        try:
+            write_text(file, text)
+        except OSError as error:
+            raise self._spool.full(error) from error
+        self.put(LogFile(run, file, path))
 
     def end_run(self, run: str, state: str, reason: str) -> None:
         """Set a run's final state, in our words and in MLflow's."""

@@ -10,7 +10,7 @@ from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.final import so_far
 from plait.tracking.leaderboard import to_split_json, varying
-from plait.tracking.operations import LogText, run_reference
+from plait.tracking.operations import run_reference
 from plait.tracking.outgoing import Outgoing
 from plait.tracking.store import table_tag
 
@@ -51,7 +51,7 @@ class Overview:
         for record in board.jobs.values():
             record.run_id = run_id(record.name)
         rows = [replace(record, run_id=run_reference(record.name)) for record in board.ordered()]
-        self._out.put(LogText(self._run, names.LEADERBOARD_FILE, to_split_json(rows)))
+        self._out.table(self._run, names.LEADERBOARD_FILE, to_split_json(rows))
         tags = dict([table_tag(*self._tables)])
         if note := so_far(board):
             tags[names.TAG_NOTE] = note
@@ -64,7 +64,7 @@ class Overview:
     def _write_front(self, rows: Sequence[JobRecord]) -> None:
         """The Pareto front as a table, and as a tag of each job that is or was on it."""
         front = [row for row in rows if row.on_front]
-        self._out.put(LogText(self._run, names.PARETO_FILE, to_split_json(front, varying(rows))))
+        self._out.table(self._run, names.PARETO_FILE, to_split_json(front, varying(rows)))
         now = {row.name for row in front}
         for name in sorted(now ^ self.front):
             self._out.tags(name, {names.TAG_PARETO: str(name in now).lower()})

@@ -9,6 +9,7 @@ from mlflow.exceptions import MlflowException
 
 from plait.tracking.operations import (
     EndRun,
+    LogFile,
     LogFolder,
     LogPoints,
     LogText,
@@ -68,8 +69,9 @@ class StoreSender:
             case UpdateRun():
                 self._store.update(run_id, self._new_points(request), request.tags)
             case LogText():
-                text = resolve_references(request.text, self._ids)
-                self._store.log_text(run_id, request.path, text)
+                self._log_text(run_id, request.path, request.text)
+            case LogFile():
+                self._log_text(run_id, request.path, request.file.read_text(encoding="utf-8"))
             case LogFolder():
                 if not request.folder.is_dir():
                     raise FileNotFoundError(f"{request.folder} is not there to be kept as {request.path}")
@@ -81,6 +83,9 @@ class StoreSender:
             case _:
                 assert_never(request)
 
+    def _log_text(self, run_id: str, path: str, text: str) -> None:
+        self._store.log_text(run_id, path, resolve_references(text, self._ids))
+
     def _id(self, run: str) -> str:
         """The id of a run that this process, an earlier one or another worker of the search has made."""
         if run not in self._ids:
@@ -88,6 +93,8 @@ class StoreSender:
             if found is None:
                 raise RefusedError(f"{run}: its run could not be made")
             self._ids[run] = found.info.run_id
+            if run not in self._had:  # somebody else may have gone on with the job since
+                self._had[run] = self._store.last_steps(found)
         return self._ids[run]
 
     def _open(self, request: OpenRun) -> None:

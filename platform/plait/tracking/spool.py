@@ -17,7 +17,7 @@ from pathlib import Path
 
 from plait.errors import StorageError
 from plait.tracking.encoding import Head, Held, Line, Taken, decode, encode
-from plait.tracking.operations import LogPoints, Operation, count_points
+from plait.tracking.operations import LogFile, LogPoints, LogText, Operation, count_points
 from plait.tracking.written import Written
 
 SUFFIX = ".jsonl"
@@ -137,7 +137,7 @@ class Spool:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 os.ftruncate(self._file, self._end)
-                raise self._full(error) from error
+                raise self.full(error) from error
             self._end += len(text)
             self.written.add(line)
             if not isinstance(line, (Head, Held, Taken)):
@@ -162,10 +162,11 @@ class Spool:
             if self._durable == 0:
                 _sync_folder(self.path.parent)
         except OSError as error:
-            raise self._full(error) from error
+            raise self.full(error) from error
         self._durable = end
 
-    def _full(self, error: OSError) -> StorageError:
+    def full(self, error: OSError) -> StorageError:
+        """What is said of a disk that is full or fails."""
         return StorageError(
             f"{self.path}: {error.strerror or error}",
             "What tracking is to send is kept there until the store has it; all that was there stays.",
@@ -229,6 +230,9 @@ class Spool:
     def take_over(self, other: Spool) -> None:
         """Append what another spool of the same search has and the store has not, and remove that file."""
         for _, operation in other._pending():
+            if isinstance(operation, LogFile):  # which goes with the other
+                text = operation.file.read_text(encoding="utf-8")
+                operation = LogText(operation.run, operation.path, text)
             self._write(operation)
         if other.waiting:
             self._left = self._end
@@ -236,6 +240,10 @@ class Spool:
             self._write(line)
         self.commit()
         other.remove()
+
+    def beside(self, path: str) -> Path:
+        """The file that has an artifact's newest form as long as this one is there."""
+        return self.path.with_suffix(f".{Path(path).name}")
 
     def close(self) -> None:
         """Let go of the file; what it has stays."""
@@ -245,7 +253,8 @@ class Spool:
     def remove(self) -> None:
         """Delete the file, which has nothing that the store does not have, and let go of it."""
         self.path.unlink(missing_ok=True)
-        self.path.with_suffix(".sent").unlink(missing_ok=True)
+        for beside in self.path.parent.glob(f"{self.path.stem}.*"):
+            beside.unlink(missing_ok=True)
         self.close()
 
 

@@ -25,22 +25,21 @@ from plait.errors import StorageError
 from plait.jobs import JobSpec
 from plait.settings import TrackingSettings
 from plait.tracking import facts, names
-from plait.tracking.begin import Begun, ParentRun, find_or_make, stored_jobs
+from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
 from plait.tracking.board import PARKED, Board, JobRecord
 from plait.tracking.check import AwayError, check_folder, storage_errors
 from plait.tracking.connection import Connection
 from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.encoding import Head
 from plait.tracking.final import Judged, take_verdict, write_final
-from plait.tracking.left import send_spools
 from plait.tracking.location import locate
-from plait.tracking.operations import LogFolder, LogText, OpenRun, Reopen
+from plait.tracking.operations import LogFolder, LogText, Reopen
 from plait.tracking.outgoing import Outgoing, open_outgoing, spool_folder
 from plait.tracking.overview import Overview
 from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
 from plait.tracking.totals import Totals
-from plait.tracking.values import evaluation_values, group_values, parameter_text, search_values, user
+from plait.tracking.values import evaluation_values, group_values, search_values
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 SUMS = (  # over all jobs, those of earlier processes included
@@ -100,6 +99,7 @@ class Tracker:
         self._elsewhere: Elsewhere | None = None
         self._state = ""  # in which the search ended
         self._own: set[str] = set()  # jobs that this process trains or has trained
+        self._ended: set[str] = set()  # jobs that ended in this process
         self._verdicts: dict[str, Judged] = {}  # of jobs that were over when it began without the store
         self._whole = True  # the board has all of the jobs that were over when it began
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
@@ -131,7 +131,10 @@ class Tracker:
         folder = spool_folder(self.location.root, search.name)
         git = facts.git_state(self._directory)
         tags = search_tags(search, git)
-        run = self._stand(search, begun, folder, tags)
+        run = begin_run(self._connection, search, begun, tags, self._now())
+        if run.away is not None and begun is not None:
+            self._begin_without(run, begun.over)
+        self.notices += run.notices
         self._parent_id = run.run_id
         self._ids[self._parent] = self._parent_id
         head = Head(self._parent_id, self._parent, str(self.location))
@@ -148,25 +151,13 @@ class Tracker:
         self._record_facts(search, git)
         return self._parent_id
 
-    def _stand(
-        self, search: SearchFacts, begun: Begun | None, folder: Path, tags: Mapping[str, str]
-    ) -> ParentRun:
-        """How the search's run stands: asked of the store, or known from before."""
-        try:
-            store = self._connection.store()
-            self.notices += send_spools(store, folder)
-            with storage_errors(self.location):
-                return find_or_make(store, search, tags, self._now())
-        except AwayError as error:
-            if begun is None or search.fresh:
-                raise
-            self.away = error
-        self._connection.run_id = begun.run_id
-        self._verdicts = {verdict.job: verdict for verdict in begun.over}
-        self._whole = not begun.over
-        for verdict in begun.over:
+    def _begin_without(self, run: ParentRun, over: Sequence[Judged]) -> None:
+        """What a store that is away would have told, as far as it is known."""
+        self.away = run.away
+        self._verdicts = {verdict.job: verdict for verdict in over}
+        self._whole = not over
+        for verdict in over:
             take_verdict(self.board, verdict)
-        return ParentRun(begun.run_id)
 
     def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
         self.record("config.yaml", search.config)
@@ -250,17 +241,8 @@ class Tracker:
         self._own.add(job.name)
         out = self._started
         out.adopt()
-        tags = {
-            names.TAG_SEARCH: self._search,
-            names.TAG_TRIAL: str(trial),
-            names.TAG_JOB: job.name,
-            names.TAG_STATE: self.board.jobs[job.name].state,
-            names.TAG_PARENT: self._parent_id,
-            "mlflow.user": user(),
-        }
-        pairs = tuple((key, parameter_text(value)) for key, value in shown.items())
-        known = out.knows(job.name)
-        out.put(OpenRun(job.name, trial, self._parent_id, pairs, tuple(tags.items()), self._now(), known))
+        record, known = self.board.jobs[job.name], out.knows(job.name)
+        out.put(open_job(record, self._search, self._parent_id, self._now(), known=known))
 
     def lose(self, job: str) -> None:
         """Another process trains a job from here on: nothing more is written of it."""
@@ -282,7 +264,10 @@ class Tracker:
         ones, and whether it keeps every constraint."""
         out = self._started
         record = self.board.judge(job, state, objective, reason, others=others, feasible=feasible)
-        out.end_curve(job)
+        out.end_curve(job, record.steps)
+        if job not in self._ended:  # it did not train here
+            record.step = max(record.step, out.last_step(job))
+            out.tags(job, {names.TAG_STEP: str(record.step)})
         if record.objective is not None:
             values = (record.objective, *record.others)
             out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
@@ -318,10 +303,13 @@ class Tracker:
 
     def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
         out = self._started
-        values = {names.COMPLETION_SECONDS: event.completion_seconds}
-        if logged != (event.tokens, event.device_seconds):  # what came after the last complete step
-            values |= {names.TRAIN_TOKENS: float(event.tokens), names.DEVICE_SECONDS: event.device_seconds}
-        out.points(event.job, event.step, values)
+        self._ended.add(event.job)
+        out.points(event.job, event.step, {names.COMPLETION_SECONDS: event.completion_seconds})
+        tokens, seconds = logged or (None, None)  # up to the last complete step
+        after = {names.TRAIN_TOKENS: float(event.tokens)} if event.tokens != tokens else {}
+        if event.device_seconds != seconds:
+            after[names.DEVICE_SECONDS] = event.device_seconds
+        out.amend(event.job, event.step, after)
         tags = {names.TAG_STEP: str(event.step)}
         if event.adapter is not None:
             out.put(LogFolder(event.job, event.adapter, names.ADAPTER_FOLDER))

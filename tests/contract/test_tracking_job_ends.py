@@ -1,0 +1,190 @@
+"""What is written when a job is over: all that its device did, its last step, and a leaderboard."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
+from plait.jobs import JobSpec
+from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.tracking import SearchFacts, Tracker, load_search, locate, send_left
+from plait.tracking.encoding import Head
+from plait.tracking.operations import LogFile, LogText
+from plait.tracking.outgoing import spool_folder
+from plait.tracking.spool import open_spool
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def settings(database: str, tmp_path: Path) -> TrackingSettings:
+    return TrackingSettings(uri=database, root=tmp_path, experiment=f"tests {tmp_path}")
+
+
+def begin(settings: TrackingSettings) -> Tracker:
+    tracker = Tracker(settings)
+    search = SearchSettings(trials=2)
+    tracker.start_search(SearchFacts("demo", RunSettings(tracking=settings, search=search)))
+    return tracker
+
+
+def train(tracker: Tracker, trial: int, last: int = STEPS) -> None:
+    name = f"trial-{trial:04d}"
+    tracker.start_job(JobSpec(name), trial)
+    tracker.handle(JobAdmitted(JobSpec(name), 0, STEPS, "g0"))
+    for step in range(1, last + 1):
+        tracker.handle(JobProgress(name, step, 3.0 / step, 1.0, 1e-4, 100 * step, 1.0 * step, 200.0))
+
+
+def end(tracker: Tracker, trial: int, seconds: float) -> None:
+    name = f"trial-{trial:04d}"
+    tracker.handle(JobEnded(name, "finished", STEPS, "", 1.0, 100 * STEPS, seconds, 42.0, None))
+
+
+def crash(tracker: Tracker) -> None:
+    """The process is gone, and what it handed over is on its disk."""
+    tracker.commit()
+    assert tracker._out is not None
+    writer = tracker._out.writer
+    with writer._condition:
+        writer._closing = True
+        writer._condition.notify_all()
+    writer._thread.join()
+    tracker._out._spool.close()
+    tracker._totals.close()
+    assert tracker._elsewhere is not None
+    tracker._elsewhere.close()
+
+
+@pytest.mark.parametrize("points", [1000, 3])
+def test_what_a_device_did_after_the_last_step_is_in_the_jobs_run(
+    settings: TrackingSettings, points: int
+) -> None:
+    """An evaluation, say; once, though the process is killed before anybody is told of the end."""
+    settings = replace(settings, points=points)
+    killed = begin(settings)
+    train(killed, 0)
+    end(killed, 0, STEPS + 5.0)
+    crash(killed)
+    tracker = begin(settings)
+    train(tracker, 0)
+    end(tracker, 0, STEPS + 6.0)
+    train(tracker, 1)
+    end(tracker, 1, STEPS)  # of this one, nothing
+    for trial in (0, 1):
+        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+    tracker.end_search()
+    tracker.close()
+    client = MlflowClient(locate(settings).uri)
+    found = load_search(settings, "demo")
+    by_trial = {item.trial: item for item in found.records}
+    assert [by_trial[trial].device_seconds for trial in (0, 1)] == [STEPS + 5.0, STEPS]
+    for item in found.records:
+        history = client.get_metric_history(item.run_id, "cost/device_seconds")
+        last = sorted(point.value for point in history if point.step == STEPS)
+        assert last == ([STEPS] if item.trial == 1 else [STEPS, STEPS + 5.0])
+        losses = client.get_metric_history(item.run_id, "train/loss")
+        assert [point.step for point in losses] == sorted({point.step for point in losses})
+
+
+def test_the_sum_over_the_jobs_is_the_searchs_total(settings: TrackingSettings) -> None:
+    tracker = begin(settings)
+    for trial in (0, 1):
+        train(tracker, trial)
+        end(tracker, trial, STEPS + 5.0 * trial)
+        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+    tracker.handle(GroupStep("g0", 1, (), 1, 100, 0.5, None, 200))
+    tracker.end_search()
+    tracker.close()
+    found = load_search(settings, "demo")
+    parent = MlflowClient(locate(settings).uri).get_run(found.run_id)
+    assert parent.data.metrics["cost/device_seconds"] == sum(item.device_seconds for item in found.records)
+
+
+def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
+    settings: TrackingSettings,
+) -> None:
+    """As `plait control NAME cancel` ends what a killed process left behind."""
+    settings = replace(settings, points=3)
+    killed = begin(settings)
+    train(killed, 0, 12)
+    crash(killed)
+    tracker = begin(settings)
+    tracker.start_job(JobSpec("trial-0000"), 0)
+    tracker.judge("trial-0000", "pruned", None, "ended by its owner")
+    tracker.end_search()
+    tracker.close()
+    (item,) = load_search(settings, "demo").records
+    assert (item.state, item.step, item.loss, item.tokens) == ("pruned", 12, 3.0 / 12, 1200)
+    losses = MlflowClient(locate(settings).uri).get_metric_history(item.run_id, "train/loss")
+    assert [point.step for point in losses] == [1, 7, 12]
+
+
+def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    """They share the store and no disk."""
+    one, two = (replace(settings, root=tmp_path / name) for name in ("one", "two"))
+    killed = begin(replace(one, flush_seconds=3600.0))
+    train(killed, 0, 3)
+    killed.flush()
+    for step in range(4, 9):
+        killed.handle(JobProgress("trial-0000", step, 3.0 / step, 1.0, 1e-4, 100 * step, 1.0 * step, 200.0))
+    crash(killed)
+    tracker = begin(two)
+    train(tracker, 0)
+    end(tracker, 0, STEPS)
+    tracker.judge("trial-0000", "finished", 1.0)
+    tracker.end_search()
+    tracker.close()
+    assert send_left(one, "demo") == []
+    (item,) = load_search(one, "demo").records
+    losses = MlflowClient(locate(one).uri).get_metric_history(item.run_id, "train/loss")
+    assert [point.step for point in losses] == list(range(1, STEPS + 1))
+
+
+def test_leaderboards_take_room_in_the_spool_as_jobs_do(
+    settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.overview.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("plait.tracking.overview.REFRESH_SHARE", 1e9)
+    tracker = begin(replace(settings, flush_seconds=3600.0))
+    folder = spool_folder(settings.root, "demo")
+    sizes = []
+    for trial in range(40):
+        train(tracker, trial, 1)
+        end(tracker, trial, 1.0)
+        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+        sizes.append(sum(path.stat().st_size for path in folder.glob("*.jsonl")))
+    growth = [after - before for before, after in pairwise(sizes)]
+    assert max(growth) - min(growth) < 100  # digits
+    crash(tracker)
+    assert send_left(settings, "demo") == []
+    client, run_id = MlflowClient(locate(settings).uri), load_search(settings, "demo").run_id
+    table = json.loads(Path(client.download_artifacts(run_id, "leaderboard.json")).read_text())
+    assert len(table["data"]) == 40
+    ids = {row[table["columns"].index("run_id")] for row in table["data"]}
+    assert ids == {item.run_id for item in load_search(settings, "demo").records}
+
+
+def test_who_takes_a_spool_over_has_its_tables_too(tmp_path: Path) -> None:
+    head = Head("parent", "search demo", "sqlite:///there")
+    mine, other = open_spool(tmp_path, head), open_spool(tmp_path, head)
+    file = other.beside("leaderboard.json")
+    file.write_text("newest")
+    other.append(LogFile("search demo", file, "leaderboard.json"))
+    mine.take_over(other)
+    assert mine.peek(9) == [LogText("search demo", "leaderboard.json", "newest")]
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".jsonl", ".sent"]
+    mine.beside("leaderboard.json").write_text("mine")
+    mine.remove()
+    assert list(tmp_path.iterdir()) == []
