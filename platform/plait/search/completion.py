@@ -12,6 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.search.prior import Known
 from plait.search.samplers import distributions, drawn_beside, make_sampler, one_torch_thread
 from plait.search.space import Space
+from plait.search.untried import tried_points
 from plait.settings import SearchSettings
 
 
@@ -24,12 +25,13 @@ def complete(
     prior: Sequence[Known],
 ) -> None:
     """Draw what a trial lacks, beside the study with the prior and what was there before the trial, since a
-    sampler draws all values of a trial in one go."""
+    sampler draws all values of a trial in one go. No other trial's point is drawn, of later ones neither."""
     keys = distributions(space)
-    earlier = study.get_trials(deepcopy=False)[: item.number]
-    before = [other for other in earlier if other.state != TrialState.WAITING]
+    trials = study.get_trials(deepcopy=False)
+    before = [other for other in trials[: item.number] if other.state != TrialState.WAITING]
     known = [*(each.frozen(keys) for each in prior), *before]
-    sampler = make_sampler(settings, space, item.number, known[: len(prior)])
+    tried = tried_points([other for other in trials if other.number != item.number], space)
+    sampler = make_sampler(settings, space, item.number, known[: len(prior)], tried=tried, given=item.params)
     with one_torch_thread(settings.sampler):
         drawn = drawn_beside(sampler, study.directions, known, item, keys)
     for key, value in drawn.system_attrs.items():

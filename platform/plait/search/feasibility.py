@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 
 from plait.errors import SearchError, choices
-from plait.search.space import Choice, Domain, Space, Value, Whole
+from plait.search.space import Choice, Domain, Space, Value
 from plait.settings import SearchSettings
 
 LEARNING = ("tpe", "gp", "cmaes")  # samplers that can be given trials of another study
@@ -57,21 +56,20 @@ def grid(space: Space) -> dict[str, list[Value]]:
     return {dimension.name: _values(dimension.name, dimension.domain) for dimension in space.dimensions}
 
 
-def grid_size(space: Space) -> int:
-    """How many points the grid has."""
-    return math.prod(len(values) for values in grid(space).values())
+def too_few_points(settings: SearchSettings, space: Space) -> str:
+    """What is to be said of a space that has fewer points than trials were asked for; "" where it has enough:
+    a point that was drawn is not drawn again."""
+    size = space.size
+    if size is None or size >= settings.trials:
+        return ""
+    return f"The space has {size} points, {settings.trials} trials were asked for: each point is drawn once."
 
 
 def _values(name: str, domain: Domain) -> list[Value]:
-    if isinstance(domain, Choice):
-        return list(domain.values)
-    if isinstance(domain, Whole):
-        return list(range(domain.low, domain.high + 1, domain.step))
-    if domain.step is None:
+    if domain.count is None:
         raise SearchError(
             f"search.sampler=grid with {name}: {domain}",
             "A grid needs values that can be counted.",
             f"Write {name}=choice(...) or range(...), or take another sampler.",
         )
-    count = round((domain.high - domain.low) / domain.step) + 1
-    return [domain.low + index * domain.step for index in range(count)]
+    return [domain.at(place) for place in range(domain.count)]

@@ -37,6 +37,7 @@ from plait.search.engine import (
     stored_profile,
     write_plan,
 )
+from plait.search.feasibility import too_few_points
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
@@ -86,14 +87,15 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
     elif not settings.search.fresh:
         _tell(console, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
-    left_over, others = source.left_over, source.others
+    over, left_over, others = source.over, source.left_over, source.others
     line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
-    if left_over or 0 < len(done.finished) < source.total:
-        line += f"; {len(done.finished)} of {source.total} trials are over, {left_over} go on"
+    if left_over or 0 < over < source.total:
+        line += f"; {over} of {source.total} trials are over, {left_over} go on"
     if others:
         line += f"; other processes train {others}, this one takes what is free"
-    _tell(console, [line])
-    if len(done.finished) >= source.total:
+    few = too_few_points(settings.search, command.space)
+    _tell(console, [line, few] if few else [line])
+    if over >= source.total:
         notices, concluded = catch_up(settings, source, judged(done.finished))
         _tell(console, notices)
         _remember(command, source.name, finished=True, concluded=concluded)

@@ -21,7 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.errors import SearchError
 from plait.search.feasibility import check_sampler, grid
-from plait.search.space import Choice, Domain, Space, Whole
+from plait.search.space import Choice, Domain, Point, Space, Values, Whole
+from plait.search.untried import REDRAWS, Untried
 from plait.settings import SearchSettings
 
 # A quasi-random sequence and a shuffled grid are numbered by their seed, so it must stay the same.
@@ -43,41 +44,64 @@ def _distribution(domain: Domain) -> BaseDistribution:
     return FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
 
 
-def derived_seed(seed: int, existing: int) -> int:
-    """Seed of the next draw, from the search's seed and the number of trials that exist.
+def derived_seed(seed: int, number: int, attempt: int = 0) -> int:
+    """Seed of a draw, from the search's seed, the trial's number, and how often it was drawn before.
 
     A sampler that is made again starts its random numbers again, so one seed for all would repeat draws
     after a restart; this one depends on the study alone, however often the process was killed.
     """
-    digest = hashlib.sha256(f"{seed}/{existing}".encode()).digest()
+    words = (seed, number, attempt) if attempt else (seed, number)
+    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 
 def make_sampler(
-    settings: SearchSettings, space: Space, existing: int, prior: Sequence[FrozenTrial] = ()
+    settings: SearchSettings,
+    space: Space,
+    number: int,
+    prior: Sequence[FrozenTrial] = (),
+    *,
+    tried: frozenset[Point] = frozenset(),
+    given: Values | None = None,
 ) -> BaseSampler:
-    """The sampler for the next draw.
+    """The sampler for one draw.
 
     Args:
         settings: of the search.
         space: what is searched.
-        existing: trials that the study has.
+        number: of the trial.
         prior: trials of an earlier study, for CMA-ES, which begins where they were best (Nomura et al., AAAI
             2021, warm-starting CMA-ES) and does not learn from trials that it did not draw.
+        tried: points not to be drawn.
+        given: values of the trial that were written already.
 
     Raises:
         SearchError: the sampler cannot do the space, or does not know an option.
     """
     check_sampler(settings, space)
-    seed = settings.seed if settings.sampler in ONE_SEQUENCE else derived_seed(settings.seed, existing)
+    return Untried(
+        lambda attempt: _sampler(settings, space, number, prior, attempt),
+        space,
+        distributions(space),
+        tried,
+        given or {},
+        derived_seed(settings.seed, number, REDRAWS + 1),
+    )
+
+
+def _sampler(
+    settings: SearchSettings, space: Space, number: int, prior: Sequence[FrozenTrial], attempt: int
+) -> BaseSampler:
+    chance = derived_seed(settings.seed, number, attempt)
     factory = _FACTORIES[settings.sampler]
-    options = {"seed": seed} | dict(settings.sampler_options)
+    options: dict[str, Any] = {"seed": settings.seed if settings.sampler in ONE_SEQUENCE else chance}
+    options |= dict(settings.sampler_options)
     if prior and settings.sampler == "cmaes":
         options["source_trials"] = list(prior)
-    if settings.sampler == "qmc":
-        # Draws until a trial has succeeded: with the sequence's seed they would all be the same point.
-        chance = optuna.samplers.RandomSampler(derived_seed(settings.seed, existing))
-        options = {"independent_sampler": chance} | options
+    if settings.sampler in ONE_SEQUENCE:
+        # Draws until a trial has succeeded, and what an enqueued point of a grid leaves open: with the
+        # sequence's seed they would all be the same point.
+        options = {"independent_sampler": optuna.samplers.RandomSampler(chance)} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
         try:
@@ -106,8 +130,6 @@ def drawn_beside(
         space: what is searched.
     """
     fixed = item.system_attrs.get("fixed_params")
-    if fixed is not None and isinstance(sampler, _Grid) and fixed.keys() < space.keys():
-        sampler = optuna.samplers.RandomSampler(item.number)  # a grid completes no point that was begun
     beside = optuna.create_study(directions=directions, sampler=sampler)
     beside.add_trials(known)
     if fixed is not None:
@@ -125,12 +147,24 @@ def _random(_: Space, options: Mapping[str, Any]) -> BaseSampler:
 
 
 def _grid(space: Space, options: Mapping[str, Any]) -> BaseSampler:
-    return _Grid(grid(space), **options)
+    return _Grid(space, **options)
 
 
 class _Grid(optuna.samplers.GridSampler):
-    """Optuna's grid, that leaves it to the caller to stop: at the last point it would call ``Study.stop``,
-    which raises outside of ``Study.optimize``."""
+    """Optuna's grid, that completes points that were begun, too, and leaves it to the caller to stop: at the
+    last point it would call ``Study.stop``, which raises outside of ``Study.optimize``."""
+
+    def __init__(self, space: Space, independent_sampler: BaseSampler, **options: Any) -> None:
+        super().__init__(grid(space), **options)
+        self._chance = independent_sampler
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Of the trial's point, or by chance where an enqueued one leaves the key open."""
+        if "fixed_params" in trial.system_attrs:
+            return self._chance.sample_independent(study, trial, param_name, param_distribution)
+        return super().sample_independent(study, trial, param_name, param_distribution)
 
     def after_trial(
         self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None

@@ -10,11 +10,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
 from plait.errors import SearchError
 
 Value = None | bool | int | float | str
 Values = Mapping[str, Value]
+Point = tuple[
+    int | float, ...
+]  # of each dimension the place of its value; the value itself where none are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,20 @@ class Choice:
     def probes(self) -> tuple[Value, ...]:
         """Values that stand for all: here every one of them."""
         return self.values
+
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return len(self.values)
+
+    def at(self, place: int) -> Value:
+        """The value in this place."""
+        return self.values[place]
+
+    def place(self, value: Value) -> int | None:
+        """Where a value stands; None where it does not."""
+        known = ((type(each), each) for each in self.values)
+        return next((at for at, each in enumerate(known) if each == (type(value), value)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,22 @@ class Whole:
         """Both ends."""
         return (self.low, self.high) if self.low < self.high else (self.low,)
 
+    @property
+    def count(self) -> int:
+        """How many values there are."""
+        return (self.high - self.low) // self.step + 1
+
+    def at(self, place: int) -> Value:
+        """The value in this place."""
+        return self.low + place * self.step
+
+    def place(self, value: Value) -> int | None:
+        """Where a value stands; None where it does not."""
+        if not isinstance(value, int) or not self.low <= value <= self.high:
+            return None
+        place, rest = divmod(value - self.low, self.step)
+        return None if rest else place
+
 
 @dataclass(frozen=True, slots=True)
 class Real:
@@ -83,6 +117,32 @@ class Real:
     def probes(self) -> tuple[Value, ...]:
         """Both ends."""
         return (self.low, self.high) if self.low < self.high else (self.low,)
+
+    @property
+    def count(self) -> int | None:
+        """How many values there are; None where they cannot be counted."""
+        if self.low == self.high:
+            return 1
+        if self.step is None:
+            return None
+        return int((_decimal(self.high) - _decimal(self.low)) // _decimal(self.step)) + 1
+
+    def at(self, place: int) -> Value:
+        """The value in this place; the low end where they cannot be counted."""
+        return self.low if self.step is None else float(_decimal(self.low) + place * _decimal(self.step))
+
+    def place(self, value: Value) -> int | float | None:
+        """Where a value stands, itself where they cannot be counted; None where it does not."""
+        if not isinstance(value, (int, float)) or not self.low <= value <= self.high:
+            return None
+        if self.count is None:
+            return float(value)
+        return 0 if self.step is None else round((value - self.low) / self.step)
+
+
+def _decimal(number: float) -> Decimal:
+    """As it is written: three steps of 0.1 are 0.3."""
+    return Decimal(str(number))
 
 
 def _check_bounds(text: str, low: float, high: float, log: bool) -> None:
@@ -129,6 +189,20 @@ class Space:
     def overrides(self, values: Values) -> list[str]:
         """One override for each dimension."""
         return [dimension.override(values[dimension.name]) for dimension in self.dimensions]
+
+    @property
+    def size(self) -> int | None:
+        """How many points there are; None where they cannot be counted."""
+        counts = [dimension.domain.count for dimension in self.dimensions]
+        return None if None in counts else math.prod(count for count in counts if count is not None)
+
+    def point(self, values: Values) -> Point | None:
+        """What is the same for the same values alone; None where one is missing or lies outside."""
+        if any(dimension.name not in values for dimension in self.dimensions):
+            return None
+        places = [dimension.domain.place(values[dimension.name]) for dimension in self.dimensions]
+        found = tuple(place for place in places if place is not None)
+        return found if len(found) == len(places) else None
 
     def describe(self) -> dict[str, str]:
         """Key to domain as text: what identifies the space."""

@@ -47,6 +47,7 @@ from plait.search.trial_records import (
     total_of,
 )
 from plait.search.trials import Finished, Outcome, Trial
+from plait.search.untried import tried_points
 from plait.search.workers import Workers
 from plait.settings import SearchSettings
 
@@ -130,8 +131,13 @@ class StudyTrials:
 
     @property
     def total(self) -> int:
-        """How many trials there are to be: as asked for, at most the points of a grid, and those beyond."""
+        """How many trials there are to be: as asked for, at most one for each point, and those beyond."""
         return total_of(self.patience(self._trials), self._settings, self._space)
+
+    @property
+    def over(self) -> int:
+        """How many of them are over, those among them that were dropped and others drawn in their place."""
+        return sum(item.state.is_finished() for item in self.patience(self._trials))
 
     @property
     def left_over(self) -> int:
@@ -219,7 +225,7 @@ class StudyTrials:
         return True
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
-        trials = self._trials()
+        trials = self._drawn_trials()
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self._claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
@@ -235,7 +241,9 @@ class StudyTrials:
             self._study.sampler = optuna.samplers.RandomSampler()
             number = self._study.ask().number
             return self._take(self._trials()[number])
-        self._study.sampler = make_sampler(self._settings, self._space, len(trials))
+        number = waiting[0].number if waiting else len(trials)
+        tried = tried_points(trials, self._space)
+        self._study.sampler = make_sampler(self._settings, self._space, number, tried=tried)
         with one_torch_thread(self._settings.sampler):
             asked = self._study.ask(self._distributions)
         return self._take(self._trials()[asked.number])
@@ -244,12 +252,20 @@ class StudyTrials:
         return priority_of(item, self._usual_priority)
 
     def _take(self, item: FrozenTrial) -> Trial:
-        """Sign a trial; complete the values of one whose process was killed while it drew them."""
+        """Sign a trial, and draw what values it lacks."""
         self._claims.sign(item)
-        if item.params.keys() < self._distributions.keys():
+        return self._trial(self._drawn_trials()[item.number])
+
+    def _drawn_trials(self) -> list[FrozenTrial]:
+        """All trials, those that are running with all their values: trials are drawn under the study's lock,
+        so one that lacks some while this process has it is about to be drawn, or its process was killed as
+        it drew them."""
+        trials = self._trials()
+        names = self._distributions.keys()
+        cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
+        for item in cut:
             complete(self._study, self._storage, item, self._settings, self._space, self._prior)
-            item = self._trials()[item.number]
-        return self._trial(item)
+        return self._trials() if cut else trials
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
         """Let the points of the settings come first. Those added to a search that has drawn all its trials

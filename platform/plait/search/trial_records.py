@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.search.feasibility import grid_size
 from plait.search.space import Space
 from plait.search.trials import Outcome
+from plait.search.untried import points_left
 from plait.search.workers import Owner, owner_of
 from plait.settings import SearchSettings
 
@@ -52,20 +52,20 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
 
 
 def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
-    """How many trials there are to be: as asked for, at most the points of a grid, and those beyond.
+    """How many trials there are to be: as asked for and those beyond, as long as there are points that none
+    of them has.
 
     Args:
         trials: of the study so far.
         settings: of the search.
         space: what is searched.
     """
-    beyond = sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
-    wanted = settings.trials
-    if settings.sampler == "grid":
-        return min(wanted, grid_size(space)) + beyond
+    wanted = settings.trials + sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
     if settings.failed == "drop":
         wanted += sum(item.state == TrialState.FAIL for item in trials)
-    return wanted + beyond
+    if space.size is None or space.size >= wanted:
+        return wanted
+    return min(wanted, len(trials) + (points_left(trials, space) or 0))
 
 
 def outcome_of(item: FrozenTrial) -> Outcome:

@@ -1,0 +1,300 @@
+"""No draw repeats a trial: training is deterministic, so the same point would be the same adapter."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
+
+from plait.config_overrides import read_request
+from plait.jobs import JobSpec
+from plait.search.feasibility import too_few_points
+from plait.search.identity import identify
+from plait.search.samplers import distributions, make_sampler
+from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
+from plait.search.storage import open_storage
+from plait.search.study import StudyTrials
+from plait.search.trials import Outcome, Trial
+from plait.search.untried import tried_points
+from plait.settings import RunSettings, SearchSettings
+
+EIGHT = ("adapter.rank=4,8", "adapter.dropout=0,0.1", "train.batch_size=choice(2,8)")
+NUMBERS = ("adapter.rank=range(4,8)", "train.steps=range(10,30,10)")  # eight as well, in numbers
+CONTINUOUS = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
+SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
+
+
+def space_of(arguments: tuple[str, ...]) -> Space:
+    return read_request(arguments, {}, {}).space
+
+
+def source(
+    space: Space | tuple[str, ...] = EIGHT,
+    storage: BaseStorage | None = None,
+    folder: Path | None = None,
+    **settings_: Any,
+) -> StudyTrials:
+    search = replace(SearchSettings(name="s", trials=12), **settings_)
+    space = space if isinstance(space, Space) else space_of(space)
+    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    where = None if folder is None else lambda _: folder
+    return StudyTrials(search, space, identity, storage or optuna.storages.InMemoryStorage(), folder=where)
+
+
+def point(trial: Trial) -> tuple[tuple[str, Value], ...]:
+    return tuple(trial.values.items())
+
+
+def tell(trials: StudyTrials, trial: Trial, others: tuple[float, ...] = ()) -> None:
+    loss = sum(math.sin(hash(value)) for value in trial.values.values() if not isinstance(value, str))
+    outcomes = [Outcome("complete", loss, "", others=others)] * 3
+    outcomes += [Outcome("failed", None, "nan"), Outcome("pruned", None, "rung")]
+    trials.tell(trial, outcomes[trial.number % 5])
+
+
+def drawn(trials: StudyTrials, together: int = 3, others: tuple[float, ...] = ()) -> list[Trial]:
+    """All that the source draws, some of them told by the time that further ones are drawn."""
+    found: list[Trial] = []
+    while (trial := trials.ask()) is not None:
+        found.append(trial)
+        if len(found) >= together:
+            tell(trials, found[len(found) - together], others)
+    for trial in found[max(0, len(found) - together + 1) :]:
+        tell(trials, trial, others)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampler", "several"),
+    [
+        *((sampler, False) for sampler in SAMPLERS),
+        *((sampler, True) for sampler in SAMPLERS[:3]),
+        ("nsgaii", True),
+    ],
+)
+def test_each_sampler_draws_each_of_a_few_points_once_and_then_it_is_over(
+    sampler: str, several: bool
+) -> None:
+    options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
+    if several:
+        options |= {"metric": ("eval/loss", "train/tokens"), "direction": ("minimize", "minimize")}
+    trials = source(NUMBERS if sampler in ("cmaes", "qmc") else EIGHT, sampler=sampler, **options)
+    assert trials.total == 8
+    found = drawn(trials, others=(1.0,) if several else ())
+    assert len(found) == len({point(trial) for trial in found}) == 8
+    assert trials.total == 8
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "nsgaii"])
+def test_a_draw_differs_where_points_cannot_be_counted(sampler: str) -> None:
+    """A child in NSGA-II may be its parent once more."""
+    options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
+    found = drawn(source(CONTINUOUS, sampler=sampler, trials=24, **options))
+    assert len(found) == len({point(trial) for trial in found}) == 24
+
+
+def test_a_sampler_that_always_says_the_same_is_not_asked_for_ever() -> None:
+    for space, expected in ((EIGHT, 8), (CONTINUOUS, 12)):
+        found = drawn(source(space, sampler="random", sampler_options={"seed": 1}))
+        assert len(found) == len({point(trial) for trial in found}) == expected
+
+
+DOMAINS = st.one_of(
+    st.integers(1, 4).map(lambda n: Choice(tuple(range(n)), tuple(map(str, range(n))))),
+    st.tuples(st.integers(-3, 3), st.integers(0, 5), st.integers(1, 3)).map(
+        lambda each: Whole(each[0], each[0] + each[1], each[2])
+    ),
+    st.tuples(st.sampled_from([0.0, 0.1, -1.0]), st.integers(1, 4), st.sampled_from([0.1, 0.3, 1.0])).map(
+        lambda each: Real(each[0], each[0] + each[1] * each[2], each[2])
+    ),
+    st.just(Real(2.0, 2.0)),
+)
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), domains=st.lists(DOMAINS, min_size=1, max_size=3))
+def test_whatever_is_enqueued_and_added_each_point_is_drawn_once(
+    data: st.DataObject, domains: list[Any]
+) -> None:
+    space = Space(tuple(Dimension(f"k{at}", domain) for at, domain in enumerate(domains)))
+    size = math.prod(domain.count for domain in domains)
+    points = st.fixed_dictionaries(
+        {},
+        optional={
+            each.name: st.integers(0, each.domain.count - 1).map(each.domain.at) for each in space.dimensions
+        },
+    )
+    failed = data.draw(st.sampled_from(["keep", "drop"]))
+    asked = data.draw(st.integers(1, size + 3))
+    trials = source(space, sampler=data.draw(st.sampled_from(["random", "tpe"])), trials=asked, failed=failed)
+    own: dict[int, dict[str, Value]] = {}
+    found: list[Trial] = []
+    added = 0
+    while True:
+        for given_ in data.draw(st.lists(points, max_size=2)) if len(found) < 6 else []:
+            beyond = len(trials.trial_states()) - added >= asked or data.draw(st.booleans())
+            added += beyond
+            own[trials.enqueue(given_, beyond=beyond, priority=data.draw(st.sampled_from([None, 1])))] = (
+                given_
+            )
+        total = trials.total
+        if (trial := trials.ask()) is None:
+            break
+        assert total > trial.number, "who stands at a rung waits for those that are to come"
+        found.append(trial)
+        tell(trials, trial)
+    counts = Counter(point(trial) for trial in found)
+    for trial in found:
+        given_ = own.get(trial.number, {})
+        assert given_.items() <= trial.values.items(), "what its owner wants is trained, whatever it equals"
+        if trial.number not in own:
+            twins = [each.number for each in found if point(each) == point(trial)]
+            assert all(number in own for number in twins if number != trial.number)
+            assert all(number > trial.number or number == trial.number for number in twins)
+    assert (
+        len(found)
+        == trials.total
+        == len(trials.finished()) + (sum(trial.number % 5 == 3 for trial in found) if failed == "drop" else 0)
+    )
+    assert len(counts) == size or len(found) >= asked
+
+
+def test_an_enqueued_point_is_drawn_by_nobody_else() -> None:
+    twice = ({"adapter.rank": 4, "adapter.dropout": 0, "train.batch_size": 2},) * 2
+    trials = source(enqueue=twice)
+    assert trials.total == 9
+    found = drawn(trials)
+    assert point(found[0]) == point(found[1])
+    assert len(found) == 9
+    assert len({point(trial) for trial in found}) == 8
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "nsgaii", "qmc", "grid"])
+def test_keys_that_enqueued_points_leave_open_are_drawn_apart(sampler: str) -> None:
+    space = {"grid": EIGHT, "qmc": ("adapter.rank=range(4,17,4)", CONTINUOUS[1])}.get(sampler, CONTINUOUS)
+    trials = source(space, sampler=sampler, trials=8)
+    for at, rank in enumerate((4, 8, 4, 8)):
+        trials.enqueue({"adapter.rank": rank}, beyond=False, request=f"{at}")
+    found = drawn(trials)
+    assert [trial.values["adapter.rank"] for trial in found[:4]] == [4, 8, 4, 8]
+    assert len({point(trial) for trial in found}) == 8
+    if sampler != "grid":
+        assert len({trial.values["train.lr"] for trial in found}) == 8
+
+
+def test_a_point_of_which_nothing_is_left_is_trained_once_more() -> None:
+    trials = source(("adapter.rank=4,8", "adapter.dropout=0,0.1"), sampler="random")
+    found = drawn(trials)
+    assert len(found) == 4
+    trials.enqueue({"adapter.rank": 4})
+    (again,) = drawn(trials)
+    assert point(again) in {point(trial) for trial in found}
+    assert trials.total == 5
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "qmc", "cmaes"])
+def test_workers_of_one_study_draw_no_point_twice(
+    sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both are in this process, so that neither finds the other's lock taken.
+    monkeypatch.setattr("plait.search.workers.Workers.gone", lambda *_: False)
+
+    def opened() -> StudyTrials:
+        return source(NUMBERS, open_storage(None, tmp_path), tmp_path / "s", sampler=sampler)
+
+    workers = [opened(), opened()]
+    found = []
+    while (trial := workers[len(found) % 2].ask()) is not None:
+        found.append(trial)
+        if len(found) % 3 == 0:
+            tell(workers[(len(found) - 1) % 2], trial)
+    for worker in workers:
+        worker.close()
+    assert len(found) == len({point(trial) for trial in found}) == 8
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+def test_who_was_killed_in_the_middle_of_a_draw_keeps_its_point_to_itself(
+    written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process made the trial and wrote some of its values; others draw on before they know of its end."""
+    undisturbed = drawn(source(storage=open_storage(None, tmp_path / "whole"), sampler="random"))
+    storage = open_storage(None, tmp_path)
+    first = source(storage=storage, sampler="random")
+    found = [trial for _ in range(3) if (trial := first.ask()) is not None]
+    study = optuna.load_study(study_name="s", storage=storage)
+    space = space_of(EIGHT)
+    tried = tried_points(study.get_trials(), space)
+    study.sampler = make_sampler(SearchSettings(sampler="random"), space, 3, tried=tried)
+    half = study.ask()
+    for key, distribution in list(distributions(space).items())[:written]:
+        half._suggest(key, distribution)
+    with monkeypatch.context() as patch:
+        patch.setattr("plait.search.claims.Claims.orphans", lambda *_: [])
+        found += [trial for _ in range(9) if (trial := first.ask()) is not None]
+    assert [trial.number for trial in found] == [0, 1, 2, 4, 5, 6, 7]
+    taken = source(storage=storage, sampler="random")
+    found = [trial for _ in range(9) if (trial := taken.ask()) is not None]
+    assert [point(trial) for trial in found] == [point(trial) for trial in undisturbed]
+
+
+def test_a_point_of_an_earlier_study_may_be_drawn() -> None:
+    """It had other data perhaps; and no point of the same study comes twice."""
+    storage = optuna.storages.InMemoryStorage()
+    before = source(storage=storage, name="before")
+    drawn(before)
+    after = source(storage=storage, name="after", prior="before", sampler="tpe")
+    found = drawn(after)
+    assert len(found) == len({point(trial) for trial in found}) == 8
+
+
+def test_failed_trials_are_not_drawn_again_and_are_retried_where_that_is_asked_for() -> None:
+    storage = optuna.storages.InMemoryStorage()
+    found = drawn(source(storage=storage))
+    again = source(storage=storage, failed="retry")
+    retried = drawn(again)
+    states = [item.state for item in optuna.load_study(study_name="s", storage=storage).get_trials()]
+    assert [point(trial) for trial in retried] == [point(trial) for trial in found if trial.number % 5 == 3]
+    assert again.total == len(states) == 9
+    assert states.count(TrialState.FAIL) == 1 + (8 % 5 == 3)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trials", "expected"), [("random", 3, 4), ("grid", 3, 4), ("random", 9, 8)]
+)
+def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int, expected: int) -> None:
+    """Another is drawn for each that failed, as long as there are points."""
+    storage = optuna.storages.InMemoryStorage()
+    search = source(storage=storage, sampler=sampler, trials=trials, failed="drop")
+    while (trial := search.ask()) is not None:
+        assert search.over < search.total
+        search.tell(trial, Outcome("failed", None, "") if trial.number == 1 else Outcome("complete", 1.0, ""))
+    again = source(storage=storage, sampler=sampler, trials=trials, failed="drop")
+    assert again.over == again.total == expected
+    assert len(again.finished()) == expected - 1
+
+
+def test_a_space_with_fewer_points_than_trials_is_told_of() -> None:
+    few = too_few_points(SearchSettings(trials=12), space_of(EIGHT))
+    assert few == "The space has 8 points, 12 trials were asked for: each point is drawn once."
+    assert too_few_points(SearchSettings(trials=8), space_of(EIGHT)) == ""
+    assert too_few_points(SearchSettings(trials=10**9), space_of(CONTINUOUS)) == ""
+
+
+@given(DOMAINS, st.integers(0, 20))
+def test_places_of_values_are_those_of_optuna(domain: Any, place: int) -> None:
+    place %= domain.count
+    value = domain.at(place)
+    assert domain.place(value) == place
+    distribution = distributions(Space((Dimension("k", domain),)))["k"]
+    assert distribution._contains(distribution.to_internal_repr(value))
+    assert (domain.count == 1) == distribution.single()
