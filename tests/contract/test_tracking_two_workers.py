@@ -9,6 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from lost_tracker import die
 from mlflow import MlflowClient
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
@@ -141,9 +142,7 @@ def test_what_a_killed_worker_left_does_not_take_the_place_of_the_whole(
     other.end_search()
     other.close()
     other.conclude(verdicts())
-    assert killed._out is not None
-    killed._out.writer._closing = True  # and so ended without another word
-    killed._out._spool.close()
+    die(killed)
     assert send_left(settings, "both") == []
     assert conclude(settings, "both", "s", verdicts()) is not None
     check(settings, tmp_path)
@@ -155,9 +154,7 @@ def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSetti
         begin(killed, trial)
         end(killed, trial)
     killed.flush()
-    assert killed._out is not None
-    killed._out.writer._closing = True
-    killed._out._spool.close()
+    die(killed)
     assert load_search(settings, "both").state == RUNNING
     assert conclude(settings, "both", "another study", verdicts()) is None
     assert conclude(settings, "both", "s", verdicts()) is not None

@@ -1,0 +1,33 @@
+"""A tracker whose process is gone, within the process of a test."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from plait.tracking import Tracker
+
+
+def die(tracker: Tracker) -> None:
+    """End a tracker as a kill does: without another word to the store. What it committed stays on disk."""
+    assert tracker._out is not None
+    assert tracker._elsewhere is not None
+    writer = tracker._out.writer
+    with writer._condition:
+        writer._closing = True
+        writer._condition.notify_all()
+    writer._thread.join()
+    tracker._out._spool.close()
+    tracker._totals.close()
+    tracker._elsewhere.close()
+
+
+def wait_for_threads(patience: float = 30.0) -> list[str]:
+    """Wait until no thread of Plait's is left, since one that holds a lock would take it into a fork; the
+    names of those that do not end."""
+    until = time.monotonic() + patience
+    while True:
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("plait-")]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.01)
