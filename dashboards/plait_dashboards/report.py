@@ -17,15 +17,24 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         SearchError: there is no such search; it lists those there are.
+        AwayError: the store does not answer.
         StorageError: the store cannot be read, or the page cannot be written.
     """
     known = _parser().parse_args(arguments)
+    from plait.tracking import AwayError
     from plait_dashboards.figures import all_figures
     from plait_dashboards.page import report
     from plait_dashboards.reading import read_sweep
 
     settings = TrackingSettings(uri=known.uri, root=known.root, experiment=known.experiment)
-    sweep = read_sweep(settings, known.name, known.storage)
+    try:
+        sweep = read_sweep(settings, known.name, known.storage)
+    except AwayError as error:
+        remedy = (
+            f"{error.remedy}\nThe curves are in that store alone; `plait leaderboard {known.name or 'NAME'}` "
+            "shows meanwhile what the search's study knows."
+        )
+        raise AwayError(error.value, error.rule, remedy) from error
     path = known.output or Path(f"{sweep.name}.html")
     write(path, report(sweep, all_figures(sweep)))
     print(f"{sweep.name}: {path}")

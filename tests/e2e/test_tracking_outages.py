@@ -174,11 +174,26 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert f"are not in {server.url} yet" in said
     assert "mine is finished" in said
     assert waiting(folder) == left
+    address = ("--uri", server.url)
+    assert main(["leaderboard", "mine", "--format", "json", *address]) == 0
+    printed = capsys.readouterr()
+    assert "no answer" in printed.err
+    without = {row["trial"]: (row["objective"], row["adapter.rank"]) for row in json.loads(printed.out)}
+    for words in (["leaderboard", "other"], ["leaderboard"], ["report", "mine"]):
+        assert main([*words, *address]) == 2
+        told = capsys.readouterr().err
+        assert "Start it (mlflow server)" in told
+        assert ("`plait leaderboard mine` shows" in told) == ("report" in words)
     server.start()
     assert main(["sweep", *arguments]) == 0
     assert "not in" not in capsys.readouterr().out
     assert waiting(folder) == 0
     check_complete(server.url)
+    assert main(["leaderboard", "mine", "--format", "json", *address]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    rows = json.loads(printed.out)
+    assert {row["trial"]: (row["objective"], row["adapter.rank"]) for row in rows} == without
     server.stop()
     assert main(["sweep", *arguments]) == 0  # nothing is left to be sent
     assert "answer" not in capsys.readouterr().out

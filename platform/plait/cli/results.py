@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.errors import EXIT_DONE, ConfigError, choices
+from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.settings import TrackingSettings
 
 if TYPE_CHECKING:
-    from plait.tracking import JobRecord
+    from plait.tracking import JobRecord, SearchResult
 
 
 def ui(arguments: Sequence[str]) -> int:
@@ -38,15 +40,33 @@ def leaderboard(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     from rich.console import Console
 
-    from plait.tracking import load_search, print_leaderboard
+    from plait.tracking import print_leaderboard
 
-    result = load_search(_settings(known), known.name)
+    result = _search(_settings(known), known.name)
     order = None
     if known.sort:
         result = replace(result, records=sort_records(result.records, known.sort, reverse=known.reverse))
         order = f"by {known.sort}, {'largest' if known.reverse else 'smallest'} first"
     print_leaderboard(result, known.format, Console(), order=order)
     return EXIT_DONE
+
+
+def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
+    """A search as the store has it; as its study has it while the store is away."""
+    from plait.tracking import AwayError, load_search
+
+    try:
+        return load_search(settings, name)
+    except AwayError as error:
+        from plait.search.study_board import board_of_study
+
+        found = None
+        with suppress(StorageError):  # the study's database may be away with it: the store is to be told of
+            found = board_of_study(settings, name) if name else None
+        if found is None:
+            raise
+        print(f"{error.value}. This is what the search's study knows:", file=sys.stderr)
+        return found
 
 
 def sort_records(

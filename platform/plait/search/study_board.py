@@ -1,0 +1,47 @@
+"""A search's leaderboard from its study, while the tracking store is away."""
+
+from __future__ import annotations
+
+from plait.search.recorded import recorded_command
+from plait.search.standing import read_standing
+from plait.search.storage import quiet
+from plait.search.tracked import judged
+from plait.search.trials import Trial
+from plait.settings import TrackingSettings
+from plait.tracking import Board, JobRecord, SearchResult, locate
+from plait.tracking.final import take_verdict
+from plait.tracking.location import sqlite_in
+from plait.tracking.names import FINISHED
+
+
+def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
+    """What the study knows of a search that is recorded in this store: states, values and objectives, but
+    neither losses nor tokens nor seconds. None where no such search was begun in the folder of the runs.
+
+    Raises:
+        StorageError: the study does not answer.
+    """
+    location = locate(settings)
+    recorded = recorded_command(location.root, name)
+    if recorded is None or (recorded.store or sqlite_in(location.root)) != location.uri:
+        return None
+    quiet()
+    standing = read_standing(recorded, location.root)
+    first, *others = standing.objectives
+    board = Board(first.direction, len(standing.states), others=tuple(others))
+    for number, state in enumerate(standing.states):
+        board.add(JobRecord(Trial(number).name, number, state=state))
+    for verdict in judged(standing.result.finished):
+        board.jobs[verdict.job].parameters = verdict.parameters
+        take_verdict(board, verdict)
+    return SearchResult(
+        name=name,
+        state=FINISHED if recorded.finished else "not finished",
+        direction=first.direction,
+        metric=first.metric,
+        run_id="",
+        experiment_id="",
+        location=location,
+        records=tuple(board.ordered()),
+        others=tuple(others),
+    )
