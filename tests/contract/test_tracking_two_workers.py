@@ -230,7 +230,11 @@ def test_what_others_train_is_on_the_board_while_the_search_goes_on(
     end(first, 0)
     first.flush()
     until = time.monotonic() + 30
-    while "trial-0000" not in second.board.jobs and time.monotonic() < until:
+
+    def seen() -> str:  # a look that began before the flush may have found it running
+        return second.board.jobs["trial-0000"].state if "trial-0000" in second.board.jobs else ""
+
+    while seen() != "finished" and time.monotonic() < until:
         second.handle(GroupStep("g0", 1, ("trial-0001",), 1, 100, 0.5, None, 200))
         time.sleep(0.01)
     record = second.board.jobs["trial-0000"]
