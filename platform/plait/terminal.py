@@ -32,7 +32,6 @@ from plait.terminal_rows import (
     status_line,
 )
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.leaderboard import varying
 from plait.tracking.names import FAILED, FINISHED
 
 REFRESH_SECONDS = 0.25
@@ -129,7 +128,7 @@ class Terminal:
     def _write_line(self, event: Event) -> None:
         match event:
             case JobAdmitted():
-                keys = varying(list(self._board.jobs.values())) or OF_ONE_JOB
+                keys = self._board.varying() or OF_ONE_JOB
                 shown = settings_line(self._board.jobs[event.job.name], keys)
                 begins = "started" if event.step == 0 else f"goes on from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
@@ -169,7 +168,7 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
     best = board.best()
     lines: list[tuple[str, str]] = []
     if best is not None:
-        keys = varying(list(board.jobs.values())) or OF_ONE_JOB
+        keys = board.varying() or OF_ONE_JOB
         lines += [("best", f"{best.name}, objective {number(best.objective)}")]
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:

@@ -10,10 +10,11 @@ from rich.text import Text
 
 from plait.durations import duration
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.leaderboard import varying
 from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
 
 STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
+CUT_SHORT = "cut short"
+PRIORITY = "train.priority"
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # that are named in the line on the whole
@@ -40,8 +41,11 @@ def setting(value: Any) -> str:
 
 
 def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
-    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``."""
-    return " ".join(f"{key}={setting(record.parameters[key])}" for key in keys if key in record.parameters)
+    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``. The usual priority goes without
+    saying."""
+    said = [key for key in keys if key in record.parameters]
+    said = [key for key in said if key != PRIORITY or record.parameters[key]]
+    return " ".join(f"{key}={setting(record.parameters[key])}" for key in said)
 
 
 def share_done(board: Board) -> float:
@@ -64,6 +68,8 @@ def status_line(board: Board, left: float | None) -> str:
     ended, running = sum(job.ended for job in board.jobs.values()), board.count(RUNNING)
     parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {running} running"]
     parts += [f"{board.count(state)} {state}" for state in (PARKED, PRUNED, FAILED) if board.count(state)]
+    if cut := sum(state_text(board, job) == CUT_SHORT for job in board.jobs.values()):
+        parts.append(f"{cut} {CUT_SHORT}")
     parts += rungs_waited_for(board)[:MOST_RUNGS]
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
@@ -73,7 +79,10 @@ def status_line(board: Board, left: float | None) -> str:
 
 
 def state_text(board: Board, record: JobRecord) -> str:
-    """A job's state in words; where it waits at a rung, at which."""
+    """A job's state in words; where it waits at a rung, at which; where it had begun to train and waits for
+    another process to go on with it, that it was cut short."""
+    if record.state == WAITING and record.step > 0:
+        return CUT_SHORT
     waits = board.ladder is not None and record.state == PARKED
     if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
         return f"at rung {record.step}"
@@ -117,7 +126,7 @@ def best_line(board: Board) -> str:
     best = board.best()
     if best is None:
         return ""
-    keys = varying(list(board.jobs.values()))
+    keys = board.varying()
     return (
         f"best so far: {best.name}, objective {number(best.objective)}, {settings_line(best, keys)}".rstrip(
             ", "
@@ -149,7 +158,7 @@ def jobs_table(board: Board, rows: int) -> Table:
     """The jobs, at most ``rows`` of them: live ones first. What does not fit is counted in a last line."""
     records = shown_first(list(board.jobs.values()))
     shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
-    keys = varying(records)[:MOST_PARAMETERS]
+    keys = board.varying()[:MOST_PARAMETERS]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("job", no_wrap=True)
     table.add_column("state", no_wrap=True)

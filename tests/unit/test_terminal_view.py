@@ -16,7 +16,7 @@ from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated
 from plait.jobs import AdapterSpec, JobSpec
 from plait.search.control.status import describe_status
 from plait.terminal import Terminal, print_summary
-from plait.terminal_rows import jobs_table, setting, share_done, shown_first, status_line
+from plait.terminal_rows import jobs_table, setting, settings_line, share_done, shown_first, status_line
 from plait.tracking.board import Board, JobRecord, Ladder
 
 
@@ -325,6 +325,16 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_settings_are_short() -> None:
     assert [setting(value) for value in (2e-4, 16, ["q", "v"], None)] == ["0.0002", "16", "q,v", "None"]
+
+
+def test_a_priority_is_told_of_those_that_have_one() -> None:
+    board = board_of(2)
+    board.add(JobRecord("trial-0002", 2, dict(spec(2).parameters()) | {"train.priority": 5}))
+    assert [settings_line(job, board.varying()) for job in board.jobs.values()] == [
+        "adapter.rank=1",
+        "adapter.rank=2",
+        "adapter.rank=3 train.priority=5",
+    ]
 
 
 def test_the_summary_says_what_was_found_and_what_failed() -> None:

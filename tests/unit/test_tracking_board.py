@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,14 +19,13 @@ from plait.tracking.board import Board, JobRecord
 from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
 from plait.tracking.location import Location
 from plait.tracking.operations import resolve_references, run_reference
+from plait.tracking.parameters import Varying, parameter_text, parameter_value
 from plait.tracking.results import SearchResult, print_leaderboard
 from plait.tracking.values import (
     evaluation_values,
     finite,
     group_values,
     not_finite,
-    parameter_text,
-    parameter_value,
     run_parameters,
     search_values,
 )
@@ -98,6 +98,34 @@ def test_only_parameters_that_vary_have_a_column() -> None:
     names, rows = columns(records())
     assert names[:5] == ["trial", "state", "objective", "adapter.rank", "adapter.target_modules"]
     assert rows[0][:5] == [0, "finished", 1.25, 4, '["q","v"]']
+
+
+def test_what_mlflow_gives_back_is_what_the_job_had() -> None:
+    """A job that another process trains, or that was added, differs in what differs alone."""
+    jobs = [JobSpec(f"trial-{at:04d}", AdapterSpec(rank=4 + at)).parameters() for at in range(3)]
+    read = {key: parameter_value(parameter_text(value)) for key, value in jobs[1].items()}
+    assert read["adapter.target_modules"] != jobs[1]["adapter.target_modules"]
+    given = [JobRecord(str(at), at, each) for at, each in enumerate((jobs[0], read, jobs[2]))]
+    assert varying(given) == ["adapter.rank"]
+
+
+points = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([None, 1, 2, "x", (1, 2), [1, 2]]))
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["j0", "j1", "j2", "j3"]), points), max_size=5))
+def test_keys_that_vary_are_kept_while_jobs_come_change_and_go(
+    stages: list[dict[str, dict[str, Any]]],
+) -> None:
+    kept = Varying()
+    for jobs in stages:
+        read = [{key: parameter_text(value) for key, value in each.items()} for each in jobs.values()]
+        named = {key for each in read for key in each}
+        differ = {key for key in named if len({each.get(key, "None") for each in read}) > 1}
+        assert set(kept.update(jobs)) == differ
+        board = Board("minimize", 4)
+        for at, (name, parameters) in enumerate(jobs.items()):
+            board.add(JobRecord(name, at, parameters))
+        assert board.varying() == varying(list(board.jobs.values())) == Varying().update(jobs)
 
 
 def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:

@@ -13,10 +13,11 @@ from plait.tracking.final import Judged
 from plait.tracking.left import send_spools
 from plait.tracking.operations import OpenRun
 from plait.tracking.outgoing import spool_folder
+from plait.tracking.parameters import parameter_text
 from plait.tracking.records import record_of
 from plait.tracking.search_facts import SearchFacts
 from plait.tracking.store import Store
-from plait.tracking.values import parameter_text, run_parameters, user
+from plait.tracking.values import run_parameters, user
 
 
 @dataclass(frozen=True, slots=True)

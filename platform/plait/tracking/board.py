@@ -4,7 +4,7 @@ terminal's table. Plain Python, no clock and no store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from plait.engine.messages import (
 )
 from plait.objectives import Objective, pareto_front
 from plait.tracking.names import FINISHED, OBJECTIVE, RUNNING
+from plait.tracking.parameters import Varying
 
 WAITING = "waiting"
 PARKED = "parked"  # saved, and without a place: at a rung, paused, or since it had to make room
@@ -132,6 +133,7 @@ class Board:
     iterations: int = 0
     others: tuple[Objective, ...] = ()
     ladder: Callable[[int], Ladder] | None = None
+    _varying: Varying = field(default_factory=Varying, init=False, repr=False, compare=False)
 
     def add(self, record: JobRecord) -> None:
         """Take a job in, or take up one that was there."""
@@ -227,6 +229,10 @@ class Board:
         """Jobs in any of the states."""
         return sum(job.state in states for job in self.jobs.values())
 
+    def varying(self) -> list[str]:
+        """Parameters that are not the same in all jobs."""
+        return self._varying.update({record.name: record.parameters for record in self.jobs.values()})
+
     @property
     def tokens(self) -> int:
         """Real tokens of all jobs."""
@@ -247,6 +253,13 @@ class Board:
         record.tokens, record.device_seconds = event.tokens, event.device_seconds
         record.completion_seconds = event.completion_seconds
         record.adapter = "" if event.adapter is None else str(event.adapter)
+
+
+def wait(records: Iterable[JobRecord], names: Collection[str]) -> None:
+    """Those of these names that have not ended wait: whoever trained them is gone."""
+    for record in records:
+        if record.name in names and not record.ended:
+            record.state = WAITING
 
 
 def _counts(job: JobRecord) -> bool:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from plait.tracking.board import JobRecord
 from plait.tracking.names import FINISHED, objective_name
+from plait.tracking.parameters import Varying
 
 Cell = str | int | float | None
 FORMATS = ("table", "csv", "json")
@@ -24,8 +25,7 @@ LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_l
 def varying(records: Sequence[JobRecord]) -> list[str]:
     """Parameters that are not the same in all jobs, in the order in which jobs name them; of a single
     job none."""
-    keys = list(dict.fromkeys(key for record in records for key in record.parameters))
-    return [key for key in keys if len({str(record.parameters.get(key)) for record in records}) > 1]
+    return Varying().update({record.name: record.parameters for record in records})
 
 
 def columns(

@@ -11,7 +11,7 @@ from mlflow.entities import Run
 from plait.objectives import Objective
 from plait.tracking import names
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.values import parameter_value
+from plait.tracking.parameters import parameter_value
 
 OPEN = (WAITING, PARKED, names.RUNNING)  # states of jobs that have not ended
 

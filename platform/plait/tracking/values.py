@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import getpass
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
 from plait.addresses import redact
 from plait.engine.messages import GroupStep, JobEvaluated, JobProgress
 from plait.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
-
-_WORDS: Mapping[str, object] = {"None": None, "True": True, "False": False}
-
-
-def parameter_text(value: object) -> str:
-    """A parameter's value as MLflow keeps it: words and numbers as they are, the rest as JSON."""
-    return json.dumps(value) if isinstance(value, (list, tuple, dict)) else str(value)
-
-
-def parameter_value(text: str) -> Any:
-    """The value that :func:`parameter_text` wrote, as far as text can tell: lists for tuples."""
-    if text in _WORDS:
-        return _WORDS[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+from plait.tracking.parameters import parameter_text
 
 
 def run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:

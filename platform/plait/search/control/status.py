@@ -7,7 +7,6 @@ import shlex
 from plait.search.control.orders import Mode
 from plait.terminal_rows import best_line, number, settings_line, shown_first, state_text, status_line
 from plait.tracking.board import Board
-from plait.tracking.leaderboard import varying
 
 MOST_JOBS = 40
 
@@ -18,9 +17,9 @@ def describe_status(board: Board, mode: Mode, name: str) -> str:
     lines = [f"{mode}: {status_line(board, None)}"]
     lines += [line for line in (best_line(board),) if line]
     records = shown_first(list(board.jobs.values()))
-    keys = varying(records)
+    keys = board.varying()
     for record in records[:MOST_JOBS]:
-        parts = [f"{record.name}  {state_text(board, record):<8}"]
+        parts = [f"{record.name}  {state_text(board, record):<9}"]
         if record.steps:
             parts.append(f"step {record.step}/{record.steps}")
         losses = (("loss", record.loss), ("eval loss", record.eval_loss), ("objective", record.objective))
