@@ -26,6 +26,7 @@ from plait.tracking.group_steps import (
 from plait_dashboards.sweep import Curve, Sweep
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
+MOST_STEPS = 10_000  # of the group: figures are made in the process that trains, which needs its memory
 SERVER_CALLS = 8  # at once: a server answers several, a database file one
 
 
@@ -104,11 +105,11 @@ def curve_of(points: Sequence[Metric]) -> Curve:
 
 
 def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
-    """The search's group steps: all of them from its folder, or, where that is not here, those that the
-    search's run has as a table."""
+    """The search's group steps: from its folder at most ``MOST_STEPS``, or, where that is not here, those
+    that the search's run has as a table."""
     path = search_folder(result.location.root, result.name) / GROUP_STEPS_FILE
     if path.exists():
-        return tuple(read_group_steps(path))
+        return tuple(read_group_steps(path, MOST_STEPS))
     if not any(item.path == GROUP_STEPS_ARTIFACT for item in client.list_artifacts(result.run_id)):
         return ()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from plait.engine.messages import GroupStep
+from plait.engine.messages import GroupStep, ModelFitted
 from plait.errors import StorageError
+from plait.tracking import line_table
+from plait.tracking.fits import Fits
 from plait.tracking.group_steps import COLUMNS, MOST_ROWS, GroupSteps, read_group_steps
 
 
@@ -63,6 +66,51 @@ def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_pa
     assert tuple(shown["columns"]) == COLUMNS
     assert MOST_ROWS / 2 < len(shown["data"]) <= MOST_ROWS
     assert all(len(row) == len(COLUMNS) for row in shown["data"])
+
+
+def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, rows = GroupSteps(tmp_path), 5 * MOST_ROWS + 1
+    table.add(step(1))
+    table.path.write_bytes(table.path.read_bytes() * rows)
+    parsed = 0
+    loads = json.loads
+
+    def counting(line: bytes) -> object:
+        nonlocal parsed
+        parsed += 1
+        return loads(line)
+
+    monkeypatch.setattr(line_table.json, "loads", counting)
+    again = GroupSteps(tmp_path)
+    assert parsed <= 1
+    text = again.artifact()
+    assert parsed <= MOST_ROWS + 1
+    read_group_steps(table.path, 100)
+    assert parsed <= MOST_ROWS + 101
+    shown = [row[0] for row in loads(text)["data"]]
+    assert (len(shown), shown[-1]) == (rows // 6 + 1, rows)
+    assert {after - before for before, after in pairwise(shown)} == {6}
+    again.add(step(1))
+    assert read_group_steps(table.path)[-1].iteration == rows + 1
+
+
+@pytest.mark.parametrize("block", [4, 2**20])
+def test_what_a_killed_process_left_of_a_line_spoils_no_other_process_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(line_table, "BLOCK", block)
+    steps, fits = GroupSteps(tmp_path), Fits(tmp_path)
+    fitted = ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
+    for before in (0, 1):
+        for table in (steps, fits):
+            with table.path.open("a") as file:
+                file.write('{"torn": ')
+        steps.add(step(before + 1))
+        fits.add(fitted)
+        assert [row.iteration for row in read_group_steps(steps.path)] == list(range(1, before + 2))
+        assert len(json.loads(fits.artifact())["data"]) == before + 1
 
 
 def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from plait.terminal import Terminal
 from plait.tracking import Tracker
 from plait.tracking.fits import FITS_ARTIFACT, Fits
 from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
+from plait.tracking.line_table import LineTable
 
 
 class SearchRecorder:
@@ -32,27 +33,22 @@ class SearchRecorder:
             return
         if isinstance(event, ModelFitted):
             self._fits.add(event)
-            if self._fits.grown:
-                self._show_fits()
+            self._show(self._fits, FITS_ARTIFACT, due=self._fits.grown)
             return
         self._tracker.handle(event)
         self._terminal.handle(event)
         if isinstance(event, GroupStep):
             self._steps.add(event)
-            if self._steps.grown:
-                self._show_steps()
+            self._show(self._steps, GROUP_STEPS_ARTIFACT, due=self._steps.grown)
 
     def show_tables(self) -> None:
         """Keep the tables of group steps and of fits with the search's run, as they are at the end."""
-        self._show_steps()
-        if self._fits.behind:
-            self._show_fits()
+        self._show(self._steps, GROUP_STEPS_ARTIFACT, due=self._steps.behind)
+        self._show(self._fits, FITS_ARTIFACT, due=self._fits.behind)
 
-    def _show_steps(self) -> None:
-        self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
-
-    def _show_fits(self) -> None:
-        self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
+    def _show(self, table: LineTable, name: str, *, due: bool) -> None:
+        if due:
+            self._tracker.record_table(name, table.artifact())
 
     def judge(
         self,

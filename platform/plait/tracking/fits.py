@@ -1,32 +1,34 @@
-"""The table of fits: every model of seconds and of bytes that training was predicted with, and its errors.
-
-One JSON object a line below the search's folder, appended over restarts; the same as a table of the search's
-run in MLflow, thinned evenly where there are many.
-"""
+"""The table of fits: every model of seconds and of bytes that training was predicted with, and its errors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from plait.engine.messages import ModelFitted
-from plait.errors import StorageError
+from plait.tracking.line_table import LineTable
 
-FITS_FILE = "fits.jsonl"
-FITS_ARTIFACT = "fits.json"
+FITS_FILE = "fits.jsonl"  # below the search's folder
+FITS_ARTIFACT = "fits.json"  # of the search's run
 MOST_ROWS = 400  # of the artifact
-GROWTH = 1.25  # the artifact is written anew when the table has grown by this much: its cost stays linear
 COLUMNS = tuple(field.name for field in fields(ModelFitted))
 
 
-class Fits:
-    """The table of one search, in its folder, which must be there."""
+class Fits(LineTable):
+    """The table of one search.
+
+    Args:
+        folder: of the search; made where it is not there.
+
+    Raises:
+        StorageError: the folder cannot be made or the table cannot be read.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FITS_FILE
-        self._count = len(self._lines())
-        self._shown = 0
+        super().__init__(folder / FITS_FILE, COLUMNS, MOST_ROWS, _cells)
 
     def add(self, fitted: ModelFitted) -> None:
         """Append one fit.
@@ -34,42 +36,9 @@ class Fits:
         Raises:
             StorageError: it cannot be written.
         """
-        row = asdict(fitted) | {"coefficients": dict(fitted.coefficients)}
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"{self.path}: {error.strerror}",
-                "The search's folder keeps a table of its fits.",
-                "Make room, or make the folder writable, and start the same command again: it goes on.",
-            ) from error
-        self._count += 1
+        self.append(asdict(fitted) | {"coefficients": dict(fitted.coefficients)})
 
-    @property
-    def grown(self) -> bool:
-        """Whether enough was added since :meth:`artifact` to write that anew."""
-        return self._count >= max(1, GROWTH * self._shown)
 
-    @property
-    def behind(self) -> bool:
-        """Whether anything was added since :meth:`artifact`."""
-        return self._count > self._shown
-
-    def artifact(self) -> str:
-        """The table in the form that MLflow shows, at most ``MOST_ROWS`` rows, the newest among them;
-        coefficients as JSON text."""
-        self._shown = self._count
-        lines = self._lines()
-        kept = lines[:: -max(1, -(-len(lines) // MOST_ROWS))]
-        rows = []
-        for line in reversed(kept):
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that a crash left unfinished
-                continue
-            rows.append([json.dumps(row[name]) if name == "coefficients" else row[name] for name in COLUMNS])
-        return json.dumps({"columns": COLUMNS, "data": rows})
-
-    def _lines(self) -> list[str]:
-        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+def _cells(_number: int, raw: Mapping[str, Any]) -> list[Any]:
+    """MLflow shows coefficients as JSON text."""
+    return [json.dumps(raw[name]) if name == "coefficients" else raw[name] for name in COLUMNS]

@@ -1,26 +1,22 @@
 """The table of group steps: what every iteration of a group took, beside what was expected of it.
 
-One JSON object a line, appended as training goes, below the search's folder; the same columns as a table of
-the search's run in MLflow. A search that is gone on with adds to its table, so a step that is trained again
-after a crash stands there twice: both took their seconds. Several processes may add to one table: iterations
-are numbered as they stand there.
+A search that is gone on with adds to its table, so a step that is trained again after a crash stands there
+twice: both took their seconds. Iterations are numbered as they stand there, whichever process they are of.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from plait.engine.messages import GroupStep
-from plait.errors import StorageError
+from plait.tracking.line_table import LineTable, numbered_rows, table_errors
 
 GROUP_STEPS_FILE = "group_steps.jsonl"  # below the search's folder
 GROUP_STEPS_ARTIFACT = "group_steps.json"  # of the search's run
 MOST_ROWS = 2000  # of the artifact
-GROWTH = 1.25  # the artifact is written anew when the table has grown by this much: its cost stays linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +46,8 @@ class GroupStepRow:
 COLUMNS = tuple(field.name for field in fields(GroupStepRow))
 
 
-class GroupSteps:
-    """The table of one search, in its folder.
+class GroupSteps(LineTable):
+    """The table of one search.
 
     Args:
         folder: of the search; made where it is not there.
@@ -61,14 +57,7 @@ class GroupSteps:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / GROUP_STEPS_FILE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._mend()
-        except OSError as error:
-            raise _trouble(self.path, error) from error
-        self._count = len(read_group_steps(self.path))
-        self._shown = 0
+        super().__init__(folder / GROUP_STEPS_FILE, COLUMNS, MOST_ROWS, _cells)
 
     def add(self, step: GroupStep) -> None:
         """Append one iteration.
@@ -76,71 +65,28 @@ class GroupSteps:
         Raises:
             StorageError: it cannot be written.
         """
-        row = GroupStepRow(
-            iteration=self._count + 1,
-            group=step.group,
-            jobs=step.jobs,
-            job_tokens=step.job_tokens,
-            capacity=step.capacity,
-            microbatches=step.microbatches,
-            seconds=step.seconds,
-            predicted_seconds=step.predicted_seconds,
-            peak_bytes=step.peak_bytes,
-            predicted_bytes=step.predicted_bytes,
-        )
-        try:
-            with self.path.open("ab") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # a line is whole before another process reads or writes
-                file.write(json.dumps(asdict(row)).encode() + b"\n")
-        except OSError as error:
-            raise _trouble(self.path, error) from error
-        self._count += 1
-
-    @property
-    def grown(self) -> bool:
-        """Whether enough was added since :meth:`artifact` to write that anew."""
-        return self._count >= max(1, GROWTH * self._shown)
-
-    def artifact(self) -> str:
-        """The table in the form that MLflow shows, thinned evenly to at most ``MOST_ROWS`` rows."""
-        self._shown = self._count
-        rows = read_group_steps(self.path)
-        kept = rows[:: max(1, -(-len(rows) // MOST_ROWS))]
-        return json.dumps({"columns": COLUMNS, "data": [list(asdict(row).values()) for row in kept]})
-
-    def _mend(self) -> None:
-        """Cut off a last line that a crash left unfinished."""
-        if not self.path.exists():
-            return
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            whole = file.read()
-            end = whole.rfind(b"\n") + 1
-            if end < len(whole):
-                file.truncate(end)
+        self.append({"iteration": self.count + 1} | {name: getattr(step, name) for name in COLUMNS[1:]})
 
 
-def read_group_steps(path: Path) -> list[GroupStepRow]:
-    """All rows of a table, oldest first; none where there is no table. An unfinished last line is left out.
+def read_group_steps(path: Path, most: int | None = None) -> list[GroupStepRow]:
+    """Rows of a table, oldest first; none where there is no table.
+
+    Args:
+        path: of the table.
+        most: rows to read; of more, every k-th up to the newest. None reads all.
 
     Raises:
         StorageError: it cannot be read, or is no such table.
     """
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return [_row(json.loads(line) | {"iteration": at}) for at, line in enumerate(lines, 1)]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _trouble(path, error) from error
+    with table_errors(path):
+        return [_row(number, raw) for number, raw in numbered_rows(path, most)]
 
 
-def _row(raw: dict[str, Any]) -> GroupStepRow:
-    return GroupStepRow(**raw | {"jobs": tuple(raw["jobs"]), "job_tokens": tuple(raw["job_tokens"])})
+def _row(number: int, raw: Mapping[str, Any]) -> GroupStepRow:
+    lists = {name: tuple(raw[name]) for name in ("jobs", "job_tokens")}
+    return GroupStepRow(**{**raw, **lists, "iteration": number})
 
 
-def _trouble(path: Path, error: Exception) -> StorageError:
-    return StorageError(
-        f"{path}: {error}",
-        "The search's folder keeps a table of its group steps.",
-        "Make room, or move the file away: a new table is begun.",
-    )
+def _cells(number: int, raw: Mapping[str, Any]) -> list[Any]:
+    row = _row(number, raw)
+    return [getattr(row, name) for name in COLUMNS]
