@@ -26,15 +26,16 @@ from plait.terminal_rows import (
     best_evaluation,
     best_line,
     front_text,
-    jobs_table,
     number,
     settings_line,
     status_line,
 )
+from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.names import FAILED, FINISHED
 
-REFRESH_SECONDS = 0.25
+REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
+SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
 LINES_AROUND = 6  # of the live view, beside the jobs
 OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
 
@@ -45,7 +46,7 @@ class Terminal:
     Args:
         board: the tracker's: events go to the tracker first, then here.
         console: where to write; decides between live view and plain lines.
-        clock: seconds, never going back.
+        clock: seconds, never going back; it tells what a drawing costs, too.
         line_seconds: plain lines: time between two lines on progress.
     """
 
@@ -62,6 +63,7 @@ class Terminal:
         self._clock = clock
         self._line_seconds = line_seconds
         self._shown = clock()
+        self._cost = 0.0  # of the last drawing, in seconds
         self._pace = Pace(board, clock)
         self._best: JobRecord | None = board.best()
         self._live: Live | None = None
@@ -86,7 +88,7 @@ class Terminal:
         self._pace.handle(event)
         if self._live is None:
             self._write_line(event)
-        elif self._clock() - self._shown >= REFRESH_SECONDS:
+        else:
             self._draw()
 
     def judged(self, job: str) -> None:
@@ -97,8 +99,7 @@ class Terminal:
         if found and self._live is None:
             self._print(best_line(self._board))
         self._best = best
-        if self._live is not None:
-            self._draw()
+        self._draw()
 
     def note(self, text: str) -> None:
         """One line about the search, above the live view or among the plain lines."""
@@ -112,16 +113,20 @@ class Terminal:
     # ---- live ------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        if self._live is not None:
-            self._shown = self._clock()
-            self._live.update(self._view(), refresh=True)
+        """Draw what there is, unless that would be too soon after the last drawing, or cost too much."""
+        begun = self._clock()
+        if self._live is None or begun - self._shown < max(REFRESH_SECONDS, self._cost / SHARE):
+            return
+        self._live.update(self._view(), refresh=True)
+        self._shown = self._clock()
+        self._cost = self._shown - begun
 
     def _view(self) -> Group:
         rows = max(self._console.height - LINES_AROUND, 1)
         lines = [Text(status_line(self._board, self.seconds_left), "bold", no_wrap=True, overflow="ellipsis")]
         if best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
-        return Group(jobs_table(self._board, rows), *lines)
+        return Group(jobs_table(self._board, rows, self._console.width), *lines)
 
     # ---- plain -----------------------------------------------------------------------------------------
 
@@ -175,6 +180,8 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
             lines += [("adapter", best.adapter)]
         if best.was_better:
             lines += [("eval loss", f"was {best_evaluation(best)}; the adapter is that of the last step")]
+        elif best.parameters.get("train.keep") == "best":
+            lines += [("eval loss", f"{best_evaluation(best)}; the adapter is that of this step")]
     elif front := board.front():
         lines += [("Pareto front", front_text(front))]
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from statistics import fmean
 
 from plait.engine.messages import Event, GroupStep, JobAdmitted
@@ -68,11 +70,12 @@ def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
     if not plans:
         return None
     usual = fmean(plans)
-    ends = [_share(job, usual) for job in jobs if job.ended]
+    ends = sorted(_share(job, usual) for job in jobs if job.ended)
+    sums = [0.0, *accumulate(reversed(ends))]  # of the furthest ones
 
     def expected(share: float) -> float:
-        further = [end for end in ends if end > share]
-        return (fmean(further) if further else 1.0) - share
+        further = len(ends) - bisect_right(ends, share)
+        return (sums[further] / further if further else 1.0) - share
 
     begun = sum((job.steps or usual) * expected(_share(job, usual)) for job in jobs if not job.ended)
     drawn = fmean(ends) if ends else 1.0

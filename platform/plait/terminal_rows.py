@@ -1,24 +1,22 @@
-"""What the terminal shows of a search, as text and tables: pure functions of the board."""
+"""What the terminal says of a search and its jobs, as text: pure functions of the board."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
-
-from rich.table import Table
-from rich.text import Text
 
 from plait.durations import duration
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
+from plait.tracking.names import FAILED, PRUNED, RUNNING
 
-STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
 CUT_SHORT = "cut short"
 PRIORITY = "train.priority"
-MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # that are named in the line on the whole
-ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}  # what has ended stands between
+ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}
+ENDED = 2  # what has ended stands between
 
 
 def number(value: float | None) -> str:
@@ -51,10 +49,9 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
 def share_done(board: Board) -> float:
     """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
     total = max(board.trials, len(board.jobs), 1)
-    done = sum(
-        1.0 if job.ended else job.step / job.steps if job.steps else 0.0 for job in board.jobs.values()
-    )
-    return min(done / total, 1.0)
+    open_jobs = [job for job in board.jobs.values() if not job.ended]
+    begun = sum(job.step / job.steps for job in open_jobs if job.steps)
+    return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
 
 
 def status_line(board: Board, left: float | None) -> str:
@@ -65,12 +62,11 @@ def status_line(board: Board, left: float | None) -> str:
         left: seconds that remain, if they can be told.
     """
     total = max(board.trials, len(board.jobs))
-    ended, running = sum(job.ended for job in board.jobs.values()), board.count(RUNNING)
-    parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {running} running"]
-    parts += [f"{board.count(state)} {state}" for state in (PARKED, PRUNED, FAILED) if board.count(state)]
-    if cut := sum(state_text(board, job) == CUT_SHORT for job in board.jobs.values()):
-        parts.append(f"{cut} {CUT_SHORT}")
-    parts += rungs_waited_for(board)[:MOST_RUNGS]
+    states = Counter(CUT_SHORT if _cut_short(job) else job.state for job in board.jobs.values())
+    ended = len(board.jobs) - sum(states[state] for state in (*ORDER, CUT_SHORT))
+    parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {states[RUNNING]} running"]
+    parts += [f"{states[state]} {state}" for state in (PARKED, PRUNED, FAILED, CUT_SHORT) if states[state]]
+    parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
     if left is not None:
@@ -81,12 +77,16 @@ def status_line(board: Board, left: float | None) -> str:
 def state_text(board: Board, record: JobRecord) -> str:
     """A job's state in words; where it waits at a rung, at which; where it had begun to train and waits for
     another process to go on with it, that it was cut short."""
-    if record.state == WAITING and record.step > 0:
+    if _cut_short(record):
         return CUT_SHORT
     waits = board.ladder is not None and record.state == PARKED
     if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
         return f"at rung {record.step}"
     return record.state
+
+
+def _cut_short(record: JobRecord) -> bool:
+    return record.state == WAITING and record.step > 0
 
 
 def rung_text(board: Board, record: JobRecord) -> str:
@@ -98,23 +98,25 @@ def rung_text(board: Board, record: JobRecord) -> str:
 
 
 def rungs_waited_for(board: Board) -> list[str]:
-    """Where jobs wait for their cohort: ``rung 10: 5 of 8 there``, earliest trials first."""
+    """Where jobs wait for their cohort: ``rung 10: 5 of 8 there``, earliest trials first, ``MOST_RUNGS`` at
+    most."""
     if board.ladder is None:
         return []
     found: dict[tuple[range, int], None] = {}
-    for record in sorted(board.jobs.values(), key=lambda each: each.trial):
-        ladder = board.ladder(record.trial)
-        if ladder.cohort and record.state == PARKED and record.step in ladder.steps:
-            found[ladder.cohort, record.step] = None
-    return [_there(board, cohort, rung) for cohort, rung in found]
-
-
-def _there(board: Board, cohort: range, rung: int) -> str:
+    for job in sorted((job for job in board.jobs.values() if job.state == PARKED), key=lambda job: job.trial):
+        ladder = board.ladder(job.trial)
+        if ladder.cohort and job.step in ladder.steps:
+            found[ladder.cohort, job.step] = None
+            if len(found) == MOST_RUNGS:
+                break
+    jobs = {job.trial: job for job in board.jobs.values()} if found else {}
     total = max(board.trials, len(board.jobs))
-    members = range(cohort.start, min(cohort.stop, total))
-    there = sum(
-        record.trial in members and (record.ended or record.step >= rung) for record in board.jobs.values()
-    )
+    return [_there(jobs, range(cohort.start, min(cohort.stop, total)), rung) for cohort, rung in found]
+
+
+def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
+    known = [jobs[trial] for trial in members if trial in jobs]
+    there = sum(job.ended or job.step >= rung for job in known)
     return f"rung {rung}: {there} of {len(members)} there"
 
 
@@ -126,12 +128,8 @@ def best_line(board: Board) -> str:
     best = board.best()
     if best is None:
         return ""
-    keys = board.varying()
-    return (
-        f"best so far: {best.name}, objective {number(best.objective)}, {settings_line(best, keys)}".rstrip(
-            ", "
-        )
-    )
+    line = f"best so far: {best.name}, objective {number(best.objective)}, "
+    return (line + settings_line(best, board.varying())).rstrip(", ")
 
 
 def front_text(front: Sequence[JobRecord]) -> str:
@@ -144,40 +142,11 @@ def front_text(front: Sequence[JobRecord]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def shown_first(records: Sequence[JobRecord]) -> list[JobRecord]:
+def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:
     """Live jobs, parked ones, ended ones (newest trial first), then those that wait (oldest first)."""
-
-    def key(record: JobRecord) -> tuple[int, int]:
-        place = ORDER.get(record.state, 2)
-        return place, -record.trial if place == 2 else record.trial
-
-    return sorted(records, key=key)
-
-
-def jobs_table(board: Board, rows: int) -> Table:
-    """The jobs, at most ``rows`` of them: live ones first. What does not fit is counted in a last line."""
-    records = shown_first(list(board.jobs.values()))
-    shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
-    keys = board.varying()[:MOST_PARAMETERS]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("job", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    rungs = () if board.ladder is None else ("rung",)
-    for name in ("step", *rungs, "loss", "eval loss", "tokens/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for key in keys:
-        table.add_column(key.split(".", 1)[-1], justify="right", overflow="ellipsis", no_wrap=True)
-    for record in shown:
-        step = f"{record.step}/{record.steps}" if record.steps else ""
-        rate = f"{record.tokens_per_s:,.0f}" if record.live and record.tokens_per_s is not None else ""
-        state = Text(state_text(board, record), STYLES.get(record.state, ""))
-        rung = (rung_text(board, record),) if rungs else ()
-        values = [setting(record.parameters[key]) if key in record.parameters else "" for key in keys]
-        losses = number(record.loss), number(record.eval_loss)
-        table.add_row(record.name, state, step, *rung, *losses, rate, *values)
-    hidden = records[len(shown) :]
-    if hidden:
-        states = list(dict.fromkeys(record.state for record in hidden))
-        counts = ", ".join(f"{sum(item.state == state for item in hidden)} {state}" for state in states)
-        table.add_row(f"… {len(hidden)} more", Text(counts, "dim"))
-    return table
+    places: list[list[JobRecord]] = [[], [], [], []]
+    for record in records:
+        places[ORDER.get(record.state, ENDED)].append(record)
+    for place, each in enumerate(places):
+        each.sort(key=lambda record: record.trial, reverse=place == ENDED)
+    return list(chain.from_iterable(places))

@@ -16,7 +16,15 @@ from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated
 from plait.jobs import AdapterSpec, JobSpec
 from plait.search.control.status import describe_status
 from plait.terminal import Terminal, print_summary
-from plait.terminal_rows import jobs_table, setting, settings_line, share_done, shown_first, status_line
+from plait.terminal_rows import (
+    rungs_waited_for,
+    setting,
+    settings_line,
+    share_done,
+    shown_first,
+    status_line,
+)
+from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord, Ladder
 
 
@@ -132,6 +140,42 @@ def test_the_live_view_is_drawn_at_most_four_times_a_second() -> None:
         stage.clock.now += 0.1
         stage.step(0, 200)
         assert len(stage.file.getvalue()) > before
+
+
+class SlowFile(io.StringIO):
+    """A terminal that takes its time for each writing."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.spent = clock, seconds, 0.0
+
+    def write(self, text: str) -> int:
+        self.clock.now += self.seconds
+        self.spent += self.seconds
+        return super().write(text)
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.02, 0.5])
+def test_drawing_takes_at_most_a_hundredth_of_the_time(seconds: float) -> None:
+    stage = Stage(board_of(4), terminal=True)
+    with stage.view:
+        stage.console.file = file = SlowFile(stage.clock, seconds)
+        stage.clock.now += 1.0
+        stage.step(0, 1)
+        first, begun = file.spent, stage.clock.now
+        assert first > 0
+        for step in range(2, 4001):
+            stage.clock.now += 0.05
+            stage.step(0, step)
+            if step % 100 == 0:
+                stage.view.judged("trial-0000")
+        elapsed = stage.clock.now - begun
+        assert file.spent - first <= 0.01 * elapsed
+        assert file.spent > first  # it was drawn again
+        drawn = file.spent
+        stage.play(JobEnded("trial-0000", "finished", 4000, "", 1.5, 1000, 10.0, 65.0, None))
+    assert "finished" in file.getvalue().rsplit("job", 1)[1]  # whatever it costs, the end is shown
+    assert file.spent > drawn
 
 
 @pytest.mark.parametrize("height", [8, 12, 24])
@@ -297,7 +341,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert (
         "rung 2: 4 of 4 there · rung 2: 1 of 3 there" in line
     )  # of the second cohort there are three trials
-    stage.console.print(jobs_table(board, 10))
+    stage.console.print(jobs_table(board, 10, 100))
     rows = {row.split()[0]: row for row in stage.file.getvalue().splitlines() if row.startswith("trial")}
     assert rows["trial-0000"].split()[1:6] == ["at", "rung", "2", "2/8", "1/2"]
     assert " 0/2 " in rows["trial-0005"]
@@ -308,10 +352,56 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert "rung" not in status_line(board, None)
 
 
+def test_of_many_cohorts_that_wait_two_are_named() -> None:
+    board = board_of(400)
+    asked: list[int] = []
+
+    def ladder(number: int) -> Ladder:
+        asked.append(number)
+        return Ladder((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
+
+    board.ladder = ladder
+    for trial in range(4, 400, 3):
+        board.handle(JobAdmitted(spec(trial), 2, 8, "g0"))
+        board.handle(JobParked(spec(trial).name, 2, AT_RUNG))
+    assert rungs_waited_for(board) == ["rung 2: 2 of 4 there", "rung 2: 1 of 4 there"]
+    assert len(asked) <= 8
+
+
+@pytest.mark.parametrize("width", [50, 64, 80, 84, 100, 160])
+def test_parameters_have_columns_as_far_as_there_is_room(width: int) -> None:
+    board = board_of(0)
+    for trial in range(3):
+        names = {
+            "adapter.rank": 8 + trial,
+            "train.lr": 0.000123 * (trial + 1),
+            "data.path": "x" * (90 - trial),
+        }
+        board.add(JobRecord(spec(trial).name, trial, names | {"train.warmup_steps": 0.1 * trial}))
+        board.handle(JobAdmitted(spec(trial), 0, 10, "g0"))
+        board.handle(JobProgress(spec(trial).name, 3, 1.5, 0.1, 1e-4, 300, 2.0, 15000.0))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(jobs_table(board, 10, width))
+    heading, *rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(rows) == 3
+    assert len({len(row) for row in rows}) == 1
+    assert all(len(row) <= width for row in (heading, *rows))
+    shown = [name for name in ("tokens/s", "rank", "lr", "path", "warmup_steps") if name in heading.split()]
+    expected = {
+        50: ["rank"],
+        64: ["rank", "lr"],
+        80: ["tokens/s", "rank", "lr"],
+        84: ["tokens/s", "rank", "lr", "warmup_steps"],
+        100: ["tokens/s", "rank", "lr", "path"],
+        160: ["tokens/s", "rank", "lr", "path", "warmup_steps"],
+    }
+    assert shown == expected[width]
+
+
 def test_a_table_without_jobs_and_one_of_jobs_that_do_not_differ() -> None:
     for board in (board_of(0), board_of(1)):
         console = Console(file=io.StringIO(), width=100)
-        console.print(jobs_table(board, 10))
+        console.print(jobs_table(board, 10, 100))
         assert "job" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
