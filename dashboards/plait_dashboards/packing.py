@@ -17,6 +17,7 @@ BINS = 300  # columns of the timeline at most
 NAMED_ROWS = 30  # adapters whose rows can all be labelled
 MOST_POINTS = 4_000  # of a scatter
 GIB = 2**30
+BY_RULE = "memory by rule (upper bound)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +146,11 @@ def seconds_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
     return _pairs([(step.iteration, step.predicted_seconds, step.seconds) for step in steps])
 
 
-def bytes_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
-    """Peak memory of the steps, in GiB."""
-    found = _pairs([(step.iteration, step.predicted_bytes, step.peak_bytes) for step in steps])
+def bytes_pairs(steps: Sequence[GroupStepRow], *, by_rule: bool = False) -> Pairs:
+    """Peak memory of the steps, in GiB: of those predicted by a fitted model, or of those by the rule that
+    bounds it before there is one."""
+    chosen = [step for step in steps if step.bytes_by_rule == by_rule]
+    found = _pairs([(step.iteration, step.predicted_bytes, step.peak_bytes) for step in chosen])
     return Pairs(found.iterations, found.predicted / GIB, found.measured / GIB)
 
 
@@ -161,47 +164,67 @@ def _pairs(rows: Sequence[tuple[int, float | None, float | None]]) -> Pairs:
 
 
 def predictions(sweep: Sweep) -> go.Figure:
-    """Predicted against measured: seconds of a step on the left, peak memory on the right."""
+    """Predicted against measured: seconds of a step on the left, peak memory on the right, of which what was
+    predicted by rule is apart."""
+    fitted, ruled = bytes_pairs(sweep.steps), bytes_pairs(sweep.steps, by_rule=True)
     sides = (
-        ("seconds of a step (s)", seconds_pairs(sweep.steps)),
-        ("peak memory (GiB)", bytes_pairs(sweep.steps)),
+        ("seconds of a step (s)", [(seconds_pairs(sweep.steps), "seconds", BLUE, "circle")]),
+        (
+            "peak memory (GiB)",
+            [(ruled, BY_RULE, GREY, "circle-open"), (fitted, "memory by fit", ORANGE, "circle")],
+        ),
     )
-    if not any(pairs.iterations for _, pairs in sides):
+    if not any(pairs.iterations for _, series in sides for pairs, *_ in series):
         return say(figure(), "Nothing was predicted for the steps of this search.")
     made = make_subplots(1, 2, horizontal_spacing=0.12)
     made.update_layout(template=None, height=430, margin=MARGIN, showlegend=False)
-    for column, (label, pairs) in enumerate(sides, 1):
+    if ruled.iterations:
+        made.update_layout(
+            showlegend=True, legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12}
+        )
+    for column, (label, series) in enumerate(sides, 1):
         made.update_xaxes(title={"text": f"predicted {label}"}, row=1, col=column)
         made.update_yaxes(title={"text": f"measured {label}"}, row=1, col=column)
-        if pairs.iterations:
-            _add_pairs(made, pairs, column)
+        there = [each for each in series if each[0].iterations]
+        if there:
+            _add_diagonal(made, [pairs for pairs, *_ in there], column)
         else:
-            made.add_annotation(
-                text="not predicted or not measured here",
-                showarrow=False,
-                x=0.5,
-                y=0.5,
-                xref="x domain",
-                yref="y domain",
-                row=1,
-                col=column,
-            )
+            _add_nothing(made, column)
+        for pairs, name, colour, symbol in there:
+            _add_pairs(made, pairs, column, name=name, marker={"color": colour, "symbol": symbol})
     return made
 
 
-def _add_pairs(made: go.Figure, pairs: Pairs, column: int) -> None:
-    kept = np.unique(np.linspace(0, len(pairs.iterations) - 1, MOST_POINTS).round().astype(int))
-    low = float(min(pairs.predicted.min(), pairs.measured.min()))
-    high = float(max(pairs.predicted.max(), pairs.measured.max()))
+def _add_nothing(made: go.Figure, column: int) -> None:
+    made.add_annotation(
+        text="not predicted or not measured here",
+        showarrow=False,
+        x=0.5,
+        y=0.5,
+        xref="x domain",
+        yref="y domain",
+        row=1,
+        col=column,
+    )
+
+
+def _add_diagonal(made: go.Figure, series: Sequence[Pairs], column: int) -> None:
+    values = np.concatenate([side for pairs in series for side in (pairs.predicted, pairs.measured)])
+    ends = [float(values.min()), float(values.max())]
     made.add_scatter(
         row=1,
         col=column,
-        x=[low, high],
-        y=[low, high],
+        x=ends,
+        y=ends,
         mode="lines",
         hoverinfo="skip",
+        showlegend=False,
         line={"color": GREY, "dash": "dash", "width": 2},
     )
+
+
+def _add_pairs(made: go.Figure, pairs: Pairs, column: int, *, name: str, marker: Mapping[str, str]) -> None:
+    kept = np.unique(np.linspace(0, len(pairs.iterations) - 1, MOST_POINTS).round().astype(int))
     made.add_scatter(
         row=1,
         col=column,
@@ -209,13 +232,15 @@ def _add_pairs(made: go.Figure, pairs: Pairs, column: int) -> None:
         y=pairs.measured[kept].astype(np.float32),
         customdata=np.array(pairs.iterations, dtype=np.int32)[kept],
         mode="markers",
-        marker={"color": ORANGE if column == 2 else BLUE, "size": 6, "opacity": 0.75},
+        name=name,
+        showlegend=column == 2,
+        marker={"size": 6, "opacity": 0.75, **marker},
         hovertemplate="iteration %{customdata}<br>predicted %{x:.4g}, measured %{y:.4g}<extra></extra>",
     )
 
 
 def predictions_note(sweep: Sweep) -> str:
-    """The errors in words."""
+    """The errors in words; that of the rule apart, which is to be too high."""
     said = []
     for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", bytes_pairs(sweep.steps))):
         if pairs.iterations:
@@ -224,6 +249,13 @@ def predictions_note(sweep: Sweep) -> str:
                 f"{what}: off by {np.median(size):.1%} in the middle step, by {np.percentile(size, 95):.1%} "
                 f"in the worst twentieth ({len(size):,} steps)"
             )
+    ruled = bytes_pairs(sweep.steps, by_rule=True)
+    if ruled.iterations:
+        middle = np.median(ruled.predicted / ruled.measured)
+        said.append(
+            f"{BY_RULE}, before anything was fitted: {middle:.1f} times what was measured in the middle step "
+            f"({len(ruled.iterations):,} steps)"
+        )
     return (
         "Error of the prediction: " + "; ".join(said) + ". On the dashed line both are the same."
         if said

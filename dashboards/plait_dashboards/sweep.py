@@ -64,11 +64,6 @@ class Sweep:
         """Config keys that are not the same in all jobs."""
         return varying(self.records)
 
-    @property
-    def finished(self) -> list[JobRecord]:
-        """Jobs that came to their end and have an objective, best first."""
-        return [item for item in self.records if item.state == names.FINISHED and item.objective is not None]
-
 
 def outcome(record: JobRecord) -> str:
     """How a job came out: one of ``OUTCOMES``."""

@@ -100,6 +100,7 @@ def _group_step(
         if item.step % max(steps // 4, 1) == 0:
             item.reports[item.step] = item.loss(steps)
             tracker.handle(JobEvaluated(item.job.name, item.step, item.loss(steps), 1000))
+    fitted = iteration > 5
     event = GroupStep(
         "g0",
         iteration,
@@ -110,8 +111,9 @@ def _group_step(
         2 * 10**9 + 90_000 * total,
         CAPACITY,
         job_tokens=tuple(tokens),
-        predicted_seconds=total / 1400 if iteration > 5 else None,
-        predicted_bytes=2 * 10**9 + 91_000 * total,
+        predicted_seconds=total / 1400 if fitted else None,
+        predicted_bytes=2 * 10**9 + (91_000 if fitted else 1_500_000) * total,
+        bytes_by_rule=not fitted,
     )
     tracker.handle(event)
     return event

@@ -150,6 +150,24 @@ def test_the_worst_twentieth_is_the_worst() -> None:
     assert "memory" not in said
 
 
+def test_what_bounds_memory_before_a_fit_is_no_error_of_the_fit() -> None:
+    """The rule predicts double, the fit 1 % too much."""
+    fitted = [row(at, predicted_bytes=1.01 * 2**30, peak_bytes=2**30) for at in range(3, 13)]
+    ruled = [row(at, predicted_bytes=2**31, peak_bytes=2**30, bytes_by_rule=True) for at in (1, 2)]
+    both = sweep(steps=(*ruled, *fitted))
+    said = packing.predictions_note(both)
+    assert "memory: off by 1.0% in the middle step, by 1.0% in the worst twentieth (10 steps)" in said
+    assert "memory by rule (upper bound), before anything was fitted: 2.0 times what was measured" in said
+    made = packing.predictions(both)
+    assert {dots.name: list(dots.customdata) for dots in made.data if dots.mode == "markers"} == {
+        "memory by rule (upper bound)": [1, 2],
+        "memory by fit": list(range(3, 13)),
+    }
+    assert made.layout.showlegend
+    assert not packing.predictions(sweep(steps=tuple(fitted))).layout.showlegend
+    assert "off by" not in packing.predictions_note(sweep(steps=tuple(ruled)))
+
+
 def test_a_table_that_was_thinned_says_of_how_many() -> None:
     few = tuple(row(at) for at in range(1, 5))
     assert packing.packing_note(sweep(steps=few)).startswith("4 iterations of the group. Each column is one")

@@ -136,6 +136,7 @@ def test_nothing_is_known_of_seconds_before_the_first_fit_and_bytes_are_estimate
     expected = machine.predictions.expect(batches, machine.jobs)
     assert expected.seconds is None
     assert expected.bytes > WEIGHTS
+    assert expected.by_rule
 
 
 def test_admission_goes_by_what_was_learnt_and_a_restart_knows_it(tmp_path: Path) -> None:
@@ -150,6 +151,8 @@ def test_admission_goes_by_what_was_learnt_and_a_restart_knows_it(tmp_path: Path
     again = admission()
     Predictions(facts(), again, None, tmp_path)
     assert again.predicted([demand]) == learnt
+    batches = pack_step([machine.jobs["a"].next_batch()], capacity=CAPACITY).microbatches
+    assert not Predictions(facts(), again, None, tmp_path).expect(batches, machine.jobs).by_rule
     other = Admission(facts(), RunSettings(engine=EngineSettings(capacity=CAPACITY, checkpointing=True)))
     plain = other.predicted([demand])
     Predictions(facts(), other, None, tmp_path)  # peaks of other options say nothing here

@@ -96,6 +96,7 @@ class Packer:
             predicted_seconds=expected.seconds,
             predicted_bytes=expected.bytes,
             resting=tuple(job.name for job in iteration.resting),
+            bytes_by_rule=expected.by_rule,
         )
 
 

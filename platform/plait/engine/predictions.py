@@ -41,6 +41,7 @@ class Expected:
     Attributes:
         seconds: None where nothing is known yet.
         bytes: highest peak, weights and adapters included.
+        by_rule: ``bytes`` are an upper bound from the model's shape, for want of observations.
         terms: the sums that seconds depend on, in the order of ``TERMS``.
         shapes: what the memory of each microbatch depends on, by its index.
     """
@@ -49,6 +50,7 @@ class Expected:
     bytes: int
     terms: tuple[float, ...]
     shapes: Mapping[int, MemoryShape]
+    by_rule: bool = False
 
 
 class Predictions:
@@ -103,7 +105,8 @@ class Predictions:
         else:
             passing = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
         staying = self._admission.staying([job.demand for job in jobs.values()])
-        return Expected(self._expect_seconds(terms, shapes), int(staying + passing), terms, memory)
+        seconds = self._expect_seconds(terms, shapes)
+        return Expected(seconds, int(staying + passing), terms, memory, by_rule=model is None)
 
     def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
         if self._time is not None:

@@ -29,6 +29,7 @@ class GroupStepRow:
         seconds: from the first microbatch to the last job's optimiser step.
         predicted_seconds, predicted_bytes: known before it ran; None where nothing was.
         peak_bytes: None where the device cannot tell.
+        bytes_by_rule: ``predicted_bytes`` is an upper bound, of before anything was observed.
     """
 
     iteration: int
@@ -41,6 +42,7 @@ class GroupStepRow:
     predicted_seconds: float | None
     peak_bytes: int | None
     predicted_bytes: int | None
+    bytes_by_rule: bool = False
 
 
 COLUMNS = tuple(field.name for field in fields(GroupStepRow))
