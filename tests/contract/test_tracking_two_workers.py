@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.terminal_rows import state_text, status_line
 from plait.tracking import JobRecord, Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
 from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.names import RUNNING
@@ -256,3 +257,24 @@ def test_nothing_is_read_where_no_other_process_is() -> None:
     time.sleep(0.05)
     alone.close()
     assert (alone.take(), read) == (None, [])
+
+
+def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: TrackingSettings) -> None:
+    killed = worker(settings)
+    begin(killed, 0)
+    begin(killed, 1)
+    end(killed, 1)
+    killed.flush()
+    die(killed)
+    other = Tracker(settings)
+    other.cut_short = lambda: {"trial-0000"}
+    other.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))
+    states = {name: state_text(other.board, record) for name, record in other.board.jobs.items()}
+    assert states == {"trial-0000": "cut short", "trial-0001": "finished"}
+    assert "0 running · 1 cut short" in status_line(other.board, None)
+    assert {record.name: record.state for record in other._stored()}["trial-0000"] == "waiting"
+    begin(other, 0)
+    assert other.board.jobs["trial-0000"].state == RUNNING
+    end(other, 0)
+    other.end_search()
+    other.close()

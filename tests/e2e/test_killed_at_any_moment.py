@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -276,5 +277,8 @@ def test_two_workers_share_the_trials_and_one_takes_over_from_the_other(
     assert started["one"] | started["two"] == {f"trial-{number:04d}" for number in range(TRIALS)}
     assert [line.split()[0] for line in said["two"].splitlines() if "goes on from step" in line] == sorted(
         started["one"]
+    ), said
+    assert re.search(
+        r"^process \d+ on \S+ is gone: its trials \d \(from step \d+\), \d ", said["two"], re.M
     ), said
     compare(shared, whole)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import textwrap
@@ -108,11 +109,33 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert trials.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
         opened(tmp_path, address, fresh=True)
+    assert (trials.lost(), trials.departed(), trials.cut_short) == (set(), [], set())
     other.kill()
+    kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
+    kept.mkdir(parents=True)
+    (kept / "state.json").touch()
+    assert trials.lost() == set()
+    assert [gone.describe() for gone in trials.departed()] == [
+        f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "
+        "1 (from step 20) go on as soon as a place is free"
+    ]
+    assert trials.cut_short == {"trial-0000", "trial-0001"}
+    assert (trials.lost(), trials.departed()) == (set(), [])  # told once
     assert (trials.left_over, trials.others) == (2, 0)
     assert not trials.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
     trials.close()
+
+
+def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
+    """It is in the first line that a search prints."""
+    first = opened(tmp_path)
+    first.ask()
+    first.close()
+    second = opened(tmp_path)
+    assert second.left_over == 1
+    assert (second.lost(), second.departed()) == (set(), [])
+    second.close()
 
 
 def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def states(place: Path) -> list[Path]:
     return sorted(found, key=lambda path: _step(path) or 0, reverse=True)
 
 
+def newest_step(place: Path | None) -> int:
+    """After how many steps the newest state of a place was written; 0 where there is none."""
+    found = [] if place is None else states(place)
+    return (_step(found[0]) or 0) if found else 0
+
+
 def prune(folder: Path, keep: int, *, newest: int) -> None:
     """Remove all but ``keep`` states up to step ``newest``, and what a killed process left half written.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 from optuna.study import Study
@@ -10,6 +11,24 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.search.trial_records import OWNER, trainer_of
 from plait.search.workers import Owner, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A process that trains no more.
+
+    Attributes:
+        trials: numbers of those that it left behind, with the step of each one's newest state.
+    """
+
+    owner: Owner
+    trials: Mapping[int, int]
+
+    def describe(self) -> str:
+        """In a line."""
+        which = ", ".join(f"{number} (from step {step})" for number, step in self.trials.items())
+        what = f"its trials {which} go" if len(self.trials) > 1 else f"its trial {which} goes"
+        return f"{self.owner.process} is gone: {what} on as soon as a place is free"
 
 
 class Claims:
@@ -26,6 +45,7 @@ class Claims:
         self._storage = storage
         self._workers = workers
         self._own: set[int] = set()
+        self._departed: set[str] = set()  # names of processes that are known to be gone
 
     def add(self, number: int) -> None:
         """This process trains a trial."""
@@ -63,6 +83,16 @@ class Claims:
                 mine = owner == self._workers.own  # but not known to be: it was taken in vain
                 owners[owner] = mine or self._workers.gone(owner, attributes)
         return [item for item in running if owners[trainer_of(item)]]
+
+    def departed(self, trials: Sequence[FrozenTrial]) -> dict[Owner, list[FrozenTrial]]:
+        """Trials whose processes were found to be gone since this was last asked, by process."""
+        found: dict[Owner, list[FrozenTrial]] = {}
+        for item in self.orphans(trials):
+            owner = trainer_of(item)
+            if owner is not None and not self.signed(item) and owner.name not in self._departed:
+                found.setdefault(owner, []).append(item)
+        self._departed |= {owner.name for owner in found}
+        return found
 
     def others(self, trials: Sequence[FrozenTrial]) -> int:
         """How many trials other processes train."""

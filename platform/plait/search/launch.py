@@ -10,6 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Mailbox
+from plait.search.control.orders import Orders
 from plait.search.control.status import describe_status
 from plait.search.control.weights import keep_weights
 from plait.search.engine import (
@@ -53,6 +55,7 @@ from plait.search.trials import Trial
 from plait.settings import ClusterSettings, TrackingSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
+from plait.tracking.board import Board, wait
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
@@ -264,7 +267,7 @@ class _Launch:
         _tell(self._console, [_chosen(coordinator.plan().choices)])
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
-            tracker.others, tracker.over = self._others, self._over
+            tracker.others, tracker.over, tracker.cut_short = self._others, self._over, self._cut_short
             with self._source.patience.holding(lambda: self._source.exclusive("run")):  # one for all
                 run_id = tracker.start_search(self._facts(), self._begun())
                 self._source.link(run_id, str(tracker.location))
@@ -320,13 +323,20 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=clerk.attend,
+                owner=partial(self._attend, clerk, tracker.board, terminal),
             ).run()
             if result.ended_by and not self._source.others:
                 clerk.withdraw()
             clerk.close()
             recorder.show_tables()
             return result
+
+    def _attend(self, clerk: Clerk, board: Board, terminal: Terminal) -> Orders:
+        """What the owner orders; and what the owner is to know of the search's other processes."""
+        for gone in self._source.departed():
+            wait(board.jobs.values(), {Trial(number).name for number in gone.trials})
+            terminal.note(gone.describe())
+        return clerk.attend()
 
     def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
         """Who attends to `plait control`."""
@@ -370,6 +380,13 @@ class _Launch:
         """Names of the trials that are over, as far as one can see."""
         try:
             return {item.trial.name for item in self._source.finished()}
+        except StorageError:
+            return set()
+
+    def _cut_short(self) -> set[str]:
+        """Names of the trials that nobody trains any more, as far as one can see."""
+        try:
+            return self._source.cut_short
         except StorageError:
             return set()
 

@@ -15,8 +15,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.engine.saved import remove_states, states
-from plait.search.claims import Claims
+from plait.engine.saved import newest_step, remove_states, states
+from plait.search.claims import Claims, Departed
 from plait.search.completion import complete
 from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
@@ -108,6 +108,7 @@ class StudyTrials:
             lambda: open_study(name, settings, space, identity, storage, earlier, self._folder, self._workers)
         )
         self._claims = Claims(self._study, storage, self._workers)
+        self._departed: list[Departed] = []
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
         self.orders = StudyOrders(self._study, self.patience, self._locked)
@@ -141,8 +142,15 @@ class StudyTrials:
 
     @property
     def left_over(self) -> int:
-        """How many trials an earlier process left behind."""
-        return self.patience(lambda: len(self._claims.orphans(self._trials())))
+        """How many trials an earlier process left behind; :meth:`departed` tells of others from here on."""
+        self.patience(lambda: self._claims.departed(self._trials()))
+        return len(self.cut_short)
+
+    @property
+    def cut_short(self) -> set[str]:
+        """Names of the trials that nobody trains any more and nobody has taken up yet."""
+        left = self.patience(lambda: self._claims.orphans(self._trials()))
+        return {Trial(item.number).name for item in left}
 
     @property
     def others(self) -> int:
@@ -215,7 +223,23 @@ class StudyTrials:
 
     def lost(self) -> set[int]:
         """Numbers of the trials that other processes have taken over from this one, told once."""
-        return self._claims.lost(self.patience(self._trials))
+
+        def look() -> set[int]:
+            trials = self._trials()
+            self._notice(trials)
+            return self._claims.lost(trials)
+
+        return self.patience(look)
+
+    def _notice(self, trials: Sequence[FrozenTrial]) -> None:
+        for owner, items in self._claims.departed(trials).items():
+            steps = {item.number: newest_step(self._saved(item)) for item in items}
+            self._departed.append(Departed(owner, steps))
+
+    def departed(self) -> list[Departed]:
+        """Other processes that were found to be gone when trials were asked for or looked at, told once."""
+        found, self._departed = self._departed, []
+        return found
 
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
@@ -226,6 +250,7 @@ class StudyTrials:
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self._drawn_trials()
+        self._notice(trials)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self._claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
@@ -378,14 +403,16 @@ class StudyTrials:
         overrides = self._space.overrides(values)
         if PRIORITY in frozen.user_attrs:
             overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
-        trial = Trial(frozen.number, values, tuple(overrides))
-        places = [] if self.states_folder is None else [self.states_folder / trial.name]
-        if saved := frozen.user_attrs.get(CHECKPOINT):
-            places.append(Path(saved))
-        resume_from = next((place for place in places if states(place)), None)
         warm = frozen.user_attrs.get(WARM)
         warm_from = None if warm is None else Path(warm)
-        return Trial(trial.number, trial.values, trial.overrides, resume_from, warm_from)
+        return Trial(frozen.number, values, tuple(overrides), self._saved(frozen), warm_from)
+
+    def _saved(self, item: FrozenTrial) -> Path | None:
+        """Where states of a trial are."""
+        places = [] if self.states_folder is None else [self.states_folder / Trial(item.number).name]
+        if saved := item.user_attrs.get(CHECKPOINT):
+            places.append(Path(saved))
+        return next((place for place in places if states(place)), None)
 
     def trial_states(self) -> list[str]:
         """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""

@@ -39,6 +39,11 @@ class Owner:
         """As text, kept with each trial."""
         return json.dumps(asdict(self))
 
+    @property
+    def process(self) -> str:
+        """For its owner to read: ``process 18491 on vm``."""
+        return f"process {Path(self.file).name.partition('-')[0]} on {self.host.partition(' ')[0]}"
+
 
 def owner_of(text: object) -> Owner | None:
     """The owner that a trial names; None where it names none."""

@@ -26,7 +26,7 @@ from plait.jobs import JobSpec
 from plait.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
-from plait.tracking.board import PARKED, Board, JobRecord
+from plait.tracking.board import PARKED, WAITING, Board, JobRecord, wait
 from plait.tracking.check import AwayError, check_folder, storage_errors
 from plait.tracking.connection import Connection
 from plait.tracking.elsewhere import Elsewhere
@@ -104,6 +104,7 @@ class Tracker:
         self._whole = True  # the board has all of the jobs that were over when it began
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
         self.over: Callable[[], Collection[str]] = tuple  # jobs that are over, whoever trained them
+        self.cut_short: Callable[[], Collection[str]] = tuple  # jobs that nobody trains any more
         self.board = Board("minimize", 0)
         self.notices: list[str] = []
         self.away: AwayError | None = None
@@ -142,6 +143,7 @@ class Tracker:
         self._out = open_outgoing(folder, head, sender, self._settings, self._now)
         self._overview = Overview(self._out, self._parent, several=bool(others))
         self._take_others(run.jobs)
+        wait(self.board.jobs.values(), self.cut_short())
         self._totals.stood(run.step, run.seconds)
         self._totals.begin(folder.parent, self._parent_id)
         self._elsewhere = Elsewhere(self._to_learn, self._stored)
@@ -191,7 +193,7 @@ class Tracker:
         shared, over = self.others(), self.over()  # in this order: what is over meanwhile counts as over
         for record in list(self.board.jobs.values()):
             mine = record.name in self._own or not (shared or record.name in over)
-            if mine and (record.live or record.state == PARKED):
+            if mine and not record.ended and (record.state != WAITING or record.run_id):
                 self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
         if (self._out.shared or not self._whole) and self._connection.opened and not self._out.behind:
             with suppress(StorageError), storage_errors(self.location):
@@ -209,7 +211,9 @@ class Tracker:
         return out is not None and not out.behind and (not self._whole or out.others_write())
 
     def _stored(self) -> list[JobRecord]:
-        return stored_jobs(self._connection.store(), self._parent_id)
+        records = stored_jobs(self._connection.store(), self._parent_id)
+        wait(records, self.cut_short())
+        return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
         """Have the jobs on the board that this process does not train, as the store knows them."""
