@@ -88,37 +88,52 @@ class Search:
 def test_who_was_let_past_a_rung_is_asked_about_at_the_next_one_only() -> None:
     search = Search(Scripted(GO))
     search.trains(0, 1)
-    assert search.stopper.verdicts(2) == []
+    assert search.stopper.verdicts(lambda: 2) == []
     search.trains(0, 2)
-    assert [(trial.number, verdict) for trial, verdict in search.stopper.verdicts(2)] == [(0, GO)]
+    assert [(trial.number, verdict) for trial, verdict in search.stopper.verdicts(lambda: 2)] == [(0, GO)]
     search.admitted(0, 2)  # back from a pause, or after it made room
-    assert search.stopper.verdicts(2, ask_again=True) == []
+    assert search.stopper.verdicts(lambda: 2, ask_again=True) == []
     search.trains(0, 3)
     search.trains(0, 4)
-    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [0]
+    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [0]
     assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
 
 
 def test_who_waits_is_asked_about_again_when_something_happened_and_not_before() -> None:
     search = Search()
     search.trains(0, 2)
-    assert search.stopper.verdicts(2) == []
-    assert search.stopper.verdicts(2) == []
+    assert search.stopper.verdicts(lambda: 2) == []
+    assert search.stopper.verdicts(lambda: 2) == []
     assert len(search.rule.asked) == 1
     search.tell(JobEnded(Trial(1).name, "failed", 1, "", None, 10, 0.1, 1.0, None))
-    search.stopper.verdicts(2)
+    search.stopper.verdicts(lambda: 2)
     assert len(search.rule.asked) == 2, "an end may decide a cohort"
-    search.stopper.verdicts(3)
-    assert len(search.rule.asked) == 3, "so may the number of trials to come"
-    search.stopper.verdicts(3, ask_again=True)
-    assert len(search.rule.asked) == 4, "and what another process did"
-    assert [expected for _, _, expected in search.rule.asked] == [2, 2, 3, 3]
+    search.stopper.verdicts(lambda: 3, ask_again=True)
+    assert len(search.rule.asked) == 3, "so may what another process did"
+    assert [expected for _, _, expected in search.rule.asked] == [2, 2, 3]
+
+
+def test_nothing_is_read_where_there_is_nothing_to_decide() -> None:
+    reads: list[int] = []
+
+    def expected() -> int:
+        reads.append(1)
+        return 2
+
+    search = Search()
+    search.trains(0, 1)
+    assert search.stopper.verdicts(expected, ask_again=True) == []
+    assert not reads, "nobody stands at a rung"
+    search.trains(0, 2)
+    assert search.stopper.verdicts(expected) == []
+    assert search.stopper.verdicts(expected) == []
+    assert len(reads) == 1, "nothing happened since"
 
 
 def test_where_no_more_are_drawn_the_rule_hears_so() -> None:
     search = Search()
     search.trains(0, 2)
-    search.stopper.verdicts(None)
+    search.stopper.verdicts(lambda: None)
     assert search.rule.asked == [(0, 2, None)]
 
 
@@ -127,14 +142,14 @@ def test_an_end_takes_a_trial_from_its_rung() -> None:
     search.trains(0, 2)
     search.trains(1, 2)
     search.tell(JobEnded(Trial(0).name, "failed", 2, "", None, 20, 0.2, 1.0, None))
-    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [1]
+    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [1]
 
 
 def test_verdicts_come_by_number_whoever_came_first() -> None:
     search = Search(Scripted(STOP))
     search.trains(1, 2)
     search.trains(0, 2)
-    assert [trial.number for trial, _ in search.stopper.verdicts(2)] == [0, 1]
+    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [0, 1]
 
 
 def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
@@ -144,13 +159,13 @@ def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
     search.tell(JobEvaluated(Trial(0).name, 1, 3.0, 4))
     search.trains(0, 2)
     assert search.memory.drawn[0].values == {}
-    (found,) = search.stopper.verdicts(2)
+    (found,) = search.stopper.verdicts(lambda: 2)
     assert found == (Trial(0), GO), "nothing was measured there, so there is nothing to judge it by"
     assert search.rule.asked == []
     search.trains(1, 2)
     search.tell(JobEvaluated(Trial(1).name, 2, 2.5, 4))
     assert search.memory.drawn[1].values == {2: 2.5}
-    assert search.stopper.verdicts(2) == [(Trial(1), STOP)]
+    assert search.stopper.verdicts(lambda: 2) == [(Trial(1), STOP)]
 
 
 def test_only_an_asynchronous_rules_leave_is_kept_and_once() -> None:
@@ -158,11 +173,11 @@ def test_only_an_asynchronous_rules_leave_is_kept_and_once() -> None:
         search = Search(Scripted(GO, asynchronous))
         assert not search.stopper.measured
         search.trains(0, 2)
-        search.stopper.verdicts(2)
+        search.stopper.verdicts(lambda: 2)
         assert search.memory.past == ([(0, 2)] if asynchronous else [])
         again = Search(search.rule, memory=search.memory)  # killed, and goes on from the state at the rung
         again.admitted(0, 2)
-        again.stopper.verdicts(2)
+        again.stopper.verdicts(lambda: 2)
         assert search.memory.past == ([(0, 2)] if asynchronous else [])
 
 

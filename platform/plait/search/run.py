@@ -19,6 +19,7 @@ from plait.errors import InputError, StorageError
 from plait.jobs import JobSpec
 from plait.search.control.orders import Orders
 from plait.search.objective import Observed
+from plait.search.outlook import Outlook
 from plait.search.partners import Coordinator, Recorder
 from plait.search.results import SearchResult
 from plait.search.stopper import Stopper
@@ -26,7 +27,7 @@ from plait.search.trials import Outcome, Trial, TrialSource
 from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
-LOOK_SECONDS = 1.0  # between two looks at what others did: decided at a rung, or let a trial come first
+LOOK_SECONDS = 1.0  # between two looks at what others did: drew, decided at a rung, or let a trial come first
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 BY_OWNER = "ended by its owner"
 TAKEN_OVER = "another process, which could not reach this one, took it over and trains it"
@@ -62,18 +63,22 @@ class SearchRun:
     _lost: set[str] = field(default_factory=set)  # another process trains them now
     _priority: dict[str, int] = field(default_factory=dict)
     _next_look: float = -math.inf
+    _outlook: Outlook = field(init=False)
     _drawn_out: bool = False
+    _ends: bool = False  # as the stopper was told last: none will be drawn any more
     _observed: Observed = field(default_factory=Observed)
-    _failed: int = 0
     _waited: bool = False
     _stopping: bool = False
 
     def run(self) -> SearchResult:
         """Go on until every trial is over, or ``stop`` says so."""
-        self._failed = SearchResult(tuple(self.source.finished())).failed
+        failed = SearchResult(tuple(self.source.finished())).failed
+        self._outlook = Outlook(self.source, self.settings.max_failure_rate, failed)
         while not self.stop():
             self._obey()
             look = self._look()
+            if look or not self._live:  # no search ends by what was true a while ago
+                self._outlook.forget()
             if look:
                 self._give_up()
             self._judge(ask_again=look)
@@ -133,7 +138,7 @@ class SearchRun:
             if self._returning:
                 self._come_back(self._first_returning)
                 continue
-            new = self.source.ask(new=self._draws)
+            new = self._outlook.draw(new=self._draws)
             if new is None:
                 self._drawn_out = True
                 return
@@ -142,7 +147,7 @@ class SearchRun:
     @property
     def _draws(self) -> bool:
         """Whether further trials may begin."""
-        return self._orders.mode == "running" and not self._hopeless
+        return self._orders.mode == "running" and not self._outlook.hopeless
 
     def _look(self) -> bool:
         now = time.monotonic()
@@ -201,6 +206,8 @@ class SearchRun:
             return False
         decided = False
         while True:
+            ends = self._drawn_out or self._outlook.hopeless or self._orders.mode in ENDING
+            ask_again, self._ends = ask_again or ends != self._ends, ends
             verdicts = self.stopper.verdicts(self._expected, ask_again=ask_again)
             for trial, verdict in verdicts:
                 if verdict.action != "go":
@@ -215,17 +222,9 @@ class SearchRun:
             if all(verdict.action == "go" for _, verdict in verdicts):
                 return decided
 
-    @property
     def _expected(self) -> int | None:
         """How many trials there will be; None: those that were drawn. A pause keeps cohorts waiting."""
-        if self._drawn_out or self._hopeless or self._orders.mode in ENDING:
-            return None
-        return self.source.total
-
-    @property
-    def _hopeless(self) -> bool:
-        """More trials failed than the settings put up with: those that were begun are ended, and no more."""
-        return self._failed > self.settings.max_failure_rate * self.source.total
+        return None if self._ends else self.source.total
 
     def _end_left_over(self) -> None:
         """End what processes that are gone left behind, as it is."""
@@ -338,7 +337,7 @@ class SearchRun:
 
     def _tell(self, trial: Trial, outcome: Outcome) -> None:
         self.source.tell(trial, outcome)
-        self._failed += outcome.state == "failed"
+        self._outlook.failed += outcome.state == "failed"
 
     def _wind_up(self) -> None:
         """Let the engine save and end every job; trials that do not answer stay RUNNING for the next run."""

@@ -50,7 +50,6 @@ class Stopper:
         self._trials: dict[str, Trial] = {}
         self._standing: dict[str, int] = {}  # step of the rung, by name
         self._past: dict[str, int] = {}  # the last rung that a trial was let past
-        self._expected: int | None = None
         self._changed = False
 
     @property
@@ -97,17 +96,21 @@ class Stopper:
         if value is not None and self._standing.get(job) == step:
             self._memory.measure(self._trials[job].number, step, value)
 
-    def verdicts(self, expected: int | None, *, ask_again: bool = False) -> list[tuple[Trial, Verdict]]:
+    def verdicts(
+        self, expected: Callable[[], int | None], *, ask_again: bool = False
+    ) -> list[tuple[Trial, Verdict]]:
         """What becomes of those that stand at a rung, by trial number; who must wait is left out.
 
         Args:
-            expected: how many trials there will be; None: no more than were drawn, whatever waits.
-            ask_again: even where nothing happened here: another process may have gone on.
+            expected: how many trials there will be; None: no more than were drawn, whatever waits. Asked for
+                where there is something to decide only, since it reads the study.
+            ask_again: even where nothing happened here: another process may have gone on, or no more trials
+                are to come.
         """
-        if not self._standing or not (self._changed or ask_again or expected != self._expected):
+        if not self._standing or not (self._changed or ask_again):
             return []
-        self._changed, self._expected = False, expected
-        table = Table(self._memory.records(), expected)
+        self._changed = False
+        table = Table(self._memory.records(), expected())
         found = []
         for job, step in sorted(self._standing.items(), key=lambda item: self._trials[item[0]].number):
             trial = self._trials[job]

@@ -72,6 +72,7 @@ class StudyTrials:
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
+        revision: rises when a trial is drawn, enqueued or ended here.
         token: tells this study from an earlier one of its name.
         states_folder: where the states of its trials lie; None without a folder.
 
@@ -94,6 +95,7 @@ class StudyTrials:
         check_sampler(settings, space)
         points = read_enqueued(settings, space)
         self.patience = patience or Patience()
+        self.revision = 0
         self._settings = settings
         self._space = space
         self._distributions = distributions(space)
@@ -185,6 +187,7 @@ class StudyTrials:
         trial = self._locked(lambda: self._ask(new, above))
         if trial is not None:  # only now: what an attempt took that came to nothing is nobody's
             self._claims.add(trial.number)
+            self.revision += 1
         return trial
 
     def enqueue(
@@ -215,11 +218,9 @@ class StudyTrials:
             WARM: warm,
             PRIORITY: priority,
         }
-        return self._locked(
-            lambda: self._enqueue(
-                values, {key: fact for key, fact in facts.items() if fact not in ("", None)}
-            )
-        )
+        given = {key: fact for key, fact in facts.items() if fact not in ("", None)}
+        self.revision += 1
+        return self._locked(lambda: self._enqueue(values, given))
 
     def lost(self) -> set[int]:
         """Numbers of the trials that other processes have taken over from this one, told once."""
@@ -338,6 +339,7 @@ class StudyTrials:
         A trial that another process has taken from this one, which it thought dead, is that one's to tell.
         """
         self._claims.discard(trial.number)
+        self.revision += 1
         if self._locked(lambda: self._tell(trial, outcome)) and self.states_folder is not None:
             remove_states(self.states_folder / trial.name)
 

@@ -77,6 +77,10 @@ class TrialSource(Protocol):
     """Who draws the trials and is told how they went."""
 
     @property
+    def revision(self) -> int:
+        """Rises when this process draws, enqueues or ends a trial."""
+
+    @property
     def total(self) -> int:
         """How many trials there are to be."""
 

@@ -1,0 +1,52 @@
+"""What may still come of a search: whether there is a trial to draw, and how many there will be."""
+
+from __future__ import annotations
+
+from plait.search.trials import Trial, TrialSource
+
+
+class Outlook:
+    """Answers of the trial source, kept as long as nothing changes: each reads all trials of the study, which
+    takes milliseconds, over a network tens of them, in the thread that trains.
+
+    What other processes did is seen after :meth:`forget` only.
+
+    Args:
+        source: draws the trials.
+        max_failure_rate: the share of failed trials above which no further ones are drawn.
+        failed: how many trials failed in earlier runs.
+
+    Attributes:
+        failed: how many trials failed so far.
+    """
+
+    def __init__(self, source: TrialSource, max_failure_rate: float, failed: int) -> None:
+        self.failed = failed
+        self._source = source
+        self._max_failure_rate = max_failure_rate
+        self._none_left: tuple[int, bool] | None = None  # what was asked for in vain: the revision, and new
+        self._total: tuple[int, int] | None = None  # at which revision, and how many
+
+    def forget(self) -> None:
+        """Ask the source again, even where nothing changed here."""
+        self._none_left = self._total = None
+
+    @property
+    def hopeless(self) -> bool:
+        """More trials failed than the settings put up with: those that were begun are ended, and no more."""
+        if not self.failed:
+            return False
+        revision = self._source.revision
+        if self._total is None or self._total[0] != revision:
+            self._total = revision, self._source.total
+        return self.failed > self._max_failure_rate * self._total[1]
+
+    def draw(self, *, new: bool) -> Trial | None:
+        """The next trial, as ``TrialSource.ask``; None where there was none and nothing changed since."""
+        question = self._source.revision, new
+        if question == self._none_left:
+            return None
+        trial = self._source.ask(new=new)
+        if trial is None:
+            self._none_left = question
+        return trial

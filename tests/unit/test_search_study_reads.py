@@ -1,0 +1,109 @@
+"""How often a search reads its study, which takes milliseconds of the thread that trains."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import optuna
+import pytest
+from curve_worker import step_fault
+from rung_bench import Bench, halving
+
+from plait.engine.messages import GroupStep
+from plait.search.control import Orders
+from plait.search.outlook import Outlook
+from plait.search.study import StudyTrials
+
+
+def reads(monkeypatch: pytest.MonkeyPatch, bench: Bench, steps: int) -> tuple[int, int]:
+    """How often it reads all trials in a search of so many steps, and in how many iterations."""
+    count = 0
+    get_trials = optuna.Study.get_trials
+
+    def counting(study: optuna.Study, *args: object, **more: object) -> object:
+        nonlocal count
+        count += 1
+        return get_trials(study, *args, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, "get_trials", counting)
+        replace(bench, steps=lambda _: steps).run()
+    return count, len(bench.of(GroupStep))
+
+
+@pytest.mark.parametrize("kind", ["none", "successive_halving", "asha"])
+def test_iterations_in_which_nothing_happens_read_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """A place is free all the time, one trial failed, and one is at its last rung for long."""
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 1e9)
+    search = replace(halving(trials=3, parallel=4, kind=kind), max_failure_rate=0.5)
+    fails = {"fault": step_fault(lambda job, _: job == "trial-0001")}
+    found = [
+        reads(monkeypatch, Bench(tmp_path / str(steps), search, worker=fails), steps) for steps in (100, 200)
+    ]
+    assert found[1][1] >= found[0][1] + 100
+    assert found[1][0] == found[0][0]
+
+
+def test_what_is_enqueued_here_is_drawn_at_the_next_iteration(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 1e9)
+    seen: list[list[str]] = []
+
+    def owner(study: StudyTrials, poll: int) -> Orders:
+        if poll == 3:
+            study.enqueue({"train.lr": 1e-4}, request="add")
+        seen.append(study.trial_states())
+        return Orders()
+
+    bench = Bench(tmp_path, halving(trials=1, kind="none"), owner=owner)
+    bench.run()
+    assert seen[3] == ["running", "waiting"]
+    assert seen[4] == ["running", "running"]
+
+
+class Source:
+    """A trial source that has nothing and counts who asks."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.asked: list[bool] = []
+        self.totals = 0
+
+    @property
+    def total(self) -> int:
+        self.totals += 1
+        return 4
+
+    def ask(self, *, new: bool = True) -> None:
+        self.asked.append(new)
+
+
+CHANGES: dict[str, Callable[[Outlook, Source], None]] = {
+    "forgotten": lambda outlook, _: outlook.forget(),
+    "changed here": lambda _, source: setattr(source, "revision", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_answers_are_kept_until_something_changes(change: Callable[[Outlook, Source], None]) -> None:
+    source = Source()
+    outlook = Outlook(source, 0.25, failed=0)  # type: ignore[arg-type]
+    assert not outlook.hopeless
+    assert source.totals == 0, "nothing failed, so there is nothing to compare"
+    outlook.failed = 1
+    for _ in range(3):
+        assert outlook.draw(new=True) is None
+        assert not outlook.hopeless
+    assert (source.asked, source.totals) == ([True], 1)
+    assert outlook.draw(new=False) is None
+    assert source.asked == [True, False], "another question"
+    outlook.failed = 2
+    assert outlook.hopeless
+    assert source.totals == 1
+    change(outlook, source)
+    assert outlook.draw(new=False) is None
+    assert outlook.hopeless
+    assert (source.asked, source.totals) == ([True, False, False], 2)
