@@ -23,12 +23,14 @@ from plait.engine.messages import (
 )
 from plait.terminal_pace import Pace
 from plait.terminal_rows import (
+    all_trained,
     best_evaluation,
     best_line,
     front_text,
     number,
+    progress_line,
     settings_line,
-    status_line,
+    status_rows,
 )
 from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord
@@ -36,7 +38,9 @@ from plait.tracking.names import FAILED, FINISHED
 
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
 SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
-LINES_AROUND = 6  # of the live view, beside the jobs
+LINES_AROUND = 6  # of the live view, beside the jobs: heading, status, best and room for the prompt
+CLOSING = "Writing the end of the search to MLflow."
+TOGETHER = (JobEvaluated, JobGenerated, JobEnded)  # of several jobs in a row: what is best is told after them
 OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
 
 
@@ -66,6 +70,8 @@ class Terminal:
         self._cost = 0.0  # of the last drawing, in seconds
         self._pace = Pace(board, clock)
         self._best: JobRecord | None = board.best()
+        self._news = False  # the best, or the front, is another one than was told
+        self._trained = False  # what remains is evaluation, and that was told
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -82,6 +88,9 @@ class Terminal:
             self._live.update(self._view(), refresh=True)
             self._live.stop()
             self._live = None
+        self._tell_best()
+        if kind is None:
+            self._print(CLOSING)
 
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
@@ -92,12 +101,12 @@ class Terminal:
             self._draw()
 
     def judged(self, job: str) -> None:
-        """The search has judged a job: shows it where it is the best so far, or on the Pareto front."""
+        """The search has judged a job: shows it where it is the best so far, or on the Pareto front. Of
+        several that end together, the best alone is told."""
         best = self._board.best()
         found = best is not None and best is not self._best and best.name == job
         found = found or any(record.name == job for record in self._board.front())
-        if found and self._live is None:
-            self._print(best_line(self._board))
+        self._news = self._news or (found and self._live is None)
         self._best = best
         self._draw()
 
@@ -123,14 +132,22 @@ class Terminal:
 
     def _view(self) -> Group:
         rows = max(self._console.height - LINES_AROUND, 1)
-        lines = [Text(status_line(self._board, self.seconds_left), "bold", no_wrap=True, overflow="ellipsis")]
+        status = status_rows(self._board, self.seconds_left, self._console.width)
+        lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
         if best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
         return Group(jobs_table(self._board, rows, self._console.width), *lines)
 
     # ---- plain -----------------------------------------------------------------------------------------
 
+    def _tell_best(self) -> None:
+        if self._news:
+            self._news = False
+            self._print(best_line(self._board))
+
     def _write_line(self, event: Event) -> None:
+        if not isinstance(event, TOGETHER):
+            self._tell_best()
         match event:
             case JobAdmitted():
                 keys = self._board.varying() or OF_ONE_JOB
@@ -145,9 +162,18 @@ class Terminal:
                 self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
             case JobEnded():
                 self._print(_ended_line(event, self._board.jobs.get(event.job)))
-            case GroupStep() if self._clock() - self._shown >= self._line_seconds:
+            case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._trains_no_more(
+                event
+            ):
                 self._shown = self._clock()
-                self._print(status_line(self._board, self.seconds_left))
+                self._print(progress_line(self._board, self.seconds_left))
+
+    def _trains_no_more(self, step: GroupStep) -> bool:
+        """Whether this was the last step of all: evaluation may take long, and nothing is told from it."""
+        before = self._trained
+        records = [self._board.jobs[job] for job in step.jobs if job in self._board.jobs]
+        self._trained = all(job.step >= job.steps for job in records) and all_trained(self._board)
+        return self._trained and not before
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)

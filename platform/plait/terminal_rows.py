@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from statistics import median
 from typing import Any
 
 from plait.durations import duration
@@ -15,6 +16,7 @@ CUT_SHORT = "cut short"
 PRIORITY = "train.priority"
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # that are named in the line on the whole
+MOST_STATUS = 2  # lines on the whole, in the live view
 ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}
 ENDED = 2  # what has ended stands between
 
@@ -54,8 +56,16 @@ def share_done(board: Board) -> float:
     return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
 
 
-def status_line(board: Board, left: float | None) -> str:
-    """One line about the whole search.
+def all_trained(board: Board) -> bool:
+    """No step is left to train, and not all jobs have ended: the last ones are evaluated."""
+    if len(board.jobs) < board.trials:
+        return False
+    open_jobs = [job for job in board.jobs.values() if not job.ended]
+    return bool(open_jobs) and all(0 < job.steps <= job.step for job in open_jobs)
+
+
+def status_parts(board: Board, left: float | None) -> list[str]:
+    """What is said of the whole search, most important first.
 
     Args:
         board: all jobs.
@@ -64,14 +74,61 @@ def status_line(board: Board, left: float | None) -> str:
     total = max(board.trials, len(board.jobs))
     states = Counter(CUT_SHORT if _cut_short(job) else job.state for job in board.jobs.values())
     ended = len(board.jobs) - sum(states[state] for state in (*ORDER, CUT_SHORT))
-    parts = [f"{100 * share_done(board):.0f} % done", f"{ended} of {total} ended, {states[RUNNING]} running"]
+    done = f"{min(100 * share_done(board), 100 if ended >= total else 99):.0f} % done"
+    if all_trained(board):
+        done += ", evaluating"
+    elif left is not None and ended < total:
+        done += f", about {duration(max(left, 1.0))} left"
+    parts = [done, f"{ended} of {total} ended, {states[RUNNING]} running"]
     parts += [f"{states[state]} {state}" for state in (PARKED, PRUNED, FAILED, CUT_SHORT) if states[state]]
     parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
-    if left is not None:
-        parts.append(f"about {duration(left)} left")
-    return " · ".join(parts)
+    return parts
+
+
+def status_line(board: Board, left: float | None) -> str:
+    """One line about the whole search; arguments as of :func:`status_parts`."""
+    return " · ".join(status_parts(board, left))
+
+
+def progress_line(board: Board, left: float | None) -> str:
+    """The same with the losses, where no table shows them."""
+    return " · ".join([*status_parts(board, left), *losses(board)])
+
+
+def status_rows(board: Board, left: float | None, width: int) -> list[str]:
+    """The same in lines of ``width`` characters, ``MOST_STATUS`` at most: what is less important is left
+    out."""
+    lines: list[str] = []
+    for part in status_parts(board, left):
+        if lines and len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" · {part}"
+        elif len(lines) < MOST_STATUS:
+            lines.append(part)
+    return lines
+
+
+def losses(board: Board) -> list[str]:
+    """Training loss of those that train, the lowest and the one in the middle; then the best so far: by the
+    objective, or while no job has finished by the evaluations."""
+    live = [job.loss for job in board.jobs.values() if job.live and job.loss is not None]
+    parts = (
+        [f"train loss {number(min(live))}" + (f", median {number(median(live))}" if live[1:] else "")]
+        if live
+        else []
+    )
+    if (best := board.best()) is not None:
+        parts.append(f"best {number(best.objective)} ({best.name})")
+    elif lowest := _lowest(board):
+        parts.append(f"lowest eval loss {number(lowest.best_eval_loss)} ({lowest.name})")
+    return parts
+
+
+def _lowest(board: Board) -> JobRecord | None:
+    """The job with the lowest evaluation; none of several objectives, for which it may not matter."""
+    evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
+    return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 
 
 def state_text(board: Board, record: JobRecord) -> str:
@@ -121,15 +178,17 @@ def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
 
 
 def best_line(board: Board) -> str:
-    """The best so far, with what it is made of, or the front of several objectives; empty before there is
-    one."""
+    """The best so far, with what it is made of, or the front of several objectives; by the evaluations while
+    no job has finished; empty before there is one."""
     if front := board.front():
         return f"Pareto front so far: {front_text(front)}"
-    best = board.best()
-    if best is None:
+    if best := board.best():
+        found, line = best, f"best so far: {best.name}, objective {number(best.objective)}"
+    elif lowest := _lowest(board):
+        found, line = lowest, f"lowest eval loss so far: {best_evaluation(lowest)}, {lowest.name}"
+    else:
         return ""
-    line = f"best so far: {best.name}, objective {number(best.objective)}, "
-    return (line + settings_line(best, board.varying())).rstrip(", ")
+    return f"{line}, {settings_line(found, board.varying())}".rstrip(", ")
 
 
 def front_text(front: Sequence[JobRecord]) -> str:

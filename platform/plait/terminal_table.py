@@ -22,6 +22,7 @@ STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", 
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 BEFORE_RATE = 2  # of them, where there is not room for all and for the rate
 WIDEST = 20  # characters of a parameter's value or name
+STATE = 10  # characters, so that columns stay where they are
 GAP = "  "
 HEADING = Style(bold=True)
 
@@ -31,10 +32,11 @@ class _Column:
     title: str
     cells: Sequence[str]
     right: bool = True
+    least: int = 0  # characters
 
     @property
     def width(self) -> int:
-        return max(map(cell_len, (self.title, *self.cells)))
+        return max(self.least, *map(cell_len, (self.title, *self.cells)))
 
     def fill(self, text: str, width: int) -> str:
         space = " " * (width - cell_len(text))
@@ -67,7 +69,7 @@ def _columns(board: Board, shown: Sequence[JobRecord], width: int) -> list[_Colu
     rungs = [] if board.ladder is None else [_Column("rung", [rung_text(board, each) for each in shown])]
     always = [
         _Column("job", [each.name for each in shown], right=False),
-        _Column("state", [state_text(board, each) for each in shown], right=False),
+        _Column("state", [state_text(board, each) for each in shown], right=False, least=STATE),
         _Column("step", [f"{each.step}/{each.steps}" if each.steps else "" for each in shown]),
         *rungs,
         _Column("loss", [number(each.loss) for each in shown]),

@@ -17,12 +17,15 @@ from plait.jobs import AdapterSpec, JobSpec
 from plait.search.control.status import describe_status
 from plait.terminal import Terminal, print_summary
 from plait.terminal_rows import (
+    best_line,
+    progress_line,
     rungs_waited_for,
     setting,
     settings_line,
     share_done,
     shown_first,
     status_line,
+    status_rows,
 )
 from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord, Ladder
@@ -95,6 +98,7 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
         "best so far: trial-0000, objective 1.2346, adapter.rank=1",
         "trial-0001 goes on from step 4 (10 steps): adapter.rank=2",
         "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s",
+        "Writing the end of the search to MLflow.",
     ]
 
 
@@ -105,9 +109,81 @@ def test_plain_progress_comes_by_the_clock_and_not_by_the_step() -> None:
         for step in range(1, 41):
             stage.clock.now += 1.0
             stage.step(0, step)
-    assert stage.lines[1:] == [
-        "15 % done · 0 of 1 ended, 1 running · 100 tokens/s · about 1 min 25 s left",
-        "30 % done · 0 of 1 ended, 1 running · 100 tokens/s · about 1 min 10 s left",
+    assert stage.lines[1:-1] == [
+        "15 % done, about 1 min 25 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.1333",
+        "30 % done, about 1 min 10 s left · 0 of 1 ended, 1 running · 100 tokens/s · train loss 0.0667",
+    ]
+
+
+def test_plain_progress_tells_the_losses_and_the_best_so_far() -> None:
+    board = board_of(4)
+    for trial, loss in ((0, 2.5), (1, 2.0), (2, 4.0)):
+        board.handle(JobAdmitted(spec(trial), 0, 10, "g0"))
+        board.handle(JobProgress(spec(trial).name, 5, loss, 1.0, 1e-4, 8, 1.0, 1.0))
+    told = "38 % done · 0 of 4 ended, 3 running"
+    assert progress_line(board, None) == f"{told} · train loss 2.0000, median 2.5000"
+    for trial, loss in ((0, 2.25), (2, 2.125), (2, 3.0)):
+        board.handle(JobEvaluated(spec(trial).name, 5, loss, 80))
+    assert progress_line(board, None).endswith("median 2.5000 · lowest eval loss 2.1250 (trial-0002)")
+    assert best_line(board) == "lowest eval loss so far: 2.1250 at step 5, trial-0002, adapter.rank=3"
+    board.judge("trial-0000", "finished", 2.75, "")
+    assert progress_line(board, None).endswith("train loss 2.0000, median 3.0000 · best 2.7500 (trial-0000)")
+
+
+def test_of_several_that_end_together_the_best_alone_is_told() -> None:
+    stage = Stage(board_of(4), terminal=False)
+    with stage.view:
+        for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
+            stage.play(JobEnded(spec(trial).name, "finished", 10, "", loss, 8, 1.0, 1.0, None))
+            stage.board.judge(spec(trial).name, "finished", loss, "")
+            stage.view.judged(spec(trial).name)
+        stage.play(JobAdmitted(spec(3), 0, 10, "g0"))
+        stage.play(JobEnded("trial-0003", "finished", 10, "", 0.5, 8, 1.0, 1.0, None))
+        stage.board.judge("trial-0003", "finished", 0.5, "")
+        stage.view.judged("trial-0003")
+    told = [line[:29] for line in stage.lines if line.startswith("best")]
+    assert told == ["best so far: trial-0002, obje", "best so far: trial-0003, obje"]
+    assert [line[:20] for line in stage.lines[3:5]] == ["best so far: trial-0", "trial-0003 started ("]
+    assert stage.lines[-1] == "Writing the end of the search to MLflow."
+
+
+def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
+    stage = Stage(board_of(2), terminal=False)
+    with stage.view:
+        for trial in range(2):
+            stage.play(JobAdmitted(spec(trial), 0, 10, "g0"))
+        for step in range(1, 11):
+            for trial in range(2):
+                stage.clock.now += 0.1
+                stage.step(trial, step)
+        line = "99 % done, evaluating · 0 of 2 ended, 2 running · 100 tokens/s"
+        assert stage.lines[2:] == [f"{line} · train loss 0.2000, median 0.2000"]
+        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.0, 8, 1.0, 1.0, None))
+        assert (
+            status_line(stage.board, 0.0) == "99 % done, evaluating · 1 of 2 ended, 1 running · 100 tokens/s"
+        )
+        stage.play(JobEnded("trial-0001", "finished", 10, "", 1.0, 8, 1.0, 1.0, None))
+        assert status_line(stage.board, 0.0) == "100 % done · 2 of 2 ended, 0 running · 100 tokens/s"
+    stage.board.trials = 3
+    assert status_line(stage.board, 0.3).startswith("67 % done, about 1 s left · ")
+
+
+def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
+    board = board_of(12)
+    for trial in range(8):
+        board.judge(spec(trial).name, "pruned" if trial % 2 else "failed", None, "")
+    board.ladder = lambda _: Ladder((2,), range(8, 12))
+    board.handle(JobParked(spec(8).name, 2, AT_RUNG))
+    board.jobs[spec(8).name].step = 2
+    whole = status_line(board, 400.0)
+    assert status_rows(board, 400.0, 200) == [whole]
+    assert status_rows(board, 400.0, 80) == [
+        "67 % done, about 6 min 40 s left · 8 of 12 ended, 0 running · 1 parked",
+        "4 pruned · 4 failed · rung 2: 1 of 4 there",
+    ]
+    assert status_rows(board, 400.0, 40) == [
+        "67 % done, about 6 min 40 s left",
+        "8 of 12 ended, 0 running · 1 parked",
     ]
 
 
@@ -368,7 +444,7 @@ def test_of_many_cohorts_that_wait_two_are_named() -> None:
     assert len(asked) <= 8
 
 
-@pytest.mark.parametrize("width", [50, 64, 80, 84, 100, 160])
+@pytest.mark.parametrize("width", [53, 64, 80, 87, 100, 160])
 def test_parameters_have_columns_as_far_as_there_is_room(width: int) -> None:
     board = board_of(0)
     for trial in range(3):
@@ -388,10 +464,10 @@ def test_parameters_have_columns_as_far_as_there_is_room(width: int) -> None:
     assert all(len(row) <= width for row in (heading, *rows))
     shown = [name for name in ("tokens/s", "rank", "lr", "path", "warmup_steps") if name in heading.split()]
     expected = {
-        50: ["rank"],
+        53: ["rank"],
         64: ["rank", "lr"],
         80: ["tokens/s", "rank", "lr"],
-        84: ["tokens/s", "rank", "lr", "warmup_steps"],
+        87: ["tokens/s", "rank", "lr", "warmup_steps"],
         100: ["tokens/s", "rank", "lr", "path"],
         160: ["tokens/s", "rank", "lr", "path", "warmup_steps"],
     }
