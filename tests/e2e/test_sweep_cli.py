@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from mlflow import MlflowClient
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import OperationalError
@@ -17,6 +18,8 @@ from sqlalchemy.exc import OperationalError
 from plait.cli.main import main
 from plait.plans import Plan
 from plait.search.storage import study_lock
+from plait.settings import TrackingSettings
+from plait.tracking import load_search
 
 Trials = Callable[..., list[FrozenTrial]]
 Leaderboard = Callable[..., list[dict[str, Any]]]
@@ -178,6 +181,28 @@ def test_a_job_that_diverges_fails_alone(
     assert states[1e30].value is None
     assert states[1e30].user_attrs["plait.reason"]
     assert {row["state"] for row in leaderboard()} == {"finished", "failed"}
+
+
+def test_a_search_in_which_too_many_fail_says_so_and_is_not_finished(
+    folder: Path, short: Short, trials: Trials, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train.lr=choice(1e30,1e31)", "search.sampler=grid", "train.clip_norm=null", "search.name=s"]
+    command = ["sweep", *short, *arguments, "search.parallel=1"]
+    why = "1 of 2 trials failed, more than search.max_failure_rate=0.1 allows"
+    assert main([*command, "search.max_failure_rate=0.1"]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"ended early {why}" in said
+    assert "search.parallel=1 search.max_failure_rate=1" in said, "how to go on"
+    address = f"sqlite:///{folder / 'plait-runs' / 'mlflow.db'}"
+    run_id = load_search(TrackingSettings(root=folder / "plait-runs"), "s").run_id
+    assert MlflowClient(address).get_run(run_id).data.tags["plait.reason"] == why
+    assert main(["resume", "s"]) == 3
+    said = capsys.readouterr().out
+    assert f"s gave up: {why}. search.max_failure_rate=1 goes on" in said
+    assert "Engine" not in said, "nothing is loaded"
+    assert [item.state for item in trials(folder)] == [TrialState.FAIL]
+    assert main(["resume"]) == 0
+    assert "search.name=s" in capsys.readouterr().out, "it can go on"
 
 
 def test_whole_groups_and_lists_are_swept(folder: Path, short: Short, trials: Trials) -> None:

@@ -280,8 +280,17 @@ def test_a_full_disk_ends_the_search() -> None:
 def test_too_many_failures_end_the_search(rate: float, failures: int) -> None:
     search = replace(Bench().search, max_failure_rate=rate, parallel=1)
     bench = Bench(search, Engine(broken=lambda _: "broken"))
-    assert bench.run().failed == failures
+    result = bench.run()
+    assert result.failed == failures
     assert len(bench.trials) == failures
+    gave_up = f"{failures} of 12 trials failed, more than search.max_failure_rate={rate:g} allows"
+    assert (result.ended_by, result.why) == (("failing", gave_up) if failures < 12 else ("", ""))
+
+
+def test_a_search_that_drew_all_its_trials_is_finished_however_many_failed() -> None:
+    search = replace(Bench().search, max_failure_rate=0.0, parallel=12)
+    result = Bench(search, Engine(most=12, broken=lambda _: "broken")).run()
+    assert (result.failed, result.ended_by) == (12, "")
 
 
 def test_a_stopped_search_saves_every_job_and_goes_on_later() -> None:

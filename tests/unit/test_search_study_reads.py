@@ -13,6 +13,7 @@ from plait.engine.messages import GroupStep
 from plait.search.control import Orders
 from plait.search.outlook import Outlook
 from plait.search.study import StudyTrials
+from plait.settings import SearchSettings
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, bench: Bench, steps: int) -> tuple[int, int]:
@@ -90,7 +91,7 @@ CHANGES: dict[str, Callable[[Outlook, Source], None]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_answers_are_kept_until_something_changes(change: Callable[[Outlook, Source], None]) -> None:
     source = Source()
-    outlook = Outlook(source, 0.25, failed=0)  # type: ignore[arg-type]
+    outlook = Outlook(source, SearchSettings(max_failure_rate=0.25), failed=0)  # type: ignore[arg-type]
     assert not outlook.hopeless
     assert source.totals == 0, "nothing failed, so there is nothing to compare"
     outlook.failed = 1

@@ -45,8 +45,15 @@ from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
-from plait.search.results import SearchResult, describe_result, write_result
-from plait.search.run import SearchRun
+from plait.search.results import (
+    TRY_ALL,
+    SearchResult,
+    describe_given_up,
+    describe_result,
+    gave_up,
+    write_result,
+)
+from plait.search.run import ENDING, SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
@@ -98,13 +105,9 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
         line += f"; other processes train {others}, this one takes what is free"
     few = too_few_points(settings.search, command.space)
     _tell(console, [line, few] if few else [line])
-    if over >= source.total:
-        notices, concluded = catch_up(settings, source, judged(done.finished))
-        _tell(console, notices)
-        _remember(command, source.name, finished=True, concluded=concluded)
-        write_result(done, settings.search, command.directory)
-        _tell(console, describe_result(done, settings.search, source.name))
-        return done.exit_status
+    why = "" if over >= source.total else gave_up(done.failed, source.total, settings.search)
+    if over >= source.total or (why and not left_over and not others):
+        return _nothing_to_train(command, source, console, replace(done, why=why))
     if tracked.away is not None:
         _tell(console, [without_store(tracked.away, settings, source.name)])
     shape = check_model(settings.model, command.probes)
@@ -123,6 +126,21 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
     if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True, concluded=launch.concluded)
     return result.exit_status
+
+
+def _nothing_to_train(
+    command: SearchCommand, source: StudyTrials, console: Console, done: SearchResult
+) -> int:
+    """What is left of a search that is finished, or gave up: say so."""
+    notices, concluded = catch_up(command.settings, source, judged(done.finished))
+    _tell(console, notices)
+    _remember(command, source.name, finished=not done.why, concluded=concluded)
+    write_result(done, command.settings.search, command.directory)
+    if done.why:
+        _tell(console, [describe_given_up(done.why, source.name)])
+    else:
+        _tell(console, describe_result(done, command.settings.search, source.name))
+    return done.exit_status
 
 
 def run_training(command: SearchCommand, console: Console | None = None) -> int:
@@ -221,9 +239,12 @@ def announce() -> None:
     os.write(2, b"\nEnding after this step. Ctrl-C again ends at once.\n")
 
 
-def going_on(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The command line that goes on with a search: the same, but not anew."""
-    return tuple(word for word in command if word.lstrip("+").partition("=")[0] != "search.fresh")
+def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, ...]:
+    """The command line that goes on with a search: the same, but not anew, and whatever fails where too much
+    did."""
+    left = {"search.fresh", TRY_ALL.partition("=")[0]} if gave_up else {"search.fresh"}
+    words = tuple(word for word in command if word.lstrip("+").partition("=")[0] not in left)
+    return (*words, TRY_ALL) if gave_up else words
 
 
 def _tell(console: Console, notices: Sequence[str]) -> None:
@@ -283,7 +304,7 @@ class _Launch:
                 result = self._train(coordinator, tracker, GroupSteps(folder))
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
-            tracker.end_search(INTERRUPTED if result.interrupted else FINISHED)
+            tracker.end_search(INTERRUPTED if result.interrupted else FINISHED, result.why)
         write_result(result, self._settings.search, self._command.directory)
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
@@ -325,7 +346,7 @@ class _Launch:
                 stopper=self._stopper,
                 owner=partial(self._attend, clerk, tracker.board, terminal),
             ).run()
-            if result.ended_by and not self._source.others:
+            if result.ended_by in ENDING and not self._source.others:
                 clerk.withdraw()
             clerk.close()
             recorder.show_tables()
@@ -410,9 +431,9 @@ class _Launch:
         if trouble:
             facts["no figures"] = trouble
         if result.ended_by:
-            facts["ended early"] = "as `plait control` asked for"
+            facts["ended early"] = result.why
         if result.interrupted or result.ended_by:
-            words = going_on(self._command.command)
+            words = going_on(self._command.command, gave_up=result.ended_by == "failing")
             if self._settings.tracking.uri is None and VARIABLE in os.environ:
                 words = (*words, f"{URI}={os.environ[VARIABLE]}")
             facts["go on with"] = redact(shlex.join(words))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from plait.search.results import gave_up
 from plait.search.trials import Trial, TrialSource
+from plait.settings import SearchSettings
 
 
 class Outlook:
@@ -13,17 +15,17 @@ class Outlook:
 
     Args:
         source: draws the trials.
-        max_failure_rate: the share of failed trials above which no further ones are drawn.
+        settings: of the search.
         failed: how many trials failed in earlier runs.
 
     Attributes:
         failed: how many trials failed so far.
     """
 
-    def __init__(self, source: TrialSource, max_failure_rate: float, failed: int) -> None:
+    def __init__(self, source: TrialSource, settings: SearchSettings, failed: int) -> None:
         self.failed = failed
         self._source = source
-        self._max_failure_rate = max_failure_rate
+        self._settings = settings
         self._none_left: tuple[int, bool] | None = None  # what was asked for in vain: the revision, and new
         self._total: tuple[int, int] | None = None  # at which revision, and how many
 
@@ -34,12 +36,17 @@ class Outlook:
     @property
     def hopeless(self) -> bool:
         """More trials failed than the settings put up with: those that were begun are ended, and no more."""
+        return bool(self.gave_up)
+
+    @property
+    def gave_up(self) -> str:
+        """That too many trials failed, in words; "" where not that many did."""
         if not self.failed:
-            return False
+            return ""
         revision = self._source.revision
         if self._total is None or self._total[0] != revision:
             self._total = revision, self._source.total
-        return self.failed > self._max_failure_rate * self._total[1]
+        return gave_up(self.failed, self._total[1], self._settings)
 
     def draw(self, *, new: bool) -> Trial | None:
         """The next trial, as ``TrialSource.ask``; None where there was none and nothing changed since."""

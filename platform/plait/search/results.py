@@ -14,16 +14,23 @@ from plait.search.trials import Finished
 from plait.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
+TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """All trials that are over, and whether the search was cut short: interrupted, or by its owner's order
-    ("stopping", "cancelling")."""
+    """All trials that are over, and whether the search was cut short.
+
+    Attributes:
+        interrupted: by Ctrl-C or the end of its process.
+        ended_by: its owner's order ("stopping", "cancelling"), or that too many trials failed ("failing").
+        why: the same, in words.
+    """
 
     finished: tuple[Finished, ...]
     interrupted: bool = False
     ended_by: str = ""
+    why: str = ""
 
     @property
     def failed(self) -> int:
@@ -55,6 +62,20 @@ class SearchResult:
             key=lambda item: item.trial.number,
         )
         return [scored[at] for at in pareto_front([item.outcome.values for item in scored], objectives)]
+
+
+def gave_up(failed: int, total: int, settings: SearchSettings) -> str:
+    """Why a search draws no further trials: too many failed; "" where that is not so."""
+    if failed <= settings.max_failure_rate * total:
+        return ""
+    share = f"search.max_failure_rate={settings.max_failure_rate:g}"
+    return f"{failed} of {total} trials failed, more than {share} allows"
+
+
+def describe_given_up(why: str, name: str) -> str:
+    """A search that gave up, and how to go on with it."""
+    remedy = f"{TRY_ALL} goes on; with search.failed=retry, too, those that failed are tried again."
+    return f"{name} gave up: {why}. {remedy}"
 
 
 def describe_result(result: SearchResult, settings: SearchSettings, name: str) -> list[str]:

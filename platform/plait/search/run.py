@@ -29,6 +29,7 @@ from plait.settings import SearchSettings
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 LOOK_SECONDS = 1.0  # between two looks at what others did: drew, decided at a rung, or let a trial come first
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
+ORDERED = "as `plait control` asked for"
 BY_OWNER = "ended by its owner"
 TAKEN_OVER = "another process, which could not reach this one, took it over and trains it"
 
@@ -73,7 +74,7 @@ class SearchRun:
     def run(self) -> SearchResult:
         """Go on until every trial is over, or ``stop`` says so."""
         failed = SearchResult(tuple(self.source.finished())).failed
-        self._outlook = Outlook(self.source, self.settings.max_failure_rate, failed)
+        self._outlook = Outlook(self.source, self.settings, failed)
         while not self.stop():
             self._obey()
             look = self._look()
@@ -92,7 +93,7 @@ class SearchRun:
             if self._orders.mode == "paused":
                 time.sleep(WAIT_SECONDS)
             elif not self._wait():
-                return SearchResult(tuple(self.source.finished()), ended_by=self._ended_by)
+                return self._result()
         self._wind_up()
         return SearchResult(tuple(self.source.finished()), interrupted=True)
 
@@ -104,7 +105,7 @@ class SearchRun:
             self._orders = replace(self._orders, mode=self._orders.was)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
-            self.recorder.handle(Notice(f"{mode}, as `plait control` asked for"))
+            self.recorder.handle(Notice(f"{mode}, {ORDERED}"))
         for name, trial in [*self._live.items(), *self._parked.items()]:
             if mode == "cancelling" or trial.number in self._orders.stops:
                 self.coordinator.cancel(name, BY_OWNER)
@@ -123,10 +124,14 @@ class SearchRun:
                 self._live[name] = self._parked.pop(name)
         self._paused.clear()
 
-    @property
-    def _ended_by(self) -> str:
-        """The order that ended the search before all trials were drawn; "" where none did."""
-        return "" if self._orders.mode == "running" else self._orders.mode
+    def _result(self) -> SearchResult:
+        """Nothing more is to come: all that there were to be, or no more by order or after failures."""
+        finished = tuple(self.source.finished())
+        if self._orders.mode != "running":
+            return SearchResult(finished, ended_by=self._orders.mode, why=ORDERED)
+        if self._outlook.hopeless and self.source.over < self.source.total:
+            return SearchResult(finished, ended_by="failing", why=self._outlook.gave_up)
+        return SearchResult(finished)
 
     def _fill(self) -> None:
         self._drawn_out = False

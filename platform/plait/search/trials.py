@@ -84,6 +84,10 @@ class TrialSource(Protocol):
     def total(self) -> int:
         """How many trials there are to be."""
 
+    @property
+    def over(self) -> int:
+        """How many of them are over."""
+
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
         """The next trial, or None when all have been drawn: by priority, then those that were cut short.
 
