@@ -164,8 +164,8 @@ def _pairs(rows: Sequence[tuple[int, float | None, float | None]]) -> Pairs:
 
 
 def predictions(sweep: Sweep) -> go.Figure:
-    """Predicted against measured: seconds of a step on the left, peak memory on the right, of which what was
-    predicted by rule is apart."""
+    """Predicted against measured: seconds of a step on the left, peak memory on the right. What was predicted
+    by rule is apart, and shown on demand where there is a fit, which it would press into a corner."""
     fitted, ruled = bytes_pairs(sweep.steps), bytes_pairs(sweep.steps, by_rule=True)
     sides = (
         ("seconds of a step (s)", [(seconds_pairs(sweep.steps), "seconds", BLUE, "circle")]),
@@ -187,11 +187,13 @@ def predictions(sweep: Sweep) -> go.Figure:
         made.update_yaxes(title={"text": f"measured {label}"}, row=1, col=column)
         there = [each for each in series if each[0].iterations]
         if there:
-            _add_diagonal(made, [pairs for pairs, *_ in there], column)
+            _add_diagonal(made, there[-1][0], column)
         else:
             _add_nothing(made, column)
         for pairs, name, colour, symbol in there:
             _add_pairs(made, pairs, column, name=name, marker={"color": colour, "symbol": symbol})
+    if fitted.iterations:
+        made.update_traces(visible="legendonly", selector={"name": BY_RULE})
     return made
 
 
@@ -208,14 +210,14 @@ def _add_nothing(made: go.Figure, column: int) -> None:
     )
 
 
-def _add_diagonal(made: go.Figure, series: Sequence[Pairs], column: int) -> None:
-    values = np.concatenate([side for pairs in series for side in (pairs.predicted, pairs.measured)])
-    ends = [float(values.min()), float(values.max())]
+def _add_diagonal(made: go.Figure, pairs: Pairs, column: int) -> None:
+    low = float(min(pairs.predicted.min(), pairs.measured.min()))
+    high = float(max(pairs.predicted.max(), pairs.measured.max()))
     made.add_scatter(
         row=1,
         col=column,
-        x=ends,
-        y=ends,
+        x=[low, high],
+        y=[low, high],
         mode="lines",
         hoverinfo="skip",
         showlegend=False,
@@ -241,8 +243,8 @@ def _add_pairs(made: go.Figure, pairs: Pairs, column: int, *, name: str, marker:
 
 def predictions_note(sweep: Sweep) -> str:
     """The errors in words; that of the rule apart, which is to be too high."""
-    said = []
-    for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", bytes_pairs(sweep.steps))):
+    said, fitted = [], bytes_pairs(sweep.steps)
+    for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", fitted)):
         if pairs.iterations:
             size = np.abs(pairs.errors)
             said.append(
@@ -252,9 +254,10 @@ def predictions_note(sweep: Sweep) -> str:
     ruled = bytes_pairs(sweep.steps, by_rule=True)
     if ruled.iterations:
         middle = np.median(ruled.predicted / ruled.measured)
+        hidden = "; a click in the legend shows them" if fitted.iterations else ""
         said.append(
             f"{BY_RULE}, before anything was fitted: {middle:.1f} times what was measured in the middle step "
-            f"({len(ruled.iterations):,} steps)"
+            f"({len(ruled.iterations):,} steps{hidden})"
         )
     return (
         "Error of the prediction: " + "; ".join(said) + ". On the dashed line both are the same."

@@ -164,6 +164,9 @@ def test_what_bounds_memory_before_a_fit_is_no_error_of_the_fit() -> None:
         "memory by fit": list(range(3, 13)),
     }
     assert made.layout.showlegend
+    assert [dots.visible for dots in made.data if dots.name == packing.BY_RULE] == ["legendonly"]
+    alone = packing.predictions(sweep(steps=tuple(ruled)))
+    assert [dots.visible for dots in alone.data] == [None, None]
     assert not packing.predictions(sweep(steps=tuple(fitted))).layout.showlegend
     assert "off by" not in packing.predictions_note(sweep(steps=tuple(ruled)))
 
