@@ -152,6 +152,32 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
     assert [point.step for point in losses] == list(range(1, STEPS + 1))
 
 
+def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_figures(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    """Nothing of the spool is there, and the job's last step is trained a second time."""
+    one, two = (replace(settings, root=tmp_path / name) for name in ("one", "two"))
+    first = begin(one)
+    train(first, 0)
+    first.end_search("interrupted")
+    first.close()
+    client = MlflowClient(locate(two).uri)
+    (item,) = load_search(two, "demo").records
+    assert client.get_run(item.run_id).info.status == "KILLED"
+    second = begin(two)
+    train(second, 0)
+    second.flush()
+    found = client.get_run(item.run_id)
+    assert (found.info.status, found.data.tags["plait.state"]) == ("RUNNING", "running")
+    end(second, 0, STEPS + 5.0)
+    second.judge("trial-0000", "finished", 1.0)
+    second.end_search()
+    second.close()
+    assert client.get_run(item.run_id).info.status == "FINISHED"
+    history = client.get_metric_history(item.run_id, "cost/device_seconds")
+    assert sorted(point.value for point in history if point.step == STEPS) == [STEPS, STEPS + 5.0]
+
+
 def test_leaderboards_take_room_in_the_spool_as_jobs_do(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
