@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
+from plait.search.storage import open_storage
 
 Short = tuple[str, ...]
 
@@ -56,6 +57,13 @@ def test_bad_input_is_refused_before_the_model_loads(
     assert "secret" not in err
     for words in said:
         assert words in err
+    assert not (folder / "plait-runs" / "searches").exists()
+    assert main(["resume"]) == 0
+    assert "No search in" in capsys.readouterr().out
+    studies = (
+        [] if said[0] == "search.storage" else open_storage(None, folder / "plait-runs").get_all_studies()
+    )
+    assert studies == []
 
 
 @pytest.mark.usefixtures("no_model")

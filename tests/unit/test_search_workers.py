@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import optuna
 import pytest
 import sqlalchemy
 from hypothesis import given
@@ -28,6 +29,7 @@ from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingEr
 from plait.config_overrides import read_request
 from plait.errors import SearchError, StorageError
 from plait.jobs import JobSpec
+from plait.search.forget import no_trace
 from plait.search.identity import identify
 from plait.search.journal import Journal
 from plait.search.locks import FileLock, LifeLock, holder_lives
@@ -125,6 +127,36 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert not trials.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
     trials.close()
+
+
+def test_who_could_not_begin_leaves_no_trace_but_what_others_use(tmp_path: Path) -> None:
+    def fail(folder: Path, meanwhile: Callable[[], object]) -> None:
+        with no_trace(folder / "s") as beginning:
+            beginning.source = opened(folder)
+            meanwhile()
+            raise SearchError("bad", "input")
+
+    def begin(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
+        with pytest.raises(SearchError, match="bad"):
+            fail(folder, meanwhile)
+
+    alone = tmp_path / "a"
+    begin(alone)
+    assert all(path.name.startswith("optuna.journal") for path in alone.iterdir())
+    assert open_storage(None, alone).get_all_studies() == []
+    others: list[Other] = []
+    begin(tmp_path, meanwhile=lambda: others.append(Other(tmp_path, None)))
+    assert [study.study_name for study in open_storage(None, tmp_path).get_all_studies()] == ["s"]
+    assert len(list((tmp_path / "s" / "workers").iterdir())) == 1
+    others[0].kill()
+    begin(tmp_path)  # it was there before
+    assert len(open_storage(None, tmp_path).get_all_studies()) == 1
+
+    def beat() -> None:
+        optuna.load_study(study_name="s", storage=open_storage(None, alone)).set_user_attr(f"{BEATS}far", 1)
+
+    begin(alone, meanwhile=beat)  # of a process on another host
+    assert [study.study_name for study in open_storage(None, alone).get_all_studies()] == ["s"]
 
 
 def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:

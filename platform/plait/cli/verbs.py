@@ -59,6 +59,7 @@ OWN = (
     Verb("control", "plait.cli.control:main", "pause, stop, add to or ask a search that runs"),
     Verb("ui", "plait.cli.results:ui", "open MLflow's pages on what has been trained"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "a search's adapters, best first"),
+    Verb("forget", "plait.cli.forget:main", "take a search away: folder, study and MLflow runs"),
     Verb("export", "plait.cli.results:export", "copy an adapter's PEFT folder out of the store"),
 )
 

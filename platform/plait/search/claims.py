@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.engine.saved import newest_step
 from plait.search.trial_records import OWNER, trainer_of
 from plait.search.workers import Owner, Workers
 
@@ -45,7 +47,8 @@ class Claims:
         self._storage = storage
         self._workers = workers
         self._own: set[int] = set()
-        self._departed: set[str] = set()  # names of processes that are known to be gone
+        self._noticed: set[str] = set()  # names of processes that are known to be gone
+        self._departed: list[Departed] = []
 
     def add(self, number: int) -> None:
         """This process trains a trial."""
@@ -84,14 +87,24 @@ class Claims:
                 owners[owner] = mine or self._workers.gone(owner, attributes)
         return [item for item in running if owners[trainer_of(item)]]
 
-    def departed(self, trials: Sequence[FrozenTrial]) -> dict[Owner, list[FrozenTrial]]:
-        """Trials whose processes were found to be gone since this was last asked, by process."""
-        found: dict[Owner, list[FrozenTrial]] = {}
+    def notice(self, trials: Sequence[FrozenTrial], saved: Callable[[FrozenTrial], Path | None]) -> None:
+        """Look who is gone, and what of.
+
+        Args:
+            trials: of the study.
+            saved: where states of a trial are.
+        """
+        found: dict[Owner, dict[int, int]] = {}
         for item in self.orphans(trials):
             owner = trainer_of(item)
-            if owner is not None and not self.signed(item) and owner.name not in self._departed:
-                found.setdefault(owner, []).append(item)
-        self._departed |= {owner.name for owner in found}
+            if owner is not None and not self.signed(item) and owner.name not in self._noticed:
+                found.setdefault(owner, {})[item.number] = newest_step(saved(item))
+        self._noticed |= {owner.name for owner in found}
+        self._departed += [Departed(owner, steps) for owner, steps in found.items()]
+
+    def departed(self) -> list[Departed]:
+        """Who was noticed to be gone, told once."""
+        found, self._departed = self._departed, []
         return found
 
     def others(self, trials: Sequence[FrozenTrial]) -> int:

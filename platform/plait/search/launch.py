@@ -40,7 +40,8 @@ from plait.search.engine import (
     write_plan,
 )
 from plait.search.feasibility import too_few_points
-from plait.search.identity import identify
+from plait.search.forget import no_trace
+from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_measured
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
@@ -82,11 +83,11 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
     check_engine(settings)
     away = ask_store(settings)
-    source, tracked = _open_study(command, away)
-    try:
-        return _go(command, source, console, tracked)
-    finally:
-        source.close()
+    identity = identify(command.space, command.base, settings)
+    folder = search_folder(settings.tracking.root, settings.search.name or identity.name)
+    with no_trace(folder) as begun:
+        begun.source, tracked = _open_study(command, identity, away)
+        return _go(command, begun.source, console, tracked)
 
 
 def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: Tracked) -> int:
@@ -165,12 +166,13 @@ def run_training(command: SearchCommand, console: Console | None = None) -> int:
     return run_search(replace(command, settings=replace(settings, search=one), verb="train"), console)
 
 
-def _open_study(command: SearchCommand, away: AwayError | None) -> tuple[StudyTrials, Tracked]:
+def _open_study(
+    command: SearchCommand, identity: Identity, away: AwayError | None
+) -> tuple[StudyTrials, Tracked]:
     """The study, and what is known of the search's run."""
     quiet()
     settings = command.settings
     storage = open_storage(settings.search.storage, settings.tracking.root)
-    identity = identify(command.space, command.base, settings)
     root = settings.tracking.root
     earlier = settings.search.prior_storage
     tracked = tracked_run(storage, settings.search.name or identity.name, settings, away)

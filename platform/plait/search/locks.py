@@ -75,7 +75,7 @@ class LifeLock:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._handle = self._take()
+        self._handle: int | None = self._take()
 
     def _take(self) -> int:
         """Make the file and lock it; again where somebody took it for a dead process's in between."""
@@ -88,8 +88,10 @@ class LifeLock:
 
     def release(self) -> None:
         """This process takes no more part."""
-        self.path.unlink(missing_ok=True)
-        os.close(self._handle)
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(handle)
 
 
 def holder_lives(path: Path) -> bool:

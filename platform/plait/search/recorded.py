@@ -59,6 +59,12 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def given(arguments: Sequence[str], key: str) -> str:
+    """The value that overrides give a key at last, without the quotes around it; "" where they give none."""
+    values = [each.partition("=")[2] for each in arguments if key_of(each) == key]
+    return values[-1].strip("'\"") if values else ""
+
+
 def quoted(text: str) -> str:
     """Text as the value of a Hydra override, whatever is in it."""
     plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS

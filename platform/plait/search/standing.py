@@ -72,7 +72,7 @@ def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
         tuple(STATES[item.state] for item in trials),
         SearchResult(tuple(finished)),
         _objectives(study),
-        _elsewhere(trials),
+        begun_elsewhere(trials),
     )
 
 
@@ -82,8 +82,13 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
     return tuple(Objective(name, direction.name.lower()) for name, direction in pairs)
 
 
-def _elsewhere(trials: Sequence[FrozenTrial]) -> dict[str, int]:
-    here = this_host()
+def begun_elsewhere(trials: Sequence[FrozenTrial]) -> dict[str, int]:
+    """How many running trials workers on other hosts signed, by host: this one may have been rebooted."""
+    here = _name(this_host())
     owners = [trainer_of(item) for item in trials if STATES[item.state] == "running"]
-    hosts = [owner.host for owner in owners if owner is not None and owner.host != here]
-    return dict(Counter(host.partition(" ")[0] for host in hosts))
+    hosts = [_name(owner.host) for owner in owners if owner is not None]
+    return dict(Counter(host for host in hosts if host != here))
+
+
+def _name(host: str) -> str:
+    return host.partition(" ")[0]

@@ -72,6 +72,10 @@ def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
         return StudyFacts(Importance(trouble=error.rule))
 
 
+class NoStudyError(StorageError):
+    """There is no study of this name, or its file is gone."""
+
+
 def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
     """A study to be read; nothing is made for it.
 
@@ -81,16 +85,17 @@ def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
         name: of the search.
 
     Raises:
-        StorageError: it is not there, or its storage does not answer.
+        NoStudyError: it is not there.
+        StorageError: its storage does not answer.
     """
     where = redact(storage or str(root / JOURNAL))
     if "***" in (storage or ""):
         raise StorageError(where, "The study's address holds a password, which is not kept with the search.")
     if (missing := _missing_file(storage, root)) is not None:
-        raise StorageError(where, f"The study's file {missing} is not here.")
+        raise NoStudyError(where, f"The study's file {missing} is not here.")
     opened = open_storage(storage, root)
     if name not in optuna.get_all_study_names(opened):
-        raise StorageError(where, f"The study {name} is not in its storage any more.")
+        raise NoStudyError(where, f"The study {name} is not in its storage any more.")
     return optuna.load_study(study_name=name, storage=opened)
 
 

@@ -15,12 +15,12 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.engine.saved import newest_step, remove_states, states
+from plait.engine.saved import remove_states, states
 from plait.search.claims import Claims, Departed
 from plait.search.completion import complete
 from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
-from plait.search.opening import open_study
+from plait.search.opening import open_study, withdraw
 from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
 from plait.search.prior import Known, take_over
@@ -110,7 +110,6 @@ class StudyTrials:
             lambda: open_study(name, settings, space, identity, storage, earlier, self._folder, self._workers)
         )
         self._claims = Claims(self._study, storage, self._workers)
-        self._departed: list[Departed] = []
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
         self.orders = StudyOrders(self._study, self.patience, self._locked)
@@ -145,7 +144,8 @@ class StudyTrials:
     @property
     def left_over(self) -> int:
         """How many trials an earlier process left behind; :meth:`departed` tells of others from here on."""
-        self.patience(lambda: self._claims.departed(self._trials()))
+        self.patience(lambda: self._claims.notice(self._trials(), self._saved))
+        self.departed()
         return len(self.cut_short)
 
     @property
@@ -227,20 +227,14 @@ class StudyTrials:
 
         def look() -> set[int]:
             trials = self._trials()
-            self._notice(trials)
+            self._claims.notice(trials, self._saved)
             return self._claims.lost(trials)
 
         return self.patience(look)
 
-    def _notice(self, trials: Sequence[FrozenTrial]) -> None:
-        for owner, items in self._claims.departed(trials).items():
-            steps = {item.number: newest_step(self._saved(item)) for item in items}
-            self._departed.append(Departed(owner, steps))
-
     def departed(self) -> list[Departed]:
         """Other processes that were found to be gone when trials were asked for or looked at, told once."""
-        found, self._departed = self._departed, []
-        return found
+        return self._claims.departed()
 
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
@@ -251,7 +245,7 @@ class StudyTrials:
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self._drawn_trials()
-        self._notice(trials)
+        self._claims.notice(trials, self._saved)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self._claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
@@ -382,6 +376,12 @@ class StudyTrials:
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
         return [Finished(self._trial(item), outcome_of(item)) for item in over]
+
+    def withdraw(self) -> bool:
+        """Close, and delete a study of which nothing was begun and that no other process uses; whether it is
+        gone."""
+        self.close()
+        return withdraw(self._study, self._storage, self._workers)
 
     def close(self) -> None:
         """This process draws no more: what it has not ended is free to be taken up."""

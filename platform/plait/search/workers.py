@@ -42,7 +42,12 @@ class Owner:
     @property
     def process(self) -> str:
         """For its owner to read: ``process 18491 on vm``."""
-        return f"process {Path(self.file).name.partition('-')[0]} on {self.host.partition(' ')[0]}"
+        return f"process {process_id(Path(self.file))} on {self.host.partition(' ')[0]}"
+
+
+def process_id(file: Path) -> str:
+    """Of the process that a worker's file belongs to."""
+    return file.name.partition("-")[0]
 
 
 def owner_of(text: object) -> Owner | None:
@@ -57,6 +62,20 @@ def this_host() -> str:
     """This host, as long as it is up."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+
+
+def living(folder: Path) -> list[Path]:
+    """The files of the processes of this host that train a search; not to be asked where this one is among
+    them.
+
+    Args:
+        folder: of the workers' files.
+    """
+    found = []
+    for path in sorted(folder.glob("*")):
+        with suppress(FileNotFoundError):
+            found += [path] if holder_lives(path) else []
+    return found
 
 
 class Workers:

@@ -16,6 +16,7 @@ from plait.tracking.check import AwayError, check_folder, check_tracking
 from plait.tracking.final import Judged, conclude
 from plait.tracking.left import left_unsent, send_left
 from plait.tracking.location import Location, locate
+from plait.tracking.removal import delete_runs, stored_runs
 from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
 from plait.tracking.search_facts import SearchFacts
 from plait.tracking.tracker import Tracker
@@ -36,6 +37,7 @@ __all__ = [
     "check_port",
     "check_tracking",
     "conclude",
+    "delete_runs",
     "export",
     "left_unsent",
     "load_search",
@@ -44,5 +46,6 @@ __all__ = [
     "run_ui",
     "search_names",
     "send_left",
+    "stored_runs",
     "ui_command",
 ]

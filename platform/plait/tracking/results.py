@@ -66,7 +66,7 @@ def search_names(settings: TrackingSettings) -> list[str]:
     Raises:
         StorageError: the store cannot be used.
     """
-    store = _store(settings)
+    store = store_to_read(settings)
     if store is None:
         return []
     with storage_errors(store.location):
@@ -194,7 +194,7 @@ def _trials(records: Sequence[JobRecord]) -> str:
     return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in records) + "."
 
 
-def _store(settings: TrackingSettings) -> Store | None:
+def store_to_read(settings: TrackingSettings) -> Store | None:
     """The store to read from; None where no SQLite file is there yet: reading makes none."""
     location = locate(settings)
     if location.sqlite_file is not None and not location.sqlite_file.exists():
@@ -203,7 +203,7 @@ def _store(settings: TrackingSettings) -> Store | None:
 
 
 def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
-    store = _store(settings)
+    store = store_to_read(settings)
     if store is not None:
         with storage_errors(store.location):
             runs = store.searches(name)

@@ -59,9 +59,12 @@ class Store:
 
     def children(self, parent_id: str) -> dict[int, Run]:
         """Runs of a search's jobs by trial number; of several for one trial, the newest."""
-        runs = self._runs(f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{TAG_TRIAL}` IS NOT NULL")
-        newest_last = reversed(list(runs))
+        newest_last = reversed(self.all_children(parent_id))
         return {int(run.data.tags[TAG_TRIAL]): run for run in newest_last}
+
+    def all_children(self, parent_id: str) -> list[Run]:
+        """Runs of a search's jobs, newest first; there may be several for one trial."""
+        return list(self._runs(f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{TAG_TRIAL}` IS NOT NULL"))
 
     def child(self, parent_id: str, *, trial: int | None = None, job: str | None = None) -> Run | None:
         """The run of one trial, or of one job's name, if there is one; of several the newest."""
@@ -145,6 +148,10 @@ class Store:
     def has_artifact(self, run_id: str, path: str) -> bool:
         """Whether the run has an artifact folder of that name."""
         return any(item.path == path for item in self.client.list_artifacts(run_id))
+
+    def delete_run(self, run_id: str) -> None:
+        """Hide a run; MLflow keeps it until its own cleaning up."""
+        self.client.delete_run(run_id)
 
     def end_run(self, run_id: str, status: str, time_ms: int) -> None:
         """Set a run's final status. It does not end before it began, whatever the clock says by now."""

@@ -1,0 +1,189 @@
+"""Taking a search away: its folder, its study and its runs in MLflow; and one that never began."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import optuna
+from optuna.study import Study
+
+from plait.errors import InputError, SearchError, StorageError
+from plait.paths import search_folder
+from plait.search.recorded import RecordedCommand, given, recorded_command
+from plait.search.standing import begun_elsewhere
+from plait.search.storage import quiet, study_lock
+from plait.search.stored import NoStudyError, stored_study
+from plait.search.study import StudyTrials
+from plait.search.trial_records import RUN_ID
+from plait.search.workers import living, process_id
+from plait.settings import TrackingSettings
+from plait.tracking import delete_runs, left_unsent, locate, stored_runs
+from plait.tracking.location import sqlite_in
+
+ADAPTERS = "adapters"
+WORKERS = "workers"
+EXPERIMENT = "tracking.experiment"
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What there is of a search.
+
+    Attributes:
+        folder: of the search.
+        size: of the folder, bytes.
+        adapters: how many were exported to it.
+        study: None where there is none any more.
+        tracking: the store of its runs.
+        runs: their MLflow ids, the jobs' first.
+        unsent: what waits in the folder for the store, in words.
+        elsewhere: how many trials that have not ended were begun on other hosts, by host.
+    """
+
+    name: str
+    folder: Path
+    size: int
+    adapters: int
+    study: Study | None
+    tracking: TrackingSettings
+    runs: tuple[str, ...]
+    unsent: tuple[str, ...]
+    elsewhere: Mapping[str, int]
+
+    def describe(self, keep_adapters: bool) -> list[str]:
+        """What goes and what stays, in a few lines."""
+        kept = self.adapters if keep_adapters else 0
+        lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
+        if self.adapters and not kept:
+            lines[0] += f", {self.adapters} exported adapters (--keep-adapters leaves them)"
+        if self.study is not None:
+            lines.append(f"its study, {len(self.study.get_trials(deepcopy=False))} trials")
+        if self.runs:
+            where = locate(self.tracking)
+            lines.append(
+                f"{len(self.runs)} MLflow runs in {where}: deleted there, until `mlflow gc` "
+                "`mlflow runs restore` brings them back"
+            )
+        lines += [f"not sent to MLflow yet, and lost: {text}" for text in self.unsent]
+        for host, number in self.elsewhere.items():
+            lines.append(f"{number} trials were begun on host {host}: what trains there ends with an error")
+        if kept:
+            lines.append(f"These stay: {kept} adapters in {self.folder / ADAPTERS}")
+        return lines
+
+    def remove(self, keep_adapters: bool) -> None:
+        """Take it away: the runs first and the folder last, so that what fails can be done again.
+
+        Raises:
+            SearchError: a process of this host trains it by now.
+            StorageError: the study, the store or the folder cannot be written.
+        """
+        _check_nobody(self.folder, self.name)
+        delete_runs(self.tracking, self.runs)
+        if self.study is not None:
+            storage = self.study._storage
+            with study_lock(storage, self.name):
+                _check_nobody(self.folder, self.name)
+                optuna.delete_study(study_name=self.name, storage=storage)
+        kept = ADAPTERS if keep_adapters and self.adapters else None
+        try:
+            _empty(self.folder, kept)
+        except OSError as error:
+            raise StorageError(
+                f"{self.folder}: {error.strerror or error}", "Its files cannot be removed."
+            ) from error
+
+
+def find_remains(root: Path, name: str) -> Remains:
+    """What there is of a search that has a folder below ``root``.
+
+    Raises:
+        SearchError: a process of this host trains it.
+        StorageError: its study or its store does not answer.
+    """
+    quiet()
+    root, folder = root.expanduser().absolute(), search_folder(root, name)
+    _check_nobody(folder, name)
+    recorded = recorded_command(root, name) or RecordedCommand(name, "sweep", (), str(root))
+    study = None
+    with suppress(NoStudyError):
+        study = stored_study(recorded.storage, root, name)
+    experiment = given(recorded.arguments, EXPERIMENT) or TrackingSettings().experiment
+    tracking = TrackingSettings(
+        uri=recorded.store or sqlite_in(root.resolve()), root=root, experiment=experiment
+    )
+    run_id = "" if study is None else str(study.user_attrs.get(RUN_ID, ""))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return Remains(
+        name,
+        folder,
+        sum(path.stat().st_size for path in files),
+        sum(1 for _ in (folder / ADAPTERS).glob("*/adapter_config.json")),
+        study,
+        tracking,
+        tuple(stored_runs(tracking, name, run_id)),
+        tuple(left_unsent(tracking, name)),
+        {} if study is None else begun_elsewhere(study.get_trials(deepcopy=False)),
+    )
+
+
+def _check_nobody(folder: Path, name: str) -> None:
+    if alive := living(folder / WORKERS):
+        processes = ", ".join(map(process_id, alive))
+        raise SearchError(
+            f"{name} is being trained by process {processes}",
+            "A search can be forgotten when nobody trains it.",
+            f"End it first: `plait control {name} cancel`.",
+        )
+
+
+@dataclass(slots=True)
+class Beginning:
+    """A search that is about to begin; its trials, once they are there."""
+
+    source: StudyTrials | None = None
+
+
+@contextmanager
+def no_trace(folder: Path) -> Iterator[Beginning]:
+    """Close the trials at the end; and where bad input ends a search before anything of it began, take its
+    study and its folder away, if they are this process's own."""
+    new, beginning = not folder.exists(), Beginning()
+    try:
+        yield beginning
+    except InputError:
+        with suppress(Exception):  # what went wrong is told, not what cannot be tidied up after it
+            if new and (beginning.source is None or beginning.source.withdraw()):
+                _remove_unbegun(folder)
+        raise
+    finally:
+        if beginning.source is not None:
+            beginning.source.close()
+
+
+def _remove_unbegun(folder: Path) -> None:
+    workers = folder / WORKERS
+    for path in workers.glob(f"{os.getpid()}-*"):
+        path.unlink(missing_ok=True)
+    if workers.is_dir():
+        workers.rmdir()  # fails where somebody else is
+    _empty(folder, None)
+    folder.parent.rmdir()  # where it was the first search
+
+
+def _empty(folder: Path, kept: str | None) -> None:
+    """Remove a folder, or all in it but one."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name == kept:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    if kept is None:
+        folder.rmdir()

@@ -1,0 +1,137 @@
+"""`plait forget`: what goes, what stays, and who is not let go."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import optuna
+import pytest
+from made_up_search import make_up
+from mlflow import MlflowClient
+from mlflow.entities import ViewType
+
+import plait
+from plait.cli.main import main
+from plait.paths import search_folder
+from plait.search.recorded import RecordedCommand, write_command
+from plait.search.storage import open_storage
+from plait.settings import TrackingSettings
+from plait.tracking.location import sqlite_in
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Said:
+    def say(*words: str, status: int = 0) -> str:
+        capsys.readouterr()
+        assert main(["forget", *words, "--root", str(tmp_path)]) == status
+        shown = capsys.readouterr()
+        return shown.out if status == 0 else shown.err
+
+    return say
+
+
+def runs(root: Path, view: int = ViewType.ACTIVE_ONLY) -> int:
+    client = MlflowClient(sqlite_in(root))
+    return len(client.search_runs([each.experiment_id for each in client.search_experiments()], "", view))
+
+
+def studies(root: Path, storage: str | None) -> list[str]:
+    return optuna.get_all_study_names(open_storage(storage, root))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with a search of two trials: MLflow's tables take seconds to make."""
+    root = tmp_path_factory.mktemp("made")
+    make_up(TrackingSettings(root=root), "mine", 2, 4)
+    return root
+
+
+def make(made: Path, root: Path, storage: str | None = None) -> Path:
+    """A search of two trials in MLflow, its study in a journal or in SQLite; the folder of one adapter."""
+    shutil.copytree(made, root, dirs_exist_ok=True)
+    if storage is not None:
+        optuna.create_study(study_name="mine", storage=open_storage(storage, root)).ask()
+    folder = search_folder(root, "mine")
+    write_command(folder, RecordedCommand("mine", "sweep", ("model=tiny",), str(root), storage=storage))
+    (folder / "checkpoints" / "token").mkdir(parents=True)
+    adapter = folder / "adapters" / "trial-0000"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    return adapter
+
+
+@pytest.mark.parametrize("kind", ["journal", "SQLite"])
+def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
+    made: Path, tmp_path: Path, said: Said, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = None if kind == "journal" else str(tmp_path / "study.db")
+    adapter = make(made, tmp_path, storage)
+    assert "no search of this name" in said("mein", "--yes", status=2)
+    assert "Did you mean mine?" in said("mein", "--yes", status=2)
+    assert "Give --yes" in said("mine", status=2)  # no terminal
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    shown = said("mine")
+    assert "1 exported adapters (--keep-adapters leaves them)" in shown
+    assert f"its study, {2 if kind == 'journal' else 1} trials" in shown
+    assert "3 MLflow runs in" in shown
+    assert "Nothing was removed." in shown
+    assert (adapter.is_dir(), runs(tmp_path), studies(tmp_path, storage)) == (True, 3, ["mine"])
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert "mine is forgotten." in said("mine", *(["--keep-adapters"] if kind == "SQLite" else []))
+    assert (runs(tmp_path), runs(tmp_path, ViewType.DELETED_ONLY)) == (0, 3)
+    assert studies(tmp_path, storage) == []
+    folder = search_folder(tmp_path, "mine")
+    assert [path.name for path in folder.glob("*")] == (["adapters"] if kind == "SQLite" else [])
+    assert adapter.is_dir() == (kind == "SQLite")
+    if kind == "SQLite":  # what is left goes as well, when it is asked for
+        assert "mine is forgotten." in said("mine", "--yes")
+    assert not folder.exists()
+
+
+def test_what_is_being_trained_is_not_forgotten(tmp_path: Path, said: Said) -> None:
+    folder = search_folder(tmp_path, "mine")
+    program = (
+        "import sys, time; from pathlib import Path; from plait.search.locks import LifeLock\n"
+        "lock = LifeLock(Path(sys.argv[1])); print('taken', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder / "workers" / "4711-a")],
+        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "taken\n"
+            text = said("mine", "--yes", status=2)
+        finally:
+            process.kill()
+    assert "is being trained by process 4711" in text
+    assert folder.is_dir()
+
+
+def test_of_a_store_that_others_use_only_runs_that_are_its_own_go(
+    made: Path, tmp_path: Path, said: Said
+) -> None:
+    """Somebody else may have a search of this name there; a store that is away lets nothing go."""
+    make(made, tmp_path)
+    here = search_folder(tmp_path, "mine")
+    other = tmp_path / "other"
+    store = sqlite_in(tmp_path)
+    command = RecordedCommand("mine", "sweep", (), str(tmp_path), store=store)
+    write_command(search_folder(other, "mine"), command)
+    assert main(["forget", "mine", "--yes", "--root", str(other)]) == 0
+    assert runs(tmp_path) == 3
+    write_command(here, RecordedCommand("mine", "sweep", (), str(tmp_path), store="http://127.0.0.1:1"))
+    assert "127.0.0.1:1" in said("mine", "--yes", status=2)
+    assert studies(tmp_path, None) == ["mine"]
+    assert here.is_dir()
