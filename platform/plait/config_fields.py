@@ -83,7 +83,11 @@ def convert(hint: Any, value: object, key: str) -> Any:
         return _dict(get_args(hint), value, key)
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
-            raise _wrong(key, value, "a group of keys")
+            named = "kind" in (field.name for field in fields(hint))
+            meant = f"Did you mean {key}.kind={value}? " if named and isinstance(value, str) else ""
+            raise ConfigError(
+                f"{key}={value!r}", f"{key} is a group of keys.", f"{meant}Change one: {key}.KEY=VALUE."
+            )
         return build(hint, {str(name): item for name, item in value.items()}, key)
     return _scalar(hint, value, key)
 

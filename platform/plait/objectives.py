@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from plait.errors import ConfigError
 
 MINIMISE = "minimize"
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _LIMIT = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
@@ -52,7 +53,7 @@ class Constraint:
             raise ConfigError(
                 f"search.constraints.{metric}={text!r}",
                 "A constraint is a comparison with a number: <= or >=.",
-                f"Write search.constraints=\"{{{metric}: '<= 32'}}\".",
+                f"Write search.constraints=\"{{{metric}: '{_likely(text)}'}}\".",
             )
         return cls(metric, found[1] == "<=", limit)
 
@@ -62,6 +63,12 @@ class Constraint:
 
     def __str__(self) -> str:
         return f"{self.metric} {'<=' if self.at_most else '>='} {self.limit:g}"
+
+
+def _likely(text: str) -> str:
+    """The comparison that was most likely meant."""
+    number = _NUMBER.search(text)
+    return f"{'>=' if '>' in text else '<='} {number[0] if number else 32}"
 
 
 def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objective]) -> list[int]:

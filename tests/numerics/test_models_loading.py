@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from plait.models import (
     transformers_model,
 )
 from plait.models.blocks import find_parts
+from plait.models.quiet import quiet
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 from plait.settings import ModelSettings
 
@@ -165,6 +167,8 @@ def test_a_local_folder_is_the_same_model(family: str, tmp_path: Path) -> None:
         (ModelSettings(kind="gguf", path="/nowhere/model.gguf"), "nowhere"),
         (ModelSettings(kind="gguf", path=__file__), "starts with GGUF"),
         (ModelSettings(kind="hf", id=str(Path(__file__).parent)), "config.json"),
+        (ModelSettings(kind="hf", id="/no/such/folder"), "no such folder"),
+        (ModelSettings(kind="hf", id="models/of/mine"), "no such folder"),
     ],
 )
 def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tmp_path: Path) -> None:
@@ -226,6 +230,20 @@ def test_a_hub_id_that_cannot_be_reached_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(ModelError, match="nobody/nothing") as caught:
         load_model(ModelSettings(kind="hf", id="nobody/nothing"), cache=tmp_path)
     assert "model.id" in caught.value.remedy
+
+
+def test_attempts_to_reach_the_hub_are_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    with quiet():
+        for attempt in range(1, 6):
+            logger.warning("'[Errno -2] ...' thrown while requesting HEAD https://hub/config.json")
+            logger.warning("Retrying in 8s [Retry %d/5].", attempt)
+        logger.warning("The token is not valid any more.")
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert "does not answer" in first
+    assert second == "The token is not valid any more."
+    assert not out
 
 
 def test_an_unknown_family_and_too_long_samples_are_refused(tmp_path: Path) -> None:

@@ -165,6 +165,25 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "data=a,b"], ["data=a", "jsonl, reasoning_gym"]),
         (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
         (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
+        (
+            ["sweep", "train.lr=intervall(0,1e-4)"],
+            ["train.lr=intervall(0,1e-4)", "no function intervall", "Did you mean interval? There are: "],
+        ),
+        (
+            ["sweep", "model=tiny", "train.lr=1e-4,nan"],
+            ["train.lr: choice(0.0001,nan)", "nan is not a number"],
+        ),
+        (["sweep", "--nosuch"], ["--nosuch", "`plait sweep` has no such option", "KEY=VALUE"]),
+        (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
+        (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),
+        (
+            ["sweep", "model=tiny", "search.constraints={cost/device_seconds: '=< 60'}"],
+            ["'=< 60'", "{cost/device_seconds: '<= 60'}"],
+        ),
+        (
+            ["sweep", "model=tiny", "search.constraints={cost/device_seconds: '> .5e2 s'}"],
+            ["'> .5e2 s'", "{cost/device_seconds: '>= .5e2'}"],
+        ),
         (["sweep", "hydra/launcher=nothing"], ["hydra/launcher=nothing", "basic"]),
         (["sweep", "hydra/sweeper=basic", "adapter.rank=1,2"], ["hydra/sweeper"]),
         (["sweep", "experiment=mine"], ["unknown key experiment"]),

@@ -114,6 +114,11 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"search": {"trials": 0}}, "search.trials=0", "at least 1"),
         ({"search": {"direction": "up"}}, "search.direction='up'", "maximize, minimize"),
         ({"search": 3}, "search=3", "a group of keys"),
+        (
+            {"search": {"stopping": "asha"}},
+            "search.stopping='asha'",
+            "Did you mean search.stopping.kind=asha? ",
+        ),
         ({"planer": {}}, "planer", "Did you mean planner"),
         ({"mode": "play"}, "mode='play'", "bench, plan, profile, simulate, train"),
         ({"tracking": {"flush_seconds": -1}}, "tracking.flush_seconds=-1", "at least"),

@@ -65,6 +65,11 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
             id="task",
         ),
         pytest.param(
+            DataSpec.of("reasoning_gym", task="gsm"),
+            ["Did you mean gsm_symbolic? Its tasks"],
+            id="task-begun",
+        ),
+        pytest.param(
             DataSpec.of("reasoning_gym", task="chain_sum", task_options={"min_term": 1}),
             ["data.task_options.min_term=1", "Did you mean min_term", "max_digits"],
             id="task-option",

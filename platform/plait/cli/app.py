@@ -12,8 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from plait.cli.hydra_errors import explain
-from plait.errors import EXIT_DONE, PlaitError
+from plait.errors import EXIT_DONE, ConfigError, PlaitError
 from plait.paths import conf_dir
+from plait.spelling import did_you_mean
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # With one of these Hydra shows something and runs nothing.
@@ -28,6 +29,14 @@ SHOWS_ONLY = (
     "--shell-completion",
     "-sc",
     "--version",
+)
+
+
+# Hydra's own, in short and long; it takes words for overrides that do not begin with a dash.
+OPTIONS = (
+    *SHOWS_ONLY,
+    *("--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--experimental-rerun"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 
 
@@ -61,6 +70,7 @@ def run(program: str, arguments: Sequence[str]) -> int:
     """
     from plait.cli.traces import without_traces
 
+    _check_options(program, arguments)
     application = Application()
     start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(application)
     with _command_line(program, arguments), _errors_come_through(), without_traces():
@@ -82,6 +92,20 @@ def run_sweep(arguments: Sequence[str]) -> int:
     if shows_only(arguments):
         return run("plait sweep", show_space(arguments))
     return run("plait sweep", ["--multirun", *arguments])
+
+
+def _check_options(program: str, arguments: Sequence[str]) -> None:
+    """Refuse an option that Hydra does not have: it would answer with all of its own, and end the process."""
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if name.startswith("-") and name not in OPTIONS:
+            given = name.lstrip("-")
+            own = did_you_mean(name, OPTIONS) or (f"Did you mean {given}={value}? " if value else "")
+            raise ConfigError(
+                word,
+                f"`{program}` has no such option.",
+                f"{own}Settings are KEY=VALUE, without dashes: `{program} --help` lists them.",
+            )
 
 
 def shows_only(arguments: Sequence[str]) -> bool:

@@ -19,6 +19,7 @@ from plait.paths import conf_dir
 from plait.spelling import did_you_mean
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
+_CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
 
 
@@ -31,6 +32,8 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     """
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
+        if unknown := _unknown_function(str(error.override)):
+            return unknown
         return ConfigError(
             f"{error.override!r} cannot be read",
             text.splitlines()[-2] if len(text.splitlines()) > 1 else text,
@@ -62,6 +65,17 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
     if isinstance(cause, OmegaConfBaseException):
         rest = [line.strip() for line in str(cause).splitlines()]
     return ConfigError(first, "\n".join(rest))
+
+
+def _unknown_function(override: str) -> ConfigError | None:
+    """The complaint where ``KEY=NAME(...)`` names no function; None where it does, or is nothing like it."""
+    known = sorted(OverridesParser.create().functions.functions)
+    called = _CALL.match(override)
+    if called is None or called[1] in known:
+        return None
+    meant = did_you_mean(called[1], known)
+    remedy = f"{meant}There are: {choices(known)}. Quote what is no function: KEY=\"'a(b)'\"."
+    return ConfigError(override, f"There is no function {called[1]}.", remedy)
 
 
 def _unknown_choice(error: MissingConfigException) -> ConfigError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from plait.config_fields import build
@@ -139,12 +137,6 @@ def parse_options(spec: DataSpec) -> SourceOptions:
             f"data.source={spec.source!r}", "No such source of data.", f"Choose one of {choices(SOURCES)}."
         )
     return build(SOURCES[spec.source], spec.mapping(), "data")
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """A sentence that offers the names most like ``name``, or "" where none is alike."""
-    alike = get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(alike)}?" if alike else ""
 
 
 def _require(ok: bool, key: str, value: object, rule: str) -> None:

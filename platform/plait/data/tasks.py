@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.data.examples import Example, Pair
-from plait.data.options import TaskOptions, closest
+from plait.data.options import TaskOptions
 from plait.errors import ConfigError, DataError, choices
+from plait.spelling import did_you_mean
+
+LEAST_ALIKE = 0.5  # of difflib, for the name of a task or of its setting
 
 # Their rows depend on Python's hash seed: found by generating every task of reasoning-gym 0.1.25 under two
 # seeds. They are generated in a process with a fixed seed.
@@ -136,10 +139,11 @@ def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
     from reasoning_gym import factory  # a second of imports, for those who use it
 
     if name not in factory.DATASETS:
+        meant = did_you_mean(name, factory.DATASETS, cutoff=LEAST_ALIKE)
         raise ConfigError(
             f"data.task={name!r}",
-            f"reasoning-gym has no such task.{closest(name, factory.DATASETS)}",
-            f"Its tasks are {choices(factory.DATASETS)}.",
+            "reasoning-gym has no such task.",
+            f"{meant}Its tasks are {choices(factory.DATASETS)}.",
         )
     _, config_class = factory.DATASETS[name]
     known = [item.name for item in fields(config_class) if item.name not in ("seed", "size")]
@@ -147,8 +151,8 @@ def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
         if option not in known:
             raise ConfigError(
                 f"data.task_options.{option}={given[option]!r}",
-                f"The task {name} has no setting {option!r}.{closest(option, known)}",
-                f"Its settings are {choices(known)}.",
+                f"The task {name} has no setting {option!r}.",
+                f"{did_you_mean(option, known, cutoff=LEAST_ALIKE)}Its settings are {choices(known)}.",
             )
     try:
         return factory.create_dataset(name, **(_level(name, difficulty) | given))

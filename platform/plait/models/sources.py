@@ -71,6 +71,12 @@ def _hf_source(settings: ModelSettings) -> Source:
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
         version = _stamp(weights)
         return Source(str(folder.resolve()), settings.id, version)
+    if settings.id[0] in "/~." or settings.id.count("/") > 1:
+        raise ModelError(
+            f"model.id={settings.id!r}",
+            "There is no such folder.",
+            "Give a folder that holds config.json and the weights, or a hub id: NAME or OWNER/NAME.",
+        )
     return Source(settings.id, settings.id, settings.revision or "main", settings.revision)
 
 

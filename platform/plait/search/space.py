@@ -30,7 +30,11 @@ class Choice:
 
     def __post_init__(self) -> None:
         if len({(type(value), value) for value in self.values}) < len(self.values):
-            raise SearchError(f"choice({','.join(self.texts)})", "Each value may be given once.")
+            raise SearchError(str(self), "Each value may be given once.")
+        if any(isinstance(value, float) and math.isnan(value) for value in self.values):
+            raise SearchError(
+                str(self), "nan is not a number: no adapter can be trained with it.", "Leave it out."
+            )
 
     def __str__(self) -> str:
         return f"choice({','.join(self.texts)})"
