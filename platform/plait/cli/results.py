@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
-    parser = _parser("ui", "Serve MLflow's pages on what has been trained; Ctrl-C ends it.")
+    parser = store_parser("ui", "Serve MLflow's pages on what has been trained; Ctrl-C ends it.")
     parser.epilog = "Further options go to `mlflow server`, as in --port 5001."
     known, rest = parser.parse_known_args(arguments)
     from plait.tracking import check_port, run_ui, ui_command
 
-    command = ui_command(_settings(known), rest)
+    command = ui_command(store_settings(known), rest)
     check_port(command)
     print(f"MLflow: {command.url}", flush=True)
     return run_ui(command) if command.command else EXIT_DONE
@@ -32,7 +32,7 @@ def ui(arguments: Sequence[str]) -> int:
 
 def leaderboard(arguments: Sequence[str]) -> int:
     """Print a search's adapters, best first."""
-    parser = _parser("leaderboard", "A search's adapters, best first.")
+    parser = store_parser("leaderboard", "A search's adapters, best first.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
     parser.add_argument("--format", default="table", help="table (the default), csv or json")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
@@ -42,7 +42,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
 
     from plait.tracking import print_leaderboard
 
-    result = _search(_settings(known), known.name)
+    result = _search(store_settings(known), known.name)
     order = None
     if known.sort:
         result = replace(result, records=sort_records(result.records, known.sort, reverse=known.reverse))
@@ -95,7 +95,7 @@ def sort_records(
 
 def export(arguments: Sequence[str]) -> int:
     """Copy an adapter's PEFT folder out of the store."""
-    parser = _parser("export", "Copy an adapter's PEFT folder out of the store.")
+    parser = store_parser("export", "Copy an adapter's PEFT folder out of the store.")
     parser.add_argument(
         "name", nargs="?", help="search, or MLflow run id of one adapter; the newest search by default"
     )
@@ -108,12 +108,13 @@ def export(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     from plait.tracking import export as export_adapter
 
-    record, folder = export_adapter(_settings(known), known.name, known.to, trial=known.trial)
+    record, folder = export_adapter(store_settings(known), known.name, known.to, trial=known.trial)
     print(f"{record.name}: {folder}")
     return EXIT_DONE
 
 
-def _parser(verb: str, description: str) -> argparse.ArgumentParser:
+def store_parser(verb: str, description: str) -> argparse.ArgumentParser:
+    """Of a verb that reads the store: the options that say where it is."""
     parser = argparse.ArgumentParser(prog=f"plait {verb}", description=description)
     defaults = TrackingSettings()
     parser.add_argument("--uri", help="MLflow tracking URI; MLFLOW_TRACKING_URI, else SQLite under --root")
@@ -126,5 +127,6 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(known: argparse.Namespace) -> TrackingSettings:
+def store_settings(known: argparse.Namespace) -> TrackingSettings:
+    """What the options of :func:`store_parser` say."""
     return TrackingSettings(uri=known.uri, root=known.root, experiment=known.experiment)
