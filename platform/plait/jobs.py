@@ -16,6 +16,8 @@ from plait.errors import ConfigError, choices
 
 Schedule = Literal["constant", "linear", "cosine"]
 SCHEDULES = ("constant", "linear", "cosine")
+Keep = Literal["last", "best"]
+KEEP = ("last", "best")
 MAX_SEED = 2**32 - 1  # seeds are the 32-bit key of the dropout mask (plait_kernels.dropout)
 
 
@@ -80,6 +82,8 @@ class TrainSpec:
         eval_every: optimiser steps between evaluations; 0 evaluates only at the end.
         seed: order of the data, initial weights and dropout.
         priority: jobs of higher priority are admitted first.
+        keep: whose weights the adapter has at the end: those of the last step, or of the evaluation with the
+            lowest validation loss.
     """
 
     lr: float = 2e-4
@@ -97,6 +101,7 @@ class TrainSpec:
     eval_every: int = 0
     seed: int = 0
     priority: int = 0
+    keep: Keep = "last"
 
     def __post_init__(self) -> None:
         _check(0 < self.lr < inf, "train.lr", self.lr, "above 0 and finite")
@@ -133,6 +138,7 @@ class TrainSpec:
             self.epochs is None or 0 < self.epochs < inf, "train.epochs", self.epochs, "above 0 and finite"
         )
         _check(self.eval_every >= 0, "train.eval_every", self.eval_every, "0 or more")
+        _check(self.keep in KEEP, "train.keep", self.keep, f"one of {choices(KEEP)}")
         _check(0 <= self.seed <= MAX_SEED, "train.seed", self.seed, f"between 0 and {MAX_SEED}")
 
     @property
@@ -173,9 +179,15 @@ class JobSpec:
     data: DataSpec = field(default_factory=lambda: DataSpec("reasoning_gym"))
 
     def parameters(self) -> dict[str, Any]:
-        """Config keys that define the job, as MLflow and the leaderboard show them."""
+        """Config keys that define the job, as MLflow and the leaderboard show them.
+
+        ``train.keep`` is among them where it is not the usual "last": searches from before it was there keep
+        their names.
+        """
         flat = {f"adapter.{key}": value for key, value in asdict(self.adapter).items()}
         flat |= {f"train.{key}": value for key, value in asdict(self.train).items()}
+        if self.train.keep == "last":
+            del flat["train.keep"]
         flat["data.source"] = self.data.source
         flat |= {f"data.{key}": value for key, value in self.data.mapping().items()}
         return flat

@@ -28,6 +28,7 @@ from plait.engine.messages import (
     GenerateJob,
     JobFailed,
     JobLoss,
+    KeepWeights,
     MicrobatchDone,
     OutOfMemory,
     RunMicrobatches,
@@ -127,6 +128,8 @@ class CurveWorker:
                 return self._run(command.microbatches, evaluation=True)
             case StepJobs():
                 return [self._step(step.job, step.step) for step in command.steps]
+            case KeepWeights():
+                return []
             case SaveState():
                 assert command.cursor.step == self.steps[command.job]
                 save(command.directory, command.cursor)

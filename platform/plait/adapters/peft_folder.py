@@ -78,6 +78,7 @@ def export_adapter(
     base: str,
     linears: Sequence[LinearInfo],
     revision: str | None = None,
+    kept_step: int | None = None,
 ) -> None:
     """Write an adapter as a PEFT folder, whole or not at all, and through to the disk: of a finished job
     nothing else is kept.
@@ -89,15 +90,17 @@ def export_adapter(
         base: the base model's hub id, folder or name.
         linears: of the base model.
         revision: hub revision of the base model.
+        kept_step: step whose weights these are, where they are not the last; the file's metadata say so.
 
     Raises:
         StorageError: the folder cannot be written.
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(weights).items()}
     config = adapter_config(spec, tuple(weights), base=base, linears=linears, revision=revision)
+    training = {} if kept_step is None else {"step": str(kept_step)}
     try:
         with new_folder(directory) as folder:
-            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"} | training)
             (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     except (OSError, SafetensorError) as error:
         raise StorageError(

@@ -6,8 +6,36 @@ from collections.abc import Callable, Sequence
 
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob
-from plait.engine.messages import Command, Evaluate, JobEvaluated
+from plait.engine.messages import Command, Evaluate, JobEvaluated, KeepWeights
+from plait.errors import ConfigError
+from plait.jobs import JobSpec
 from plait.plans import GlobalBatch, Microbatch
+
+
+def check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> None:
+    """Whether a job's best evaluation can be kept: there is one before its end.
+
+    Args:
+        job: to be trained.
+        validation: whether it has validation samples.
+        at_rungs: whether it is evaluated at rungs.
+
+    Raises:
+        ConfigError: ``train.keep=best`` without evaluations.
+    """
+    if job.train.keep != "best":
+        return
+    rule = "The best evaluation is that of the lowest validation loss."
+    if not validation:
+        raise ConfigError(
+            "train.keep=best with data.validation=0", rule, "Give data.validation=0.1, or train.keep=last."
+        )
+    if job.train.eval_every == 0 and not at_rungs:
+        raise ConfigError(
+            "train.keep=best with train.eval_every=0",
+            f"{rule} There is only one, after the last step.",
+            "Give train.eval_every=10, or train.keep=last.",
+        )
 
 
 def evaluate(
@@ -15,7 +43,7 @@ def evaluate(
     send: Callable[[Command], Outcome],
     pack: Callable[[Sequence[GlobalBatch]], tuple[Microbatch, ...]],
 ) -> tuple[list[JobEvaluated], dict[str, str]]:
-    """Evaluate jobs together; where memory runs out, in two parts.
+    """Evaluate jobs together; where memory runs out, in two parts. Weights that are to be kept are.
 
     Args:
         due: jobs with validation samples.
@@ -35,10 +63,13 @@ def evaluate(
         first, failed = evaluate(due[:half], send, pack)
         others, failed_too = evaluate(due[half:], send, pack)
         return [*first, *others], failed | failed_too
-    measured = []
+    measured: list[JobEvaluated] = []
+    best: list[str] = []
     for job in due:
         if job.name not in outcome.failures:
             tally = outcome.tallies[job.name]
-            job.eval_loss, job.evaluated = tally.mean, job.step
+            best += [job.name] if job.evaluate(tally.mean) else []
             measured.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens))
+    if best:
+        send(KeepWeights(tuple(best)))
     return measured, outcome.failures

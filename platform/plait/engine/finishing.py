@@ -79,7 +79,7 @@ class Finishing:
                 continue
             adapter = self._folder / job.name
             try:
-                self._send(Export(job.name, adapter))
+                self._send(Export(job.name, adapter, job.cursor.best_step))
             except StorageError as error:
                 if not self._patient:
                     raise

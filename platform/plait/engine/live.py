@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plait.engine.accounting import NANOSECONDS
@@ -129,18 +129,30 @@ class LiveJob:
         """
         before = self.cursor.device_ns
         spent = max(before, cursor.device_ns) if self.begun else before + cursor.device_ns
-        self.cursor, self.begun, self.in_a_row = Cursor(cursor.step, cursor.tokens, spent), True, 1
+        self.cursor, self.begun, self.in_a_row = replace(cursor, device_ns=spent), True, 1
         self.reach()
 
     def charge(self, device_ns: int) -> None:
         """Add device time."""
-        self.cursor = Cursor(self.step, self.cursor.tokens, self.cursor.device_ns + device_ns)
+        self.cursor = replace(self.cursor, device_ns=self.cursor.device_ns + device_ns)
 
     def advance(self, tokens: int) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
-        self.cursor = Cursor(self.step + 1, self.cursor.tokens + tokens, self.cursor.device_ns)
+        self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens)
         self.in_a_row = max(self.in_a_row, 0) + 1
         self.reach()
+
+    def evaluate(self, loss: float) -> bool:
+        """Take in an evaluation after the steps done; whether its weights are to be kept: the best so far.
+
+        Of equal losses the first is best. A job that goes on from a state may be evaluated there again.
+        """
+        self.eval_loss, self.evaluated = loss, self.step
+        best = self.cursor.best_loss
+        if self.spec.train.keep != "best" or (best is not None and loss >= best):
+            return False
+        self.cursor = replace(self.cursor, best_step=self.step, best_loss=loss)
+        return True
 
     def rest(self) -> None:
         """Sit an iteration out."""
@@ -155,13 +167,14 @@ class LiveJob:
         adapter: Path | None = None,
         checkpoint: Path | None = None,
     ) -> JobEnded:
-        """The event of its end."""
+        """The event of its end. A finished job's validation loss is that of its adapter."""
+        best = self.cursor.best_loss if state == "finished" else None
         return JobEnded(
             job=self.name,
             state=state,
             step=self.step,
             reason=reason,
-            eval_loss=self.eval_loss,
+            eval_loss=self.eval_loss if best is None else best,
             tokens=self.cursor.tokens,
             device_seconds=self.cursor.device_ns / NANOSECONDS,
             completion_seconds=now - self.submitted,

@@ -67,6 +67,14 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepWeights:
+    """Keep a copy of these jobs' weights as they are now, in place of an earlier one: answers and the
+    exported adapter are of it."""
+
+    jobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateJob:
     """Validation samples of one job whose prompts (the tokens before the first label) are gone on from."""
 
@@ -90,11 +98,14 @@ class Cursor:
         step: optimiser steps done.
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
+        best_step, best_loss: of the evaluation whose weights are kept; None where none are.
     """
 
     step: int = 0
     tokens: int = 0
     device_ns: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +119,16 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Write the adapter as a PEFT folder."""
+    """Write the adapter as a PEFT folder: the weights kept after ``kept_step`` steps, else the last."""
 
     job: str
     directory: Path
+    kept_step: int | None = None
 
 
-Command = Attach | Detach | RunMicrobatches | StepJobs | Evaluate | Generate | SaveState | Export
+Command = (
+    Attach | Detach | RunMicrobatches | StepJobs | Evaluate | KeepWeights | Generate | SaveState | Export
+)
 
 # ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
 

@@ -11,6 +11,7 @@ from plait.data import generation_limit, load_data, score
 from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.evaluation import check_keep
 from plait.engine.messages import Event, JobEnded
 from plait.jobs import JobSpec
 from plait.settings import RunSettings
@@ -52,6 +53,8 @@ def train_jobs(
     )
     data = DataCatalogue(load, generation_limit=generation_limit, judge=score)
     asked = {(job.adapter, data.longest(job.data)) for job in jobs}  # what is wrong shows before the model
+    for job in jobs:
+        check_keep(job, validation=len(data.of(job.data).validation) > 0)
     worker = local_worker(settings, data, cache=cache)
     capacity = choose_capacity(settings, worker.facts, None, asked)
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))

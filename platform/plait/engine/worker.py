@@ -13,6 +13,7 @@ from torch import Tensor
 from plait.adapters import export_adapter, initialise, named_tensors
 from plait.engine.admission import WorkerFacts
 from plait.engine.answers import answer
+from plait.engine.best import BestWeights
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Found, Origin, newest_state, write_state
 from plait.engine.devices import choose_device, choose_kernels
@@ -28,6 +29,7 @@ from plait.engine.messages import (
     Generate,
     Generated,
     JobFailed,
+    KeepWeights,
     MicrobatchDone,
     OutOfMemory,
     RunMicrobatches,
@@ -73,6 +75,7 @@ class LocalWorker:
         threads = settings.threads or min(torch.get_num_threads(), allowed_cores() or torch.get_num_threads())
         torch.set_num_threads(threads)
         self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
+        self._best = BestWeights(self.bank)
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
         self._model = model
@@ -119,12 +122,17 @@ class LocalWorker:
                 return [self._attach(command)]
             case Detach():
                 self.bank.detach(command.job)
+                self._best.drop(command.job)
                 del self._jobs[command.job]
                 return []
             case RunMicrobatches():
                 return self._run_all(command.microbatches, training=True)
             case Evaluate():
                 return self._run_all(command.microbatches, training=False)
+            case KeepWeights():
+                for job in command.jobs:
+                    self._best.keep(job)
+                return []
             case StepJobs():
                 return self._step(command.steps)
             case Generate():
@@ -144,6 +152,7 @@ class LocalWorker:
             return event
         name = command.job.name
         self._jobs.pop(name, None)
+        self._best.drop(name)
         if name in self.bank.blocks:
             self.bank.detach(name)
         give_back(self._model.device)
@@ -192,17 +201,20 @@ class LocalWorker:
         """Load the newest whole state that there is."""
         found = newest_state(command.resume_from, self._origin(command))
         if found.directory is not None:
-            state = self._state(command.job.name)
+            name = command.job.name
+            state = self._state(name)
             shapes = {name: tensor.shape for name, tensor in state.items()}
-            if shapes != {name: tensor.shape for name, tensor in found.tensors.items()}:
+            saved = self._best.restore(name, found.tensors, expected=found.cursor.best_step is not None)
+            if shapes != {name: tensor.shape for name, tensor in saved.items()}:
                 raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")
             for name, tensor in state.items():
-                tensor.copy_(found.tensors[name])
+                tensor.copy_(saved[name])
         return found
 
     def _save(self, command: SaveState) -> WorkerEvent:
         started = self._clock()
         state = {name: tensor.cpu() for name, tensor in self._state(command.job).items()}
+        state |= self._best.state(command.job)
         write_state(command.directory, self._origin(self._jobs[command.job]), command.cursor, state)
         seconds = self._clock() - started
         return Saved(command.job, command.directory, command.cursor.step, exported=False, seconds=seconds)
@@ -315,21 +327,24 @@ class LocalWorker:
 
     def _export(self, command: Export) -> WorkerEvent:
         started = self._clock()
-        export_adapter(
-            command.directory,
-            self._jobs[command.job].job.adapter,
-            self.bank.weights(command.job),
-            base=self._model.identity.name,
-            linears=self._model.linears,
-            revision=self._model.identity.revision,
-        )
+        with self._best.in_place([command.job]):
+            export_adapter(
+                command.directory,
+                self._jobs[command.job].job.adapter,
+                self.bank.weights(command.job),
+                base=self._model.identity.name,
+                linears=self._model.linears,
+                revision=self._model.identity.revision,
+                kept_step=command.kept_step,
+            )
         return Saved(command.job, command.directory, 0, exported=True, seconds=self._clock() - started)
 
     def _generate(self, command: Generate) -> list[WorkerEvent]:
         """Answers of all jobs together; the time is shared out by tokens."""
         started = self._clock()
         splits = {each.job: self._data[self._jobs[each.job].data].validation for each in command.jobs}
-        answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
+        with self._best.in_place([each.job for each in command.jobs]):
+            answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
         whole = sum(each.tokens for each in answers.values())
         events: list[WorkerEvent] = []

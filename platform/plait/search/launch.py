@@ -43,7 +43,7 @@ from plait.search.feasibility import too_few_points
 from plait.search.forget import no_trace
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
-from plait.search.objective import check_measured
+from plait.search.objective import check_kept, check_measured
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
 from plait.search.results import (
@@ -81,6 +81,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_here(settings.cluster)
     check_jobs(command.probes)
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
+    check_kept(settings.search, command.probes)
     check_engine(settings)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)

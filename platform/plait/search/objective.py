@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from plait.data import generation_limit, parse_options
+from plait.engine.evaluation import check_keep
 from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
 from plait.errors import ConfigError, choices
 from plait.jobs import DataSpec, JobSpec
@@ -77,6 +78,17 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
             "It learns from objectives and does not know constraints.",
             f"Take one of {choices([name for name in SAMPLERS if name not in NO_CONSTRAINTS])}.",
         )
+
+
+def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
+    """Jobs whose best evaluation is kept have evaluations, by their own settings or at rungs.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    rungs = search.stopping.kind != "none" and judged(search).metric.startswith("eval/")
+    for job in jobs:
+        check_keep(job, validation=parse_options(job.data).validation != 0, at_rungs=rungs)
 
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:

@@ -1,0 +1,132 @@
+"""``train.keep=best``: which evaluation is kept, what is said of it at the end, and what cannot be kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.messages import Event, Export, JobEnded, JobEvaluated, JobSaved, KeepWeights
+from plait.errors import ConfigError
+from plait.jobs import DataSpec, JobSpec, TrainSpec
+from plait.search.identity import identify
+from plait.search.objective import Observed, check_kept
+from plait.search.space import Space
+from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
+
+CURVE = {2: 3.0, 4: 1.5, 6: 1.5, 8: 2.0}  # of equal ones the first is best
+
+
+def job(keep: str, name: str = "a", **train: Any) -> JobSpec:
+    spec = TrainSpec(**{"steps": 8, "batch_size": 2, "eval_every": 2, "keep": keep} | train)
+    return JobSpec(name, ADAPTER, spec, lengths_data((3, 5, 8, 4)))
+
+
+def run(
+    folder: Path, jobs: list[JobSpec], *, states: dict[str, Path] | None = None, stop: int | None = None
+) -> tuple[list[Event], CurveWorker]:
+    """To the end, or until so many iterations are done."""
+    worker = CurveWorker(curve=lambda _job, step: CURVE.get(step, 9.0))
+    settings = RunSettings(engine=EngineSettings(capacity=64, checkpoint_steps=1), planner=PlannerSettings())
+    made = Coordinator(worker, DataCatalogue(load_lengths), settings, folder=folder)
+    for each in jobs:
+        made.submit(each, resume_from=(states or {}).get(each.name))
+    events: list[Event] = []
+    while not made.idle and stop != 0:
+        events += made.advance()
+        stop = None if stop is None else stop - 1
+    return events, worker
+
+
+def end(events: list[Event], name: str = "a") -> JobEnded:
+    (found,) = [event for event in events if isinstance(event, JobEnded) and event.job == name]
+    return found
+
+
+def test_the_first_of_the_lowest_evaluations_is_kept(tmp_path: Path) -> None:
+    events, worker = run(tmp_path, [job("best"), job("last", "b")])
+    assert [each.jobs for each in worker.commands if isinstance(each, KeepWeights)] == [("a",), ("a",)]
+    exports = {each.job: each.kept_step for each in worker.commands if isinstance(each, Export)}
+    assert exports == {"a": 4, "b": None}
+    assert (end(events).eval_loss, end(events, "b").eval_loss) == (1.5, 2.0)
+    for name in "ab":  # each evaluation is told as it was
+        told = {e.step: e.loss for e in events if isinstance(e, JobEvaluated) and e.job == name}
+        assert told == CURVE
+
+
+def test_the_objective_is_that_of_the_adapter(tmp_path: Path) -> None:
+    observed = Observed()
+    for event in run(tmp_path, [job("best")])[0]:
+        observed.handle(event)
+    assert observed.value("a", "eval/loss") == 1.5
+
+
+@pytest.mark.parametrize("killed", [3, 5, 7])
+def test_a_job_that_goes_on_knows_its_best(tmp_path: Path, killed: int) -> None:
+    first, _ = run(tmp_path, [job("best")], stop=killed)
+    assert any(isinstance(event, JobSaved) for event in first)
+    events, worker = run(tmp_path, [job("best")], states={"a": tmp_path / "checkpoints" / "a"})
+    assert [each.kept_step for each in worker.commands if isinstance(each, Export)] == [4]
+    assert end(events).eval_loss == 1.5
+
+
+def test_one_that_was_stopped_is_told_as_it_stands(tmp_path: Path) -> None:
+    worker = CurveWorker(curve=lambda _job, step: CURVE.get(step, 9.0))
+    made = Coordinator(worker, DataCatalogue(load_lengths), RunSettings(), folder=tmp_path)
+    made.submit(job("best", steps=20, eval_every=4))
+    events = [event for _ in range(8) for event in made.advance()]
+    made.cancel("a")
+    assert end([*events, *made.settle()]).eval_loss == 2.0
+
+
+RUNGS = SearchSettings(stopping=StoppingSettings(kind="successive_halving"))
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "search", "said"),
+    [
+        ({"eval_every": 2}, 0, SearchSettings(), "with data.validation=0\n.*\n.*data.validation=0.1"),
+        ({}, 4, SearchSettings(), "with train.eval_every=0\n.*\n.*train.eval_every=10"),
+        (
+            {},
+            4,
+            replace(RUNGS, stopping=replace(RUNGS.stopping, metric="train/loss")),
+            "train.eval_every=0",
+        ),
+        ({}, 4, RUNGS, None),
+        ({"eval_every": 2}, 4, SearchSettings(), None),
+        ({"keep": "last"}, 0, SearchSettings(), None),
+    ],
+)
+def test_the_best_of_no_evaluations_is_refused(
+    train: Any, validation: int, search: SearchSettings, said: str | None
+) -> None:
+    asked = JobSpec(
+        "a",
+        train=TrainSpec(**{"keep": "best"} | train),
+        data=DataSpec.of("reasoning_gym", validation=validation),
+    )
+    if said is None:
+        check_kept(search, [asked])
+    else:
+        with pytest.raises(ConfigError, match=f"train.keep=best {said}" if said[0] == "w" else said):
+            check_kept(search, [asked])
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train\.keep='first'\n.*best, last"):
+        TrainSpec(keep="first")  # type: ignore[arg-type]
+
+
+def test_searches_that_keep_the_last_are_named_as_before() -> None:
+    def name(train: TrainSpec) -> str:
+        return identify(Space(()), JobSpec("base", train=train), RunSettings()).name
+
+    assert "train.keep" not in JobSpec("a").parameters()
+    assert JobSpec("a", train=TrainSpec(keep="best")).parameters()["train.keep"] == "best"
+    assert name(TrainSpec()) != name(TrainSpec(keep="best"))
