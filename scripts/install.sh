@@ -19,6 +19,7 @@ if sys.version_info < (3, 11):
 PY
 
 if [ ! -x "$VENV/bin/python" ]; then
+    echo "Making the virtual environment $VENV"
     "$PYTHON" -m venv "$VENV" || {
         echo "python3 -m venv failed: on Debian, venv is a package of its own (apt-get install python3-venv)." >&2
         exit 2
@@ -46,7 +47,9 @@ or install the CUDA build all the same:
 MESSAGE
         exit 2
     fi
+    echo "Installing $TORCH: some minutes, most of them for the download"
     $PIP install --quiet "$TORCH"
 fi
 # torch is there by now, so that nothing below chooses another build of it.
+echo "Installing Plait and the libraries that it needs"
 $PIP install --quiet --editable ".$EXTRAS"

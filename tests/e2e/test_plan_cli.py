@@ -90,6 +90,8 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "trial-0002" in out
     assert "unknown" in out
+    assert "`plait profile`" in out
+    assert "does not count" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ from plait.models import ModelShape
 from plait.models.targets import LinearInfo
 from plait.plans import Group, Plan, Replica
 from plait.search import engine
-from plait.settings import USUAL_CAPACITY, EngineSettings, RunSettings
+from plait.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
 
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
 SHAPE = ActivationShape(1, 8, 2, 16, 16, 1000, 4, logit_rows=1000, keep_up_to=256)
@@ -92,6 +92,23 @@ def test_a_search_goes_on_with_the_capacity_it_was_begun_with(settle) -> None:  
     assert settle(OPEN) == (512, ())
     fresh = replace(OPEN, search=replace(OPEN.search, fresh=True))
     assert settle(fresh) == (USUAL_CAPACITY, ())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "lines"), [("float16", False, 1), ("float16", True, 0), ("bfloat16", False, 0)]
+)
+def test_float16_on_a_cpu_is_said_to_be_slow(
+    settle,  # type: ignore[no-untyped-def]
+    dtype: Literal["float16", "bfloat16"],
+    cuda: bool,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(engine, "free_memory", lambda _: 10**12)
+    _, said = settle(replace(OPEN, model=ModelSettings(dtype=dtype)))
+    assert len(said) == lines
+    assert all("model.dtype=float32" in line for line in said)
 
 
 def test_a_setting_that_differs_from_what_was_recorded_is_said(settle) -> None:  # type: ignore[no-untyped-def]

@@ -148,7 +148,10 @@ def _total(seconds: Iterable[float | None]) -> float | None:
 
 def _described(profile: Profile | None) -> str:
     if profile is None:
-        return "none of this model here: `plait profile` makes one, with which seconds are predicted"
+        return (
+            "none of this model here: `plait profile` with the same model and engine makes one, with which "
+            "seconds are predicted (what searches measure does not count)"
+        )
     return f"{profile.model}, {profile.key.dtype}, on {profile.key.device}: {profile.how} by `plait profile`"
 
 

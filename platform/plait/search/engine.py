@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from plait.models import ModelShape
 
 PLAN_FILE = "plan.json"
+SLOW_ON_CPU = "float16"  # of the types of a model
 
 
 @dataclass(slots=True)
@@ -132,7 +133,22 @@ def settle_engine(
         for name, value in asked.items()
         if name in before and before[name] != value
     )
-    return replace(settings, engine=replace(settings.engine, capacity=capacity)), said
+    return replace(settings, engine=replace(settings.engine, capacity=capacity)), (
+        *said,
+        *_slow_here(settings),
+    )
+
+
+def _slow_here(settings: RunSettings) -> tuple[str, ...]:
+    """What is to be said of a type that the device has no arithmetic for."""
+    from plait.engine.devices import choose_device
+
+    if settings.model.dtype != SLOW_ON_CPU or choose_device(settings.engine.device).type != "cpu":
+        return ()
+    return (
+        f"model.dtype={SLOW_ON_CPU} is many times slower on a CPU than model.dtype=float32 or "
+        "model.dtype=bfloat16: take one of these.",
+    )
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
