@@ -117,7 +117,8 @@ class Checkpointing:
             mark, folder = self._mark(job), self.folder_of(job.name)
             mark.counted, mark.when = job.step, self._clock()
             directory = state_folder(folder, job.step)
-            if reason := trouble or self._written(SaveState(job.name, directory, job.cursor)):
+            cursor = job.cursor_at(self._clock())
+            if reason := trouble or self._written(SaveState(job.name, directory, cursor)):
                 mark.failed = self._clock()
                 before = f"the last state is that of step {mark.step}" if mark.step else "it has no state yet"
                 yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {before}")

@@ -26,6 +26,7 @@ class LiveJob:
     Attributes:
         arrival: its place in the order of submissions.
         submitted: time of submission, on the coordinator's clock.
+        earlier: seconds from submission to last state in earlier processes.
         cursor: how far it has come.
         eval_loss: of the last evaluation.
         cancelled: why it is to be stopped, or None.
@@ -46,6 +47,7 @@ class LiveJob:
     demand: Demand
     arrival: int
     submitted: float
+    earlier: float = field(default=0.0, kw_only=True)
     resume_from: Path | None = None
     cursor: Cursor = field(default_factory=Cursor)
     eval_loss: float | None = None
@@ -129,8 +131,18 @@ class LiveJob:
         """
         before = self.cursor.device_ns
         spent = max(before, cursor.device_ns) if self.begun else before + cursor.device_ns
+        if not self.begun:
+            self.earlier = cursor.completion_seconds
         self.cursor, self.begun, self.in_a_row = replace(cursor, device_ns=spent), True, 1
         self.reach()
+
+    def completion_seconds(self, now: float) -> float:
+        """Since its submission, in all processes."""
+        return self.earlier + now - self.submitted
+
+    def cursor_at(self, now: float) -> Cursor:
+        """How far it has come, for a state that is saved now."""
+        return replace(self.cursor, completion_seconds=self.completion_seconds(now))
 
     def charge(self, device_ns: int) -> None:
         """Add device time."""
@@ -177,7 +189,7 @@ class LiveJob:
             eval_loss=self.eval_loss if best is None else best,
             tokens=self.cursor.tokens,
             device_seconds=self.cursor.device_ns / NANOSECONDS,
-            completion_seconds=now - self.submitted,
+            completion_seconds=self.completion_seconds(now),
             adapter=adapter,
             checkpoint=checkpoint,
         )

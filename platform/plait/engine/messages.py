@@ -99,6 +99,7 @@ class Cursor:
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
         best_step, best_loss: of the evaluation whose weights are kept; None where none are.
+        completion_seconds: of a saved state: since the job's submission, in this process and those before.
     """
 
     step: int = 0
@@ -106,6 +107,7 @@ class Cursor:
     device_ns: int = 0
     best_step: int | None = None
     best_loss: float | None = None
+    completion_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +319,8 @@ class JobEnded:
     """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped".
 
     ``adapter`` is the PEFT folder of a finished job, ``checkpoint`` the saved state of an interrupted one;
-    ``completion_seconds`` count from its submission.
+    ``completion_seconds`` count from its submission, those of earlier processes up to the state that the
+    next one went on from.
     """
 
     job: str
