@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
 
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -18,6 +19,7 @@ from plait.search.identity import identify
 from plait.search.objective import Observed, check_kept
 from plait.search.space import Space
 from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
+from plait.tracking.records import record_of
 
 CURVE = {2: 3.0, 4: 1.5, 6: 1.5, 8: 2.0}  # of equal ones the first is best
 
@@ -82,6 +84,18 @@ def test_one_that_was_stopped_is_told_as_it_stands(tmp_path: Path) -> None:
     events = [event for _ in range(8) for event in made.advance()]
     made.cancel("a")
     assert end([*events, *made.settle()]).eval_loss == 2.0
+
+
+@pytest.mark.parametrize(
+    ("keep", "state", "loss"),
+    [("best", "finished", 1.5), ("best", "running", 2.0), ("last", "finished", 2.0)],
+)
+def test_a_finished_job_is_read_back_with_the_loss_of_its_adapter(keep: str, state: str, loss: float) -> None:
+    tags = [RunTag("plait.trial", "0"), RunTag("plait.state", state), RunTag("plait.step", "8")]
+    metrics = [Metric("eval/loss", 2.0, 0, 8), Metric("eval/best_loss", 1.5, 0, 8)]
+    data = RunData(metrics, [Param("train.keep", "best")] if keep == "best" else [], tags)
+    info = RunInfo("id", "0", "u", "RUNNING", 0, None, "active", run_name="trial-0000")
+    assert record_of(Run(info, data)).eval_loss == loss
 
 
 RUNGS = SearchSettings(stopping=StoppingSettings(kind="successive_halving"))

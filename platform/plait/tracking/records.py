@@ -22,16 +22,18 @@ def record_of(run: Run) -> JobRecord:
     tags, metrics = run.data.tags, run.data.metrics
     step = _step(run)
     tokens = metrics.get(names.TRAIN_TOKENS, 0.0)
+    state = tags.get(names.TAG_STATE, "")
+    kept = state == names.FINISHED and run.data.params.get("train.keep") == "best"  # the adapter's own loss
     return JobRecord(
         name=tags.get(names.TAG_JOB, run.info.run_name),
         trial=int(tags[names.TAG_TRIAL]),
         parameters={key: parameter_value(text) for key, text in run.data.params.items()},
-        state=tags.get(names.TAG_STATE, ""),
+        state=state,
         group=tags.get(names.TAG_GROUP, ""),
         step=step,
         steps=int(tags.get(names.TAG_STEPS, step)),
         loss=metrics.get(names.TRAIN_LOSS),
-        eval_loss=metrics.get(names.EVAL_LOSS),
+        eval_loss=metrics.get(names.EVAL_BEST_LOSS if kept else names.EVAL_LOSS),
         best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
         best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
         accuracy=metrics.get(names.EVAL_ACCURACY),
