@@ -27,6 +27,7 @@ from plait.terminal_rows import (
     best_evaluation,
     best_line,
     front_text,
+    lowest_loss,
     number,
     progress_line,
     settings_line,
@@ -34,7 +35,7 @@ from plait.terminal_rows import (
 )
 from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.names import FAILED, FINISHED
+from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, STOPPED
 
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
 SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
@@ -184,6 +185,8 @@ def _ended_line(event: JobEnded, record: JobRecord | None) -> str:
     if event.eval_loss is not None:
         earlier = f" (it was {best_evaluation(record)})" if record and record.was_better else ""
         figures.insert(0, f"eval loss {number(event.eval_loss)}{earlier}")
+    if event.state == STOPPED and event.reason == INTERRUPTED:
+        return f"{event.job} {INTERRUPTED}: {', '.join(figures)}"
     reason = f" ({event.reason})" if event.reason and event.state != FINISHED else ""
     return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
 
@@ -212,6 +215,8 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
         lines += [("Pareto front", front_text(front))]
     else:
         lines += [("best", "none: no job finished with an objective")]
+        if lowest := lowest_loss(board):
+            lines += [("lowest eval loss", f"{best_evaluation(lowest)}, {lowest.name}")]
     failed = [job for job in board.ordered() if job.state == FAILED]
     lines += [("failed", f"{job.name}: {job.reason}") for job in failed]
     lines += [(label, str(value)) for label, value in facts.items()]

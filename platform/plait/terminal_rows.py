@@ -10,14 +10,15 @@ from typing import Any
 
 from plait.durations import duration
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.names import FAILED, PRUNED, RUNNING
+from plait.tracking.names import FAILED, INTERRUPTED, PRUNED, RUNNING, STOPPED
 
 CUT_SHORT = "cut short"
 PRIORITY = "train.priority"
+NAMED = (PARKED, PRUNED, FAILED, CUT_SHORT, INTERRUPTED)  # states that are counted where there are such
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # that are named in the line on the whole
 MOST_STATUS = 2  # lines on the whole, in the live view
-ORDER = {RUNNING: 0, PARKED: 1, WAITING: 3}
+ORDER = {RUNNING: 0, PARKED: 1, INTERRUPTED: 1, CUT_SHORT: 3, WAITING: 3}  # of those that have not ended
 ENDED = 2  # what has ended stands between
 
 
@@ -51,7 +52,7 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
 def share_done(board: Board) -> float:
     """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
     total = max(board.trials, len(board.jobs), 1)
-    open_jobs = [job for job in board.jobs.values() if not job.ended]
+    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
     begun = sum(job.step / job.steps for job in open_jobs if job.steps)
     return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
 
@@ -60,8 +61,8 @@ def all_trained(board: Board) -> bool:
     """No step is left to train, and not all jobs have ended: the last ones are evaluated."""
     if len(board.jobs) < board.trials:
         return False
-    open_jobs = [job for job in board.jobs.values() if not job.ended]
-    return bool(open_jobs) and all(0 < job.steps <= job.step for job in open_jobs)
+    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
+    return bool(open_jobs) and all(0 < job.steps <= job.step and not job.ended for job in open_jobs)
 
 
 def status_parts(board: Board, left: float | None) -> list[str]:
@@ -72,15 +73,15 @@ def status_parts(board: Board, left: float | None) -> list[str]:
         left: seconds that remain, if they can be told.
     """
     total = max(board.trials, len(board.jobs))
-    states = Counter(CUT_SHORT if _cut_short(job) else job.state for job in board.jobs.values())
-    ended = len(board.jobs) - sum(states[state] for state in (*ORDER, CUT_SHORT))
+    states = Counter(map(state_of, board.jobs.values()))
+    ended = len(board.jobs) - sum(states[state] for state in ORDER)
     done = f"{min(100 * share_done(board), 100 if ended >= total else 99):.0f} % done"
     if all_trained(board):
         done += ", evaluating"
-    elif left is not None and ended < total:
+    elif left is not None and ended < total and (states[RUNNING] or not states[INTERRUPTED]):
         done += f", about {duration(max(left, 1.0))} left"
     parts = [done, f"{ended} of {total} ended, {states[RUNNING]} running"]
-    parts += [f"{states[state]} {state}" for state in (PARKED, PRUNED, FAILED, CUT_SHORT) if states[state]]
+    parts += [f"{states[state]} {state}" for state in NAMED if states[state]]
     parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
         parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
@@ -120,30 +121,31 @@ def losses(board: Board) -> list[str]:
     )
     if (best := board.best()) is not None:
         parts.append(f"best {number(best.objective)} ({best.name})")
-    elif lowest := _lowest(board):
+    elif lowest := lowest_loss(board):
         parts.append(f"lowest eval loss {number(lowest.best_eval_loss)} ({lowest.name})")
     return parts
 
 
-def _lowest(board: Board) -> JobRecord | None:
+def lowest_loss(board: Board) -> JobRecord | None:
     """The job with the lowest evaluation; none of several objectives, for which it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 
 
-def state_text(board: Board, record: JobRecord) -> str:
-    """A job's state in words; where it waits at a rung, at which; where it had begun to train and waits for
-    another process to go on with it, that it was cut short."""
-    if _cut_short(record):
+def state_of(record: JobRecord) -> str:
+    """A job's state. One that had begun to train and waits for another process to go on with it was cut
+    short; one that this process saved when it was interrupted has not ended."""
+    if record.state == WAITING and record.step > 0:
         return CUT_SHORT
+    return INTERRUPTED if record.state == STOPPED and record.reason == INTERRUPTED else record.state
+
+
+def state_text(board: Board, record: JobRecord) -> str:
+    """A job's state in words; where it waits at a rung, at which."""
     waits = board.ladder is not None and record.state == PARKED
     if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
         return f"at rung {record.step}"
-    return record.state
-
-
-def _cut_short(record: JobRecord) -> bool:
-    return record.state == WAITING and record.step > 0
+    return state_of(record)
 
 
 def rung_text(board: Board, record: JobRecord) -> str:
@@ -173,7 +175,7 @@ def rungs_waited_for(board: Board) -> list[str]:
 
 def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
     known = [jobs[trial] for trial in members if trial in jobs]
-    there = sum(job.ended or job.step >= rung for job in known)
+    there = sum(state_of(job) not in ORDER or job.step >= rung for job in known)
     return f"rung {rung}: {there} of {len(members)} there"
 
 
@@ -184,7 +186,7 @@ def best_line(board: Board) -> str:
         return f"Pareto front so far: {front_text(front)}"
     if best := board.best():
         found, line = best, f"best so far: {best.name}, objective {number(best.objective)}"
-    elif lowest := _lowest(board):
+    elif lowest := lowest_loss(board):
         found, line = lowest, f"lowest eval loss so far: {best_evaluation(lowest)}, {lowest.name}"
     else:
         return ""
@@ -205,7 +207,7 @@ def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:
     """Live jobs, parked ones, ended ones (newest trial first), then those that wait (oldest first)."""
     places: list[list[JobRecord]] = [[], [], [], []]
     for record in records:
-        places[ORDER.get(record.state, ENDED)].append(record)
+        places[ORDER.get(state_of(record), ENDED)].append(record)
     for place, each in enumerate(places):
         each.sort(key=lambda record: record.trial, reverse=place == ENDED)
     return list(chain.from_iterable(places))

@@ -14,11 +14,14 @@ from rich.cells import cell_len
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from plait.terminal_rows import number, rung_text, setting, shown_first, state_text
+from plait.terminal_rows import CUT_SHORT, number, rung_text, setting, shown_first, state_of, state_text
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.names import FAILED, FINISHED, PRUNED, RUNNING
+from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, PRUNED, RUNNING
 
-STYLES = {RUNNING: "cyan", PARKED: "blue", FINISHED: "green", PRUNED: "yellow", FAILED: "red", WAITING: "dim"}
+STYLES = {
+    **{RUNNING: "cyan", PARKED: "blue", INTERRUPTED: "blue", CUT_SHORT: "blue", WAITING: "dim"},
+    **{FINISHED: "green", PRUNED: "yellow", FAILED: "red"},
+}
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 BEFORE_RATE = 2  # of them, where there is not room for all and for the rate
 WIDEST = 20  # characters of a parameter's value or name
@@ -54,10 +57,10 @@ def jobs_table(board: Board, rows: int, width: int) -> Segments:
     out = [Segment(GAP.join(each.fill(each.title, wide) for each, wide in pairs), HEADING), Segment.line()]
     for at, record in enumerate(shown):
         name, state, *others = (each.fill(each.cells[at], wide) for each, wide in pairs)
-        style = Style.parse(STYLES.get(record.state, ""))
+        style = Style.parse(STYLES.get(state_of(record), ""))
         out += [Segment(name + GAP), Segment(state, style), Segment(GAP + GAP.join(others)), Segment.line()]
     if len(shown) < len(records):
-        states = Counter(record.state for record in records[len(shown) :])
+        states = Counter(state_of(record) for record in records[len(shown) :])
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         more = f"… {len(records) - len(shown)} more"
         out += [Segment(f"{more:<{widths[0]}}{GAP}"), Segment(counts, Style(dim=True)), Segment.line()]

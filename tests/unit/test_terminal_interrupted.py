@@ -1,0 +1,60 @@
+"""What the terminal says of trials that were saved when the search was interrupted: they have not ended."""
+
+import io
+
+from rich.console import Console
+
+from plait.engine.coordinator import INTERRUPTED
+from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.jobs import AdapterSpec, JobSpec
+from plait.terminal import Terminal, print_summary
+from plait.terminal_rows import share_done, status_line
+from plait.terminal_table import jobs_table
+from plait.tracking.board import Board, JobRecord
+
+
+def interrupted_search(console: Console) -> Board:
+    """Two of four trials are interrupted at step 5 of 10, one was ended by its owner, one waits."""
+    board = Board("minimize", 4)
+    jobs = [JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=trial + 1)) for trial in range(4)]
+    for trial, job in enumerate(jobs):
+        board.add(JobRecord(job.name, trial, job.parameters()))
+
+    def play(event: Event) -> None:
+        board.handle(event)
+        view.handle(event)
+
+    with Terminal(board, console) as view:
+        for job in jobs[:3]:
+            play(JobAdmitted(job, 0, 10, "g0"))
+            play(JobProgress(job.name, 5, 2.0, 1.0, 1e-4, 100, 1.0, 100.0))
+        play(JobEvaluated(jobs[0].name, 5, 2.25, 80))
+        play(JobEnded(jobs[2].name, "stopped", 5, "ended by its owner", None, 100, 1.0, 1.0, None))
+        for job in jobs[:2]:
+            play(JobEnded(job.name, "stopped", 5, INTERRUPTED, None, 100, 1.0, 1.0, None))
+    return board
+
+
+def test_trials_that_were_interrupted_have_not_ended() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    board = interrupted_search(console)
+    print_summary(console, board, {})
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "trial-0001 interrupted: 5 steps, 100 tokens, 1 s" in lines
+    assert "trial-0002 stopped (ended by its owner): 5 steps, 100 tokens, 1 s" in lines
+    assert "lowest eval loss  2.2500 at step 5, trial-0000" in lines
+    assert share_done(board) == 0.5
+    assert status_line(board, 540.0) == "50 % done · 1 of 4 ended, 0 running · 2 interrupted"
+
+
+def test_interrupted_trials_are_named_so_in_the_table() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    board = interrupted_search(Console(file=io.StringIO()))
+    console.print(jobs_table(board, 10, 100))
+    rows = [line.split()[:2] for line in console.file.getvalue().splitlines()[1:]]  # type: ignore[attr-defined]
+    assert rows == [
+        ["trial-0000", "interrupted"],
+        ["trial-0001", "interrupted"],
+        ["trial-0002", "stopped"],
+        ["trial-0003", "waiting"],
+    ]
