@@ -18,6 +18,7 @@ from mlflow.entities import Run
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.errors import StorageError
 from plait.jobs import AdapterSpec, JobSpec
+from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import (
     AwayError,
@@ -103,7 +104,7 @@ def end(tracker: Tracker, trial: int) -> None:
     name, (loss, rank) = f"trial-{trial:04d}", VALUES[trial]
     tracker.handle(JobEvaluated(name, STEPS, loss, 100))
     tracker.handle(JobEnded(name, "finished", STEPS, "", loss, 100 * STEPS, 0.5 * STEPS, 9.0, None))
-    tracker.judge(name, "finished", loss, others=(rank,))
+    tracker.judge(Verdict(name, "finished", loss, others=(rank,)))
 
 
 def over(*trials: int) -> list[Judged]:

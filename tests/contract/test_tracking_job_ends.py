@@ -10,6 +10,7 @@ from mlflow import MlflowClient
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, load_search, locate, send_left
 from plait.tracking.encoding import Head
@@ -81,7 +82,7 @@ def test_what_a_device_did_after_the_last_step_is_in_the_jobs_run(
     train(tracker, 1)
     end(tracker, 1, STEPS)  # of this one, nothing
     for trial in (0, 1):
-        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
     tracker.end_search()
     tracker.close()
     client = MlflowClient(locate(settings).uri)
@@ -101,7 +102,7 @@ def test_the_sum_over_the_jobs_is_the_searchs_total(settings: TrackingSettings) 
     for trial in (0, 1):
         train(tracker, trial)
         end(tracker, trial, STEPS + 5.0 * trial)
-        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
     tracker.handle(GroupStep("g0", 1, (), 1, 100, 0.5, None, 200))
     tracker.end_search()
     tracker.close()
@@ -120,7 +121,7 @@ def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
     crash(killed)
     tracker = begin(settings)
     tracker.start_job(JobSpec("trial-0000"), 0)
-    tracker.judge("trial-0000", "pruned", None, "ended by its owner")
+    tracker.judge(Verdict("trial-0000", "pruned", None, "ended by its owner"))
     tracker.end_search()
     tracker.close()
     (item,) = load_search(settings, "demo").records
@@ -143,7 +144,7 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
     tracker = begin(two)
     train(tracker, 0)
     end(tracker, 0, STEPS)
-    tracker.judge("trial-0000", "finished", 1.0)
+    tracker.judge(Verdict("trial-0000", "finished", 1.0))
     tracker.end_search()
     tracker.close()
     assert send_left(one, "demo") == []
@@ -170,7 +171,7 @@ def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_fi
     found = client.get_run(item.run_id)
     assert (found.info.status, found.data.tags["plait.state"]) == ("RUNNING", "running")
     end(second, 0, STEPS + 5.0)
-    second.judge("trial-0000", "finished", 1.0)
+    second.judge(Verdict("trial-0000", "finished", 1.0))
     second.end_search()
     second.close()
     assert client.get_run(item.run_id).info.status == "FINISHED"
@@ -189,7 +190,7 @@ def test_leaderboards_take_room_in_the_spool_as_jobs_do(
     for trial in range(40):
         train(tracker, trial, 1)
         end(tracker, trial, 1.0)
-        tracker.judge(f"trial-{trial:04d}", "finished", 1.0)
+        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.jsonl")))
     growth = [after - before for before, after in pairwise(sizes)]
     assert max(growth) - min(growth) < 100  # digits

@@ -21,6 +21,7 @@ from plait.engine.messages import (
 )
 from plait.errors import SearchError, StorageError
 from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names
 
@@ -109,10 +110,10 @@ def whole_search(settings: TrackingSettings, name: str = "demo") -> None:
             tracker.handle(JobGenerated(key, STEPS, 0.25))
             tracker.handle(ended(key, "finished", adapter, loss=2.0 - trial * 0.5))
         tracker.handle(ended(keys[3], "failed", None, "loss is nan"))
-        tracker.judge(keys[0], "finished", 2.0)
-        tracker.judge(keys[1], "finished", 1.5)
-        tracker.judge(keys[2], "pruned", 1.0, "below the cut of rung 1")
-        tracker.judge(keys[3], "failed", float("nan"))
+        tracker.judge(Verdict(keys[0], "finished", 2.0))
+        tracker.judge(Verdict(keys[1], "finished", 1.5))
+        tracker.judge(Verdict(keys[2], "pruned", 1.0, "below the cut of rung 1"))
+        tracker.judge(Verdict(keys[3], "failed", float("nan")))
 
 
 def runs_of(settings: TrackingSettings, name: str = "demo") -> tuple[Run, dict[str, Run]]:
@@ -265,7 +266,7 @@ class TestGoingOn:
                 tracker.handle(progress("trial-0001", step))
                 tracker.handle(group_step(step, ("trial-0000", "trial-0001")))
             tracker.handle(ended("trial-0000", "finished", None))
-            tracker.judge("trial-0000", "finished", 1.0)
+            tracker.judge(Verdict("trial-0000", "finished", 1.0))
             raise KeyboardInterrupt
 
     def test_an_interrupted_search_leaves_no_run_behind_that_seems_to_run(
@@ -291,7 +292,7 @@ class TestGoingOn:
                 tracker.handle(event)
             tracker.handle(group_step(1, ("trial-0001",)))
             tracker.handle(ended("trial-0001", "finished", None))
-            tracker.judge("trial-0001", "finished", 0.5)
+            tracker.judge(Verdict("trial-0001", "finished", 0.5))
         parent, children = runs_of(tracking)
         assert set(children) == {"trial-0000", "trial-0001"}
         assert (parent.info.status, children["trial-0001"].info.status) == ("FINISHED", "FINISHED")
@@ -316,7 +317,7 @@ class TestGoingOn:
             for step in range(1, STEPS + 1):
                 worker.handle(progress(name, step))
             worker.handle(ended(name, "finished", None))
-            worker.judge(name, "finished", 2.0 - trial)
+            worker.judge(Verdict(name, "finished", 2.0 - trial))
         for worker in workers:
             worker.end_search()
             worker.close()
@@ -374,7 +375,7 @@ def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: 
                 tracker.handle(group_step(step, ("trial-0000",)))
             if last == STEPS:
                 tracker.handle(ended("trial-0000", "finished", None))
-                tracker.judge("trial-0000", "finished", 1.0)
+                tracker.judge(Verdict("trial-0000", "finished", 1.0))
 
     process(1, STEPS // 2)
     process(STEPS // 2 + 1, STEPS)

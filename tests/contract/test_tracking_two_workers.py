@@ -14,6 +14,7 @@ from mlflow import MlflowClient
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
+from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.terminal_rows import state_text, status_line
 from plait.tracking import JobRecord, Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
@@ -54,7 +55,7 @@ def end(tracker: Tracker, trial: int) -> None:
     name, (loss, rank) = f"trial-{trial:04d}", VALUES[trial]
     tracker.handle(JobEvaluated(name, 4, loss, 100))
     tracker.handle(JobEnded(name, "finished", 4, "", loss, 400, 2.0, 9.0, None))
-    tracker.judge(name, "finished", loss, others=(rank,))
+    tracker.judge(Verdict(name, "finished", loss, others=(rank,)))
 
 
 def verdicts() -> list[Judged]:

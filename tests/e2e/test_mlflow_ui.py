@@ -9,6 +9,7 @@ import pytest
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
+from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, SearchResult, Tracker, load_search
 
@@ -35,7 +36,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
         for trial, job in enumerate(jobs):
             tracker.handle(JobEvaluated(job.name, STEPS, 1.0 + trial, 100))
             tracker.handle(JobEnded(job.name, "finished", STEPS, "", 1.0 + trial, 960, 7.5, 30.0, None))
-            tracker.judge(job.name, "finished", 1.0 + trial)
+            tracker.judge(Verdict(job.name, "finished", 1.0 + trial))
     return settings
 
 

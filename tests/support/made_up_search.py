@@ -15,6 +15,7 @@ from optuna.trial import TrialState, create_trial
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.objectives import Verdict
 from plait.paths import search_folder
 from plait.search.storage import open_storage
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
@@ -138,7 +139,7 @@ def _judge(item: _Live, state: str, steps: int, tracker: Tracker) -> None:
             item.job.name, ended, item.step, reason, objective, item.tokens, item.seconds, item.seconds, None
         )
     )
-    tracker.judge(item.job.name, state, objective, reason)
+    tracker.judge(Verdict(item.job.name, state, objective, reason))
 
 
 def _told(item: _Live, state: str, steps: int) -> Any:

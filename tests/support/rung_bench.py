@@ -20,6 +20,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.messages import Event
 from plait.jobs import JobSpec, TrainSpec
+from plait.objectives import Verdict
 from plait.search.control import Orders
 from plait.search.identity import identify
 from plait.search.results import SearchResult
@@ -60,10 +61,10 @@ class Notes:
     def handle(self, event: Event) -> None:
         self.events.append(event)
 
-    def judge(self, job: str, state: str, objective: float | None, reason: str, **_more: Any) -> None:
-        assert job not in self.judged
-        assert state != "failed" or objective is None
-        self.judged[job] = (state, reason)
+    def judge(self, verdict: Verdict) -> None:
+        assert verdict.job not in self.judged
+        assert verdict.state != "failed" or verdict.objective is None
+        self.judged[verdict.job] = (verdict.state, verdict.reason)
 
     def lose(self, job: str) -> None:
         self.lost.append(job)

@@ -18,7 +18,7 @@ from plait.config import settings_of
 from plait.config_overrides import read_request
 from plait.errors import ConfigError, SearchError
 from plait.jobs import JobSpec, TrainSpec
-from plait.objectives import Constraint, Objective, pareto_front
+from plait.objectives import Constraint, Objective, Verdict, pareto_front
 from plait.search.identity import identify
 from plait.search.objective import SEVERAL_OBJECTIVES, check_objectives
 from plait.search.results import SearchResult, describe_result, write_result
@@ -114,7 +114,7 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
     for number, (state, one, two, feasible) in enumerate(rows):
         board.add(JobRecord(f"trial-{number:04d}", number))
         value = None if state == "failed" else float(one)
-        board.judge(f"trial-{number:04d}", state, value, "", others=(float(two),), feasible=feasible)
+        board.judge(Verdict(f"trial-{number:04d}", state, value, "", others=(float(two),), feasible=feasible))
         outcome = Outcome("complete" if state == "finished" else "failed", value, "", others=(float(two),))
         finished.append(
             Finished(Trial(number), replace(outcome, violations={"x <= 1": -1.0 if feasible else 1.0}))
@@ -128,9 +128,9 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
 
 def test_of_one_objective_the_best_keeps_the_constraints() -> None:
     board = Board("minimize", 2)
-    board.judge("a", "finished", 1.0, "", feasible=False)
+    board.judge(Verdict("a", "finished", 1.0, "", feasible=False))
     assert board.best() is None
-    board.judge("b", "finished", 2.0, "")
+    board.judge(Verdict("b", "finished", 2.0, ""))
     best = board.best()
     assert best is not None
     assert (best.name, board.front()) == ("b", [])

@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from plait.config_overrides import read_request
 from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
 from plait.errors import CapacityError, ConfigError, StorageError
 from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.objectives import Verdict
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
@@ -126,18 +127,9 @@ class Notes:
     def handle(self, event: Event) -> None:
         self.events.append(event)
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
-        self.judged.append((job, state, objective, reason))
-        self.scores[job] = (tuple(others), feasible)
+    def judge(self, verdict: Verdict) -> None:
+        self.judged.append((verdict.job, verdict.state, verdict.objective, verdict.reason))
+        self.scores[verdict.job] = (verdict.others, verdict.feasible)
 
     def lose(self, job: str) -> None:
         raise AssertionError(job)

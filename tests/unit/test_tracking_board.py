@@ -14,6 +14,7 @@ from rich.console import Console
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.errors import ConfigError
 from plait.jobs import AdapterSpec, JobSpec
+from plait.objectives import Verdict
 from plait.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
@@ -76,7 +77,7 @@ def test_events_tell_the_board_what_a_job_does() -> None:
     assert (board.tokens, board.device_seconds, board.iterations) == (300, 2.0, 1)
     board.handle(JobEnded("a", "stopped", 3, "asked to", None, 320, 2.5, 9.0, None))
     assert (record.ended, record.reason, record.eval_loss, record.tokens) == (True, "asked to", 1.4, 320)
-    board.judge("a", "failed", math.inf, "loss is inf")
+    board.judge(Verdict("a", "failed", math.inf, "loss is inf"))
     assert (record.objective, board.best(), board.count("failed")) == (None, None, 1)
 
 

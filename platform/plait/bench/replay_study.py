@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from plait.engine.messages import Event, JobEvaluated
 from plait.errors import ConfigError
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.search.identity import identify
 from plait.search.space import Choice, Dimension, Space, Value
 from plait.search.storage import in_memory, quiet
@@ -95,20 +96,11 @@ class Timeline:
         if isinstance(event, JobEvaluated):
             self.evaluations.append(Evaluation(self.clock(), event.job, event.step, event.loss))
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
+    def judge(self, verdict: Verdict) -> None:
         """The search's last word on a job: here there is one objective, and no constraint."""
-        assert feasible
-        assert not others
-        self.ends[job] = state, objective, reason
+        assert verdict.feasible
+        assert not verdict.others
+        self.ends[verdict.job] = verdict.state, verdict.objective, verdict.reason
 
     def lose(self, job: str) -> None:
         """Nobody else trains here."""

@@ -19,6 +19,7 @@ from plait.engine.messages import (
     ModelFitted,
 )
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.tracking import Tracker
 from plait.tracking.fits import FITS_ARTIFACT, Fits
 from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
@@ -138,7 +139,7 @@ class Teller:
         seconds = 0.25 * script.steps
         ended = JobEnded(job, "finished", script.steps, "", loss, tokens, seconds, 900.0, script.adapter)
         self._handle([ended])
-        self._timed(partial(self._tracker.judge, job, "finished", loss))
+        self._timed(partial(self._tracker.judge, Verdict(job, "finished", loss)))
 
     def _handle(self, events: Sequence[Event]) -> None:
         def call() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
 from plait.engine.messages import Event
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 
 
 class Coordinator(Protocol):
@@ -55,18 +56,8 @@ class Recorder(Protocol):
     def handle(self, event: Event) -> None:
         """Something happened in the engine."""
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
-        """The search's last word on a job: ``others`` are its further objectives, and ``feasible`` is False
-        where it breaks a constraint."""
+    def judge(self, verdict: Verdict) -> None:
+        """The search's last word on a job."""
 
     def lose(self, job: str) -> None:
         """Another process trains the job from here on: nothing more is written of it."""

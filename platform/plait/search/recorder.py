@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from plait.engine.messages import Event, GroupStep, ModelFitted, Notice
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.terminal import Terminal
 from plait.tracking import Tracker
 from plait.tracking.fits import FITS_ARTIFACT, Fits
@@ -50,19 +49,10 @@ class SearchRecorder:
         if due:
             self._tracker.record_table(name, table.artifact())
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
+    def judge(self, verdict: Verdict) -> None:
         """The search's last word on a job."""
-        self._tracker.judge(job, state, objective, reason, others=others, feasible=feasible)
-        self._terminal.judged(job)
+        self._tracker.judge(verdict)
+        self._terminal.judged(verdict.job)
 
     def lose(self, job: str) -> None:
         """Another process trains the job from here on: nothing more is written of it."""

@@ -17,6 +17,7 @@ from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
 from plait.errors import InputError, StorageError
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.search.control.orders import Orders
 from plait.search.objective import Observed
 from plait.search.outlook import Outlook
@@ -335,7 +336,7 @@ class SearchRun:
         again, so nothing of it may be missing by then."""
         state = "finished" if outcome.state == "complete" else outcome.state
         self.recorder.judge(
-            trial.name, state, outcome.value, outcome.reason, others=outcome.others, feasible=outcome.feasible
+            Verdict(trial.name, state, outcome.value, outcome.reason, tuple(outcome.others), outcome.feasible)
         )
         self.recorder.commit()
         self._tell(trial, replace(outcome, run_id=self.recorder.run_id(trial.name)))

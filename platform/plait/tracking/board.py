@@ -4,7 +4,7 @@ terminal's table. Plain Python, no clock and no store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from plait.engine.messages import (
     ModelFitted,
     Notice,
 )
-from plait.objectives import Objective, pareto_front
+from plait.objectives import Objective, Verdict, pareto_front
 from plait.tracking.names import FINISHED, OBJECTIVE, RUNNING
 from plait.tracking.parameters import Varying
 
@@ -166,22 +166,13 @@ class Board:
             case JobEnded():
                 self._end(record, event)
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None,
-        reason: str,
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> JobRecord:
-        """The search's last word on a job."""
-        record = self._record(job)
-        record.state = state
+    def judge(self, verdict: Verdict) -> JobRecord:
+        """The search's last word on a job; its record."""
+        record, objective = self._record(verdict.job), verdict.objective
+        record.state = verdict.state
         record.objective = objective if objective is not None and math.isfinite(objective) else None
-        record.others, record.feasible = tuple(others), feasible
-        record.reason = reason or record.reason
+        record.others, record.feasible = verdict.others, verdict.feasible
+        record.reason = verdict.reason or record.reason
         return record
 
     def best(self) -> JobRecord | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.objectives import Verdict
 from plait.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
@@ -119,4 +120,4 @@ def take_verdict(board: Board, verdict: Judged) -> None:
         known = JobRecord(verdict.job, verdict.trial, verdict.parameters)
         board.add(known)
     first, *others = verdict.values or (known.objective,)
-    board.judge(verdict.job, verdict.state, first, verdict.reason, others=others, feasible=verdict.feasible)
+    board.judge(Verdict(verdict.job, verdict.state, first, verdict.reason, tuple(others), verdict.feasible))

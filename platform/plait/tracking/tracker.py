@@ -23,6 +23,7 @@ from plait.engine.messages import (
 )
 from plait.errors import StorageError
 from plait.jobs import JobSpec
+from plait.objectives import Verdict
 from plait.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
@@ -254,20 +255,10 @@ class Tracker:
         self.board.jobs.pop(job, None)
         self._started.forget(job)
 
-    def judge(
-        self,
-        job: str,
-        state: str,
-        objective: float | None = None,
-        reason: str = "",
-        *,
-        others: Sequence[float] = (),
-        feasible: bool = True,
-    ) -> None:
-        """The search's last word on a job: "finished", "pruned" or "failed", its objective and the further
-        ones, and whether it keeps every constraint."""
-        out = self._started
-        record = self.board.judge(job, state, objective, reason, others=others, feasible=feasible)
+    def judge(self, verdict: Verdict) -> None:
+        """The search's last word on a job."""
+        out, job = self._started, verdict.job
+        record = self.board.judge(verdict)
         out.end_curve(job, record.steps)
         if job not in self._ended:  # it did not train here
             record.step = max(record.step, out.last_step(job))
@@ -275,9 +266,9 @@ class Tracker:
         if record.objective is not None:
             values = (record.objective, *record.others)
             out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
-        if not feasible:
+        if not verdict.feasible:
             out.tags(job, {names.TAG_FEASIBLE: "false"})
-        out.end_run(job, state, record.reason)
+        out.end_run(job, verdict.state, record.reason)
         self._refresh()
 
     def handle(self, event: Event) -> None:
