@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import fmean
 
-from plait.engine.messages import Event, GroupStep, JobAdmitted
+from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobParked
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.names import FINISHED, RUNNING
+from plait.tracking.names import FINISHED
 
 DECAY = 0.99  # of an iteration's weight with each that follows it
 LEAST_ITERATIONS = 5  # before the time left is told
@@ -18,7 +18,7 @@ LEAST_ITERATIONS = 5  # before the time left is told
 class Pace:
     """Seconds for one optimiser step of one job, of late.
 
-    Time in which nobody trained, since all were paused or waited at rungs, is not counted.
+    Time in which nobody trained here, since all were paused or waited at rungs, is not counted.
 
     Args:
         board: the tracker's, which has seen each event before.
@@ -28,14 +28,18 @@ class Pace:
     def __init__(self, board: Board, clock: Callable[[], float]) -> None:
         self._board = board
         self._clock = clock
+        self._training: set[str] = set()  # here: on the board there are those of other processes, too
         self._last: float | None = None  # when an iteration ended; None where nobody trained since
         self._iterations = 0
         self._seconds = self._steps = 0.0
 
     def handle(self, event: Event) -> None:
         """Learn from an event."""
-        if isinstance(event, JobAdmitted) and self._board.count(RUNNING) == 1:
-            self._last = None
+        if isinstance(event, JobAdmitted):
+            self._last = self._last if self._training else None
+            self._training.add(event.job.name)
+        elif isinstance(event, (JobParked, JobEnded)):
+            self._training.discard(event.job)
         elif isinstance(event, GroupStep):
             now = self._clock()
             seconds = event.seconds if self._last is None else now - self._last

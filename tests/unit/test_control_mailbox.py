@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -25,6 +27,7 @@ from plait.cli.control import read_request
 from plait.cli.main import main
 from plait.errors import ConfigError, SearchError, StorageError
 from plait.paths import search_folder
+from plait.search.attend import Attend
 from plait.search.control.desk import LOOK_SECONDS, Clerk
 from plait.search.control.mailbox import Answer, Mailbox, Request
 from plait.search.control.orders import Mode, Orders
@@ -36,6 +39,8 @@ from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.storage import from_anywhere, open_storage
 from plait.search.study_orders import StudyOrders
 from plait.search.workers import Owner as Trainer
+from plait.terminal_rows import status_line
+from plait.tracking.board import Board
 
 SPACE = Space(
     (
@@ -89,6 +94,7 @@ def test_requests_are_read_in_order_and_gone_when_answered(tmp_path: Path) -> No
     box.answer(first, Answer(True, "done"))
     assert box.waiting() == [second]
     assert box.take_answer(first, 0) == Answer(True, "done")
+    assert box.take_answer(first, 0) is None  # taken once
     assert box.take_answer(second, 0) is None
 
 
@@ -323,6 +329,10 @@ def test_an_added_trial_may_have_a_priority_of_its_own(tmp_path: Path) -> None:
     assert "makes room" in _said(clerk, "clone", "1", "train.priority=-1").text
     assert study.points[4] == study.points[1]
     assert study.priorities == [5, None, -1]
+    clerk.space = Space((*SPACE.dimensions, Dimension("train.priority", Choice((0, 5), ("0", "5")))))
+    assert "makes room" not in _said(clerk, "add", "train.priority=5").text  # it is searched
+    assert (study.points[5], study.priorities[3:]) == ({"train.priority": 5}, [None])
+    clerk.space = SPACE
     refused = _said(clerk, "add", "train.priority=soon")
     assert not refused.done
     assert "whole number" in refused.text
@@ -371,9 +381,12 @@ def test_a_warm_clone_of_a_live_trial_waits_for_its_state(tmp_path: Path) -> Non
     study.can_save = True
     clerk = _clerk(tmp_path, study)
     request = read_request("clone", ["1"], warm=True)
+    behind = Request("status")
     clerk.mailbox.post(request)
+    clerk.mailbox.post(behind)
     clerk.attend()
     assert clerk.mailbox.waiting() == [request]
+    assert clerk.mailbox.take_answer(behind, 0) == Answer(True, "running: 2 trials")  # it waits for nobody
     study.saved.add(request.id)  # by the next boundary
     clerk.attend()
     assert clerk.mailbox.take_answer(request, 0) == Answer(
@@ -611,12 +624,12 @@ def test_status_of_a_search_that_is_down_is_what_its_study_knows(
 ) -> None:
     Mailbox(killed(tmp_path)).show_orders(Orders("paused"))
     study = optuna.load_study(study_name="killed", storage=open_storage(None, tmp_path))
-    far = Trainer("far", "node7 its-boot", "/nowhere")
-    study.ask().set_user_attr("plait.owner", far.to_json())
+    for host in ("node7 its-boot", f"{socket.gethostname()} the boot before"):
+        study.ask().set_user_attr("plait.owner", Trainer("far", host, "/nowhere").to_json())
     assert main(["control", "killed", "--root", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "killed does not run now. Ordered: paused."
-    assert lines[1] == "6 trials: 1 cut short, 3 complete, 1 pruned, 1 begun on host node7."
+    assert lines[1] == "7 trials: 2 cut short, 3 complete, 1 pruned, 1 begun on host node7."
     assert lines[2].startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert lines[3] == "Ask on node7 where that still trains."
     assert lines[4] == "`plait leaderboard killed` shows its trials, `plait resume killed` goes on."
@@ -642,3 +655,36 @@ def test_where_nothing_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "No search below" in capsys.readouterr().out
     assert main(["control", "pause", "--root", str(tmp_path)]) == 2
     assert "trains now" in capsys.readouterr().err
+
+
+def test_asking_a_search_that_runs_loads_nothing_heavy(tmp_path: Path) -> None:
+    """Answers come as fast as Python starts."""
+    program = (
+        "import sys; from plait.cli.main import main\n"
+        "assert main(['control', '--root', sys.argv[1]]) == 0\n"
+        "heavy = {'hydra', 'omegaconf', 'optuna', 'mlflow', 'torch', 'numpy', 'rich'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_total_that_is_shown_is_the_studys() -> None:
+    """What was added by hand counts, before it begins, and the study is asked when something happened."""
+    source = SimpleNamespace(revision=0, total=14, departed=list)
+    board = Board("minimize", 12)
+    attend = Attend(source, board, print, Orders)
+    assert attend() == Orders()
+    assert "0 of 14 ended" in status_line(board, None)
+    source.total = 16
+    attend()
+    assert board.trials == 14
+    source.revision += 1
+    attend()
+    assert board.trials == 16

@@ -3,6 +3,7 @@ storage that is away."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -37,7 +38,7 @@ from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
 from plait.search.storage import open_storage, study_lock
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome
-from plait.search.workers import BEAT_SECONDS, BEATS, MISSED_BEATS, Owner, Workers, owner_of
+from plait.search.workers import BEAT_SECONDS, BEATS, MISSED_BEATS, Owner, Workers, owner_of, this_host
 from plait.settings import RunSettings, SearchSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -363,6 +364,33 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     process.wait()
     with FileLock(tmp_path / "file").held():
         pass
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_goes_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    path, lockf, times = tmp_path / "life", fcntl.lockf, iter([True])
+
+    def swept(handle: int, operation: int) -> None:
+        if next(times, False):
+            path.unlink()
+            if replaced:
+                path.touch()
+        lockf(handle, operation)
+
+    monkeypatch.setattr("plait.search.locks.fcntl.lockf", swept)
+    lock = LifeLock(path)
+    assert lock._handle is not None
+    assert os.fstat(lock._handle).st_ino == path.stat().st_ino
+    lock.release()
+
+
+def test_a_host_is_another_after_a_reboot() -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        pytest.skip("no boot id on this system")
+    assert this_host() == f"{socket.gethostname()} {boot.read_text().strip()}"
 
 
 def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(

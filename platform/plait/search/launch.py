@@ -10,7 +10,6 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from plait.engine.coordinator import Coordinator
 from plait.errors import ConfigError, StorageError
 from plait.jobs import JobSpec
 from plait.paths import search_folder
+from plait.search.attend import Attend
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Mailbox
-from plait.search.control.orders import Orders
 from plait.search.control.status import describe_status
 from plait.search.control.weights import keep_weights
 from plait.search.engine import (
@@ -63,7 +62,6 @@ from plait.search.trials import Trial
 from plait.settings import ClusterSettings, TrackingSettings
 from plait.terminal import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
-from plait.tracking.board import Board, wait
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
@@ -347,20 +345,13 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=partial(self._attend, clerk, tracker.board, terminal),
+                owner=Attend(self._source, tracker.board, terminal.note, clerk.attend),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
                 clerk.withdraw()
             clerk.close()
             recorder.show_tables()
             return result
-
-    def _attend(self, clerk: Clerk, board: Board, terminal: Terminal) -> Orders:
-        """What the owner orders; and what the owner is to know of the search's other processes."""
-        for gone in self._source.departed():
-            wait(board.jobs.values(), {Trial(number).name for number in gone.trials})
-            terminal.note(gone.describe())
-        return clerk.attend()
 
     def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
         """Who attends to `plait control`."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydra.core.override_parser.types import Quote, QuotedString
-
 from plait.errors import SearchError, StorageError
 from plait.files import PRIVATE, write_text
 from plait.paths import search_folder
@@ -67,6 +65,8 @@ def given(arguments: Sequence[str], key: str) -> str:
 
 def quoted(text: str) -> str:
     """Text as the value of a Hydra override, whatever is in it."""
+    from hydra.core.override_parser.types import Quote, QuotedString  # takes most of a second to load
+
     plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
     return text if plain else QuotedString(text, Quote.single).with_quotes()
 

@@ -1,0 +1,55 @@
+"""Before every iteration: what the search's owner orders, and what its views learn from the study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from plait.search.claims import Departed
+from plait.search.control.orders import Orders
+from plait.search.trials import Trial
+from plait.tracking.board import Board, wait
+
+
+class Source(Protocol):
+    """What is asked of the study."""
+
+    @property
+    def revision(self) -> int:
+        """Rises when this process draws, enqueues or ends a trial."""
+
+    @property
+    def total(self) -> int:
+        """How many trials there are to be."""
+
+    def departed(self) -> Sequence[Departed]:
+        """Other processes that were found to be gone, told once."""
+
+
+@dataclass(slots=True)
+class Attend:
+    """Called before every iteration.
+
+    Attributes:
+        source: of the trials.
+        board: what the views show.
+        say: a line to whoever watches.
+        owner: the orders of the search's owner.
+    """
+
+    source: Source
+    board: Board
+    say: Callable[[str], None]
+    owner: Callable[[], Orders]
+    _revision: int | None = None
+
+    def __call__(self) -> Orders:
+        """The orders that hold now."""
+        for gone in self.source.departed():
+            wait(self.board.jobs.values(), {Trial(number).name for number in gone.trials})
+            self.say(gone.describe())
+        orders = self.owner()
+        if self.source.revision != self._revision:  # each look reads all trials
+            self._revision, self.board.trials = self.source.revision, self.source.total
+        return orders
