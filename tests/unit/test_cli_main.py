@@ -93,7 +93,9 @@ def test_an_interrupt_while_nothing_trains(
 
     monkeypatch.setattr("plait.cli.main.train", interrupted)
     assert main(["train"]) == 130
-    assert "Interrupted" in capsys.readouterr().err
+    assert "Interrupted. `plait resume` shows" in capsys.readouterr().err
+    assert main(["train", "tracking.root=my runs"]) == 130
+    assert "`plait resume 'tracking.root=my runs'` shows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cli.results import sort_records
+from plait.cli.results import sort_records, store_parser, store_settings
 from plait.errors import ConfigError
+from plait.settings import TrackingSettings
 from plait.tracking import JobRecord, Location, SearchResult, print_leaderboard
 
 RECORDS = [
@@ -15,6 +16,11 @@ RECORDS = [
     JobRecord("b", 1, {"train.lr": 1e-4}, "failed"),
     JobRecord("c", 2, {"train.lr": 1e-2}, "finished", objective=1.0),
 ]
+
+
+def test_where_the_store_is_may_be_said_as_for_a_sweep() -> None:
+    known = store_parser("leaderboard", "").parse_args(["tracking.root=my runs", "tracking.experiment=e"])
+    assert store_settings(known) == TrackingSettings(root=Path("my runs"), experiment="e")
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,11 @@ def test_a_file_that_cannot_be_used_is_refused_before_a_tokeniser_is_needed(cont
         assert word in str(caught.value)
 
 
+def test_a_folder_in_the_place_of_a_file_is_named_as_one(tmp_path):
+    with pytest.raises(DataError, match="this is a folder"):
+        check_data(DataSpec.of("jsonl", path=str(tmp_path)))
+
+
 def test_a_line_may_hold_any_unicode_line_break(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}'.encode())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -30,12 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        print(_interrupted(given), file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _nobody_reads():
             raise
         return EXIT_NOBODY_READS
+
+
+def _interrupted(given: Sequence[str]) -> str:
+    """What is said at the end: there may be a search that can be gone on with."""
+    if given[:1] not in (["sweep"], ["train"], ["resume"]):
+        return "Interrupted."
+    root = next((f" {shlex.quote(word)}" for word in given if word.startswith("tracking.root=")), "")
+    return f"Interrupted. `plait resume{root}` shows what can be gone on with, and how."
 
 
 def _nobody_reads() -> bool:

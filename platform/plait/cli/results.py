@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.settings import TrackingSettings
@@ -113,9 +114,21 @@ def export(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+_STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
+
+
+class _StoreParser(argparse.ArgumentParser):
+    """Takes ``tracking.root=DIR`` and the like, as they are given to `plait sweep`, for ``--root DIR``."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As of every parser."""
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_STORE_KEY.sub(r"--\1=", word) for word in words], namespace)
+
+
 def store_parser(verb: str, description: str) -> argparse.ArgumentParser:
     """Of a verb that reads the store: the options that say where it is."""
-    parser = argparse.ArgumentParser(prog=f"plait {verb}", description=description)
+    parser = _StoreParser(prog=f"plait {verb}", description=description)
     defaults = TrackingSettings()
     parser.add_argument("--uri", help="MLflow tracking URI; MLFLOW_TRACKING_URI, else SQLite under --root")
     parser.add_argument(

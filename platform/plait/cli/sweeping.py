@@ -76,8 +76,9 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         return run_profile(command)
     if mode == "train":
         from plait.search.launch import run_search
+        from plait.terminal_console import SearchConsole
 
-        return run_search(command)
+        return run_search(command, SearchConsole())
     from plait.cli.benching import run_benchmark
 
     return run_benchmark(command, composed)

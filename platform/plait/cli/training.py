@@ -62,5 +62,6 @@ def train(config: DictConfig) -> int:
         directory=Path(hydra.runtime.output_dir),
     )
     from plait.search.launch import run_training
+    from plait.terminal_console import SearchConsole
 
-    return run_training(command)
+    return run_training(command, SearchConsole())

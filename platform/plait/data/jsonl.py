@@ -47,7 +47,7 @@ def open_jsonl(path: str, key: str = "data.path") -> JsonlFile:
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(
-            f"{key}={path!r}: no such file",
+            f"{key}={path!r}: {'this is a folder' if file.is_dir() else 'no such file'}",
             f"Looked for {file.resolve()}.",
             "Give the path of a file that exists.",
         )
