@@ -468,6 +468,21 @@ def test_words_that_are_no_command(words: tuple[str, ...], said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_of_answers_that_nobody_fetches_the_last_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.search.control.mailbox.MOST_ANSWERS", 3)
+    box = Mailbox(tmp_path)
+    requests = [Request("status") for _ in range(6)]
+    for number, request in enumerate(requests):
+        box.post(request)
+        box.answer(request, Answer(True, str(number)))
+        stamp = 10**18 + number  # a file's clock may not tell them apart
+        os.utime(tmp_path / "answers" / f"{request.id}.json", ns=(stamp, stamp))
+    found = [box.take_answer(request, 0) for request in requests]
+    assert found == [None, None, None, Answer(True, "3"), Answer(True, "4"), Answer(True, "5")]
+
+
 def test_warm_is_for_clones() -> None:
     with pytest.raises(ConfigError, match="cloned"):
         read_request("add", ["adapter.rank=8"], warm=True)

@@ -176,6 +176,35 @@ def test_intermediate_values_are_kept_once_and_finite() -> None:
     assert frozen(storage)[0].intermediate_values == {5: 2.0, 15: 1.0}
 
 
+def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: Path) -> None:
+    """And no others: a copy of another search, or an adapter that was given by hand."""
+    names = [("search", "warm-a"), ("search", "warm-b"), ("search", "saved"), ("other", "warm-c")]
+    copies = [tmp_path / search / "control" / name for search, name in names]
+    for copy in copies:
+        copy.mkdir(parents=True)
+    storage = optuna.storages.InMemoryStorage()
+    search = SearchSettings(trials=1)
+    space = space_of(MIXED)
+    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+
+    def begin() -> StudyTrials:
+        return StudyTrials(search, space, identity, storage, folder=lambda _: tmp_path / "search")
+
+    trials = begin()
+    for copy in copies:
+        trials.enqueue({}, request=copy.name, warm_from=copy)
+    drawn = [trial for trial in (trials.ask() for _ in copies) if trial is not None]
+    assert [trial.warm_from for trial in drawn] == copies
+    first, second, *others = drawn
+    complete(trials, first)
+    for trial in others:
+        complete(trials, trial)
+    assert [copy.exists() for copy in copies] == [False, True, True, True]
+    storage.set_trial_state_values(second.number, TrialState.FAIL)  # told, and killed before it tidied up
+    begin()
+    assert [copy.exists() for copy in copies] == [False, False, True, True]
+
+
 @pytest.fixture(params=["journal", "sqlite"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], BaseStorage]:
     path = None if request.param == "journal" else str(tmp_path / "study.db")

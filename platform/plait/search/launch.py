@@ -26,7 +26,7 @@ from plait.search.command import SearchCommand
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Mailbox
 from plait.search.control.status import describe_status
-from plait.search.control.weights import keep_weights
+from plait.search.control.weights import copy_of, keep_weights
 from plait.search.engine import (
     PLAN_FILE,
     LoadedData,
@@ -361,7 +361,7 @@ class _Launch:
 
         def weights(number: int, name: str) -> Path | None:
             job = Trial(number).name
-            return keep_weights([folder / "adapters" / job, saved / job], control / f"warm-{name}")
+            return keep_weights([folder / "adapters" / job, saved / job], copy_of(control, name))
 
         def save(number: int) -> bool:
             record = tracker.board.jobs.get(Trial(number).name)

@@ -15,11 +15,11 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.engine.saved import remove_states, states
 from plait.search.claims import Claims, Departed
 from plait.search.completion import complete
 from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
+from plait.search.kept import Kept
 from plait.search.opening import open_study, withdraw
 from plait.search.patience import Patience
 from plait.search.points import EnqueuedPoint, read_enqueued
@@ -111,7 +111,8 @@ class StudyTrials:
         )
         self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
-        self.states_folder = None if self._folder is None else self._folder / "checkpoints" / self.token
+        self._kept = Kept(self._folder, self.token)
+        self.states_folder = self._kept.states
         self.orders = StudyOrders(self._study, self.patience, self._locked)
         self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self._claims.signed)
         self._prior = self.patience(self._take_over)
@@ -144,7 +145,7 @@ class StudyTrials:
     @property
     def left_over(self) -> int:
         """How many trials an earlier process left behind; :meth:`departed` tells of others from here on."""
-        self.patience(lambda: self._claims.notice(self._trials(), self._saved))
+        self.patience(lambda: self._claims.notice(self._trials(), self._kept.resume_from))
         self.departed()
         return len(self.cut_short)
 
@@ -227,7 +228,7 @@ class StudyTrials:
 
         def look() -> set[int]:
             trials = self._trials()
-            self._claims.notice(trials, self._saved)
+            self._claims.notice(trials, self._kept.resume_from)
             return self._claims.lost(trials)
 
         return self.patience(look)
@@ -245,7 +246,7 @@ class StudyTrials:
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self._drawn_trials()
-        self._claims.notice(trials, self._saved)
+        self._claims.notice(trials, self._kept.resume_from)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self._claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
@@ -334,8 +335,8 @@ class StudyTrials:
         """
         self._claims.discard(trial.number)
         self.revision += 1
-        if self._locked(lambda: self._tell(trial, outcome)) and self.states_folder is not None:
-            remove_states(self.states_folder / trial.name)
+        if self._locked(lambda: self._tell(trial, outcome)):
+            self._kept.clear(trial)
 
     def _tell(self, trial: Trial, outcome: Outcome) -> bool:
         """Whether the trial is this process's own, and is over now."""
@@ -405,16 +406,8 @@ class StudyTrials:
         overrides = self._space.overrides(values)
         if PRIORITY in frozen.user_attrs:
             overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
-        warm = frozen.user_attrs.get(WARM)
-        warm_from = None if warm is None else Path(warm)
-        return Trial(frozen.number, values, tuple(overrides), self._saved(frozen), warm_from)
-
-    def _saved(self, item: FrozenTrial) -> Path | None:
-        """Where states of a trial are."""
-        places = [] if self.states_folder is None else [self.states_folder / Trial(item.number).name]
-        if saved := item.user_attrs.get(CHECKPOINT):
-            places.append(Path(saved))
-        return next((place for place in places if states(place)), None)
+        resume_from, warm_from = self._kept.resume_from(frozen), self._kept.warm_from(frozen)
+        return Trial(frozen.number, values, tuple(overrides), resume_from, warm_from)
 
     def trial_states(self) -> list[str]:
         """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
@@ -430,12 +423,8 @@ class StudyTrials:
         return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
 
     def _tidy_up(self) -> None:
-        """Remove states of trials that are over; try failed ones again where that was asked for."""
-        trials = self._trials()
-        if self.states_folder is not None:
-            for item in trials:
-                if item.state.is_finished():
-                    remove_states(self.states_folder / Trial(item.number).name)
+        """Remove what was kept for trials that are over; try failed ones again where that was asked for."""
+        self._kept.tidy_up(self._trials())
         if self._settings.failed == "retry":
             with self.exclusive():
                 self._retry(self._trials())

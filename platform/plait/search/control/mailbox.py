@@ -28,6 +28,7 @@ from plait.files import write_text
 from plait.search.control.orders import Orders, orders_in
 
 POLL_SECONDS = 0.05
+MOST_ANSWERS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,11 @@ class Mailbox:
         return found
 
     def answer(self, request: Request, answer: Answer) -> None:
-        """Answer a request, and take it out of the box."""
+        """Answer a request, and take it out of the box. Of answers that nobody fetched the last ones stay."""
         self._write(self._answers / f"{request.id}.json", asdict(answer))
+        left = list(self._answers.glob("*.json"))
+        if len(left) > MOST_ANSWERS:
+            min(left, key=_age).unlink(missing_ok=True)
         for path in self._requests.glob(f"*-{request.id}.json"):
             path.unlink(missing_ok=True)
 
@@ -199,6 +203,14 @@ def _unusable(path: Path, error: OSError) -> StorageError:
         "Requests to a running search are kept there.",
         "Free some space, or make the folder writable.",
     )
+
+
+def _age(answer: Path) -> tuple[int, str]:
+    """Less for an older one; one that is fetched meanwhile counts as the oldest."""
+    try:
+        return answer.stat().st_mtime_ns, answer.name
+    except FileNotFoundError:
+        return 0, answer.name
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from plait.errors import StorageError
 from plait.files import new_folder
 
 ADAPTER = "adapter_model.safetensors"
+COPY = "warm-"
 
 
 def keep_weights(places: Sequence[Path], keep: Path) -> Path | None:
@@ -39,6 +40,18 @@ def keep_weights(places: Sequence[Path], keep: Path) -> Path | None:
             f"{keep}: {error.strerror or error}", "A warm clone keeps a copy of its first weights there."
         ) from error
     return keep
+
+
+def copy_of(control: Path, request: str) -> Path:
+    """Where the weights of a warm clone are kept, in a search's ``control/``."""
+    return control / f"{COPY}{request}"
+
+
+def remove_copy(control: Path, copy: Path | None) -> None:
+    """Remove the weights that a trial began with, since it is over; whatever is no copy of this search stays.
+    Nothing is raised."""
+    if copy is not None and copy.parent == control.absolute() and copy.name.startswith(COPY):
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def _weights(place: Path) -> list[Path]:
