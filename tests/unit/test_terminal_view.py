@@ -22,6 +22,7 @@ from plait.engine.messages import (
     JobProgress,
 )
 from plait.jobs import AdapterSpec, JobSpec
+from plait.objectives import Verdict
 from plait.search.control.status import describe_status
 from plait.terminal import Terminal, print_summary
 from plait.terminal_rows import (
@@ -95,7 +96,7 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
         stage.play(
             JobEnded("trial-0000", "finished", 10, "budget spent", 1.23456, 1000, 10.0, 65.0, Path("adapter"))
         )
-        stage.board.judge("trial-0000", "finished", 1.23456, "")
+        stage.board.judge(Verdict("trial-0000", "finished", 1.23456, ""))
         stage.view.judged("trial-0000")
         stage.play(JobAdmitted(spec(1), 4, 10, "g0"))
         stage.play(JobEnded("trial-0001", "failed", 5, "loss is nan", None, 500, 5.0, 8.0, None))
@@ -134,7 +135,7 @@ def test_plain_progress_tells_the_losses_and_the_best_so_far() -> None:
         board.handle(JobEvaluated(spec(trial).name, 5, loss, 80))
     assert progress_line(board, None).endswith("median 2.5000 · lowest eval loss 2.1250 (trial-0002)")
     assert best_line(board) == "lowest eval loss so far: 2.1250 at step 5, trial-0002, adapter.rank=3"
-    board.judge("trial-0000", "finished", 2.75, "")
+    board.judge(Verdict("trial-0000", "finished", 2.75, ""))
     assert progress_line(board, None).endswith("train loss 2.0000, median 3.0000 · best 2.7500 (trial-0000)")
 
 
@@ -143,11 +144,11 @@ def test_of_several_that_end_together_the_best_alone_is_told() -> None:
     with stage.view:
         for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
             stage.play(JobEnded(spec(trial).name, "finished", 10, "", loss, 8, 1.0, 1.0, None))
-            stage.board.judge(spec(trial).name, "finished", loss, "")
+            stage.board.judge(Verdict(spec(trial).name, "finished", loss, ""))
             stage.view.judged(spec(trial).name)
         stage.play(JobAdmitted(spec(3), 0, 10, "g0"))
         stage.play(JobEnded("trial-0003", "finished", 10, "", 0.5, 8, 1.0, 1.0, None))
-        stage.board.judge("trial-0003", "finished", 0.5, "")
+        stage.board.judge(Verdict("trial-0003", "finished", 0.5, ""))
         stage.view.judged("trial-0003")
     told = [line[:29] for line in stage.lines if line.startswith("best")]
     assert told == ["best so far: trial-0002, obje", "best so far: trial-0003, obje"]
@@ -179,7 +180,7 @@ def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
 def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     board = board_of(12)
     for trial in range(8):
-        board.judge(spec(trial).name, "pruned" if trial % 2 else "failed", None, "")
+        board.judge(Verdict(spec(trial).name, "pruned" if trial % 2 else "failed", None, ""))
     board.ladder = lambda _: Ladder((2,), range(8, 12))
     board.handle(JobParked(spec(8).name, 2, AT_RUNG))
     board.jobs[spec(8).name].step = 2
@@ -202,7 +203,7 @@ def test_the_live_view_shows_jobs_progress_and_best() -> None:
         stage.clock.now += 10.0
         stage.step(0, 5)
         stage.play(JobEnded("trial-0000", "finished", 10, "", 1.5, 1000, 10.0, 65.0, None))
-        stage.board.judge("trial-0000", "finished", 1.5, "")
+        stage.board.judge(Verdict("trial-0000", "finished", 1.5, ""))
         stage.view.judged("trial-0000")
     text = stage.file.getvalue()
     assert "5/10" in text
@@ -325,7 +326,7 @@ class Played:
         name = spec(trial).name
         state = "finished" if step == self.steps else "stopped"
         self.stage.play(JobEnded(name, state, step, "", 1.0, 8 * step, 1.0, 1.0, None))
-        self.stage.board.judge(name, "finished" if step == self.steps else "pruned", 1.0, "")
+        self.stage.board.judge(Verdict(name, "finished" if step == self.steps else "pruned", 1.0, ""))
 
 
 @settings(deadline=None, max_examples=40)
@@ -375,7 +376,7 @@ def test_time_left_of_jobs_far_longer_than_the_time_so_far() -> None:
         stage.play(GroupStep("g0", step, names, 1, 8, 0.4, None, 256))
         if step == 20:
             stage.play(JobEnded(names[0], "stopped", step, "ended by its owner", 1.0, 8, 1.0, 1.0, None))
-            stage.board.judge(names[0], "pruned", 1.0, "")
+            stage.board.judge(Verdict(names[0], "pruned", 1.0, ""))
             told = [stage.view.seconds_left]
     told.append(stage.view.seconds_left)
     assert told[0] == pytest.approx(3 * 99_980 * 0.1, rel=0.01)
@@ -437,7 +438,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
         stage.step(trial, step)
     for trial in (0, 2, 4):
         board.handle(JobParked(spec(trial).name, 2, AT_RUNG))
-    board.judge(spec(3).name, "failed", None, "loss is nan")
+    board.judge(Verdict(spec(3).name, "failed", None, "loss is nan"))
     line = status_line(board, None)
     assert "3 parked" in line
     assert (
@@ -531,9 +532,9 @@ def test_a_priority_is_told_of_those_that_have_one() -> None:
 
 def test_the_summary_says_what_was_found_and_what_failed() -> None:
     board = board_of(2)
-    board.judge("trial-0000", "finished", 1.25, "")
+    board.judge(Verdict("trial-0000", "finished", 1.25, ""))
     board.jobs["trial-0000"].adapter = "runs/adapters/trial-0000"
-    board.judge("trial-0001", "failed", None, "loss is nan")
+    board.judge(Verdict("trial-0001", "failed", None, "loss is nan"))
     console = Console(file=io.StringIO(), width=60)
     print_summary(console, board, {"tracking": "sqlite:///" + "x" * 80, "open": "plait ui"})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
@@ -551,7 +552,7 @@ def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
     for step, loss in ((20, 3.7849), (40, 3.8664)):
         stage.play(JobEvaluated("trial-0000", step, loss, 80))
     stage.play(JobEnded("trial-0000", "finished", 40, "", 3.8664, 1000, 10.0, 65.0, Path("adapter")))
-    stage.board.judge("trial-0000", "finished", 3.8664, "")
+    stage.board.judge(Verdict("trial-0000", "finished", 3.8664, ""))
     ended = (
         "trial-0000 finished: eval loss 3.8664 (it was 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
     )
@@ -562,7 +563,7 @@ def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
 
 def test_a_single_job_is_summed_up_in_a_line() -> None:
     board = board_of(1)
-    board.judge("trial-0000", "finished", 1.5, "")
+    board.judge(Verdict("trial-0000", "finished", 1.5, ""))
     console = Console(file=io.StringIO(), width=60)
     print_summary(console, board, {})
     assert "parameters  adapter.rank=1 train.lr=0.0002" in console.file.getvalue().splitlines()  # type: ignore[attr-defined]
