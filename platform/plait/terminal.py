@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,9 +38,11 @@ from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, STOPPED
 
+T = TypeVar("T")
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
 SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
 LINES_AROUND = 6  # of the live view, beside the jobs: heading, status, best and room for the prompt
+ENDING = "Ending after this step. Ctrl-C again ends at once."
 CLOSING = "Writing the end of the search to MLflow."
 TOGETHER = (JobEvaluated, JobGenerated, JobEnded)  # of several jobs in a row: what is best is told after them
 OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
@@ -72,6 +75,7 @@ class Terminal:
         self._pace = Pace(board, clock)
         self._best: JobRecord | None = board.best()
         self._news = False  # the best, or the front, is another one than was told
+        self._ending = False  # Ctrl-C was pressed
         self._trained = False  # what remains is evaluation, and that was told
         self._live: Live | None = None
 
@@ -85,6 +89,7 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ending = False
         if self._live is not None:
             self._live.update(self._view(), refresh=True)
             self._live.stop()
@@ -111,6 +116,23 @@ class Terminal:
         self._best = best
         self._draw()
 
+    def announce(self) -> None:
+        """Answer the first Ctrl-C. Straight to the descriptor: the signal's handler may run in the middle of
+        a line that the console writes, whose buffer it would write once more. In the live view, over its last
+        line, from which the next drawing finds its way up."""
+        self._ending = True
+        live = self._live is not None
+        os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """``call``, with a drawing before it where one is due: while nobody trains no event brings one."""
+
+        def both() -> T:
+            self._draw()
+            return call()
+
+        return both
+
     def note(self, text: str) -> None:
         """One line about the search, above the live view or among the plain lines."""
         self._print(text)
@@ -135,7 +157,9 @@ class Terminal:
         rows = max(self._console.height - LINES_AROUND, 1)
         status = status_rows(self._board, self.seconds_left, self._console.width)
         lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
-        if best := best_line(self._board):
+        if self._ending:
+            lines.append(Text(ENDING, "yellow", no_wrap=True, overflow="ellipsis"))
+        elif best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
         return Group(jobs_table(self._board, rows, self._console.width), *lines)
 

@@ -2,12 +2,13 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from plait.engine.coordinator import INTERRUPTED
 from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
-from plait.terminal import Terminal, print_summary
+from plait.terminal import ENDING, Terminal, print_summary
 from plait.terminal_rows import share_done, status_line
 from plait.terminal_table import jobs_table
 from plait.tracking.board import Board, JobRecord
@@ -33,6 +34,31 @@ def interrupted_search(console: Console) -> Board:
         for job in jobs[:2]:
             play(JobEnded(job.name, "stopped", 5, INTERRUPTED, None, 100, 1.0, 1.0, None))
     return board
+
+
+def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    now = [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with Terminal(Board("minimize", 1), console, clock=lambda: now[0]) as view:
+        view.announce()
+        out, err = capfd.readouterr()
+        assert out == f"\r\x1b[2K{ENDING}"  # no line is begun
+        assert not err
+        now[0] += 1.0
+        assert view.beside(lambda: 7)() == 7  # it is drawn though nothing happens
+        assert ENDING in console.file.getvalue()  # type: ignore[attr-defined]
+        drawn = len(console.file.getvalue())  # type: ignore[attr-defined]
+        view.beside(lambda: 7)()
+        assert len(console.file.getvalue()) == drawn  # type: ignore[attr-defined]
+    assert ENDING not in console.file.getvalue()[drawn:]  # type: ignore[attr-defined]
+
+
+def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.CaptureFixture[str]) -> None:
+    with Terminal(Board("minimize", 1), Console(file=io.StringIO())) as view:
+        view.announce()
+        assert capfd.readouterr() == ("", f"\n{ENDING}\n")
 
 
 def test_trials_that_were_interrupted_have_not_ended() -> None:

@@ -234,12 +234,6 @@ def check_here(cluster: ClusterSettings) -> None:
         )
 
 
-def announce() -> None:
-    """Answer the first Ctrl-C. Straight to the descriptor: the handler may run in the middle of a line that
-    the terminal view writes, whose buffer it would write once more."""
-    os.write(2, b"\nEnding after this step. Ctrl-C again ends at once.\n")
-
-
 def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, ...]:
     """The command line that goes on with a search: the same, but not anew, and whatever fails where too much
     did."""
@@ -329,7 +323,7 @@ class _Launch:
     def _train(self, coordinator: Coordinator, tracker: Tracker, steps: GroupSteps) -> SearchResult:
         with (
             Terminal(tracker.board, self._console) as terminal,
-            Interrupts(announce) as interrupts,
+            Interrupts(terminal.announce) as interrupts,
         ):
             self._source.patience.say = terminal.note
             self._source.patience.stop = lambda: interrupts.requested
@@ -345,7 +339,7 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=Attend(self._source, tracker.board, terminal.note, clerk.attend),
+                owner=terminal.beside(Attend(self._source, tracker.board, terminal.note, clerk.attend)),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
                 clerk.withdraw()
