@@ -277,6 +277,21 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
     assert "No trial keeps adapter.rank <= 1." in describe_result(SearchResult(broken), nothing, "s")
 
 
+@pytest.mark.parametrize(("wanted", "exhausted"), [(3, False), (10, True)])
+def test_trials_are_not_offered_where_no_point_is_left(wanted: int, exhausted: bool) -> None:
+    trials = source(["adapter.rank=4,8", "adapter.dropout=0,0.1"], trials=wanted)
+    drawn = []
+    while (trial := trials.ask()) is not None:
+        drawn.append(trial)
+        trials.tell(trial, Outcome("complete", 1.0, ""))
+    assert trials.exhausted == exhausted
+    assert len(drawn) == min(wanted, 4)
+    result = SearchResult(tuple(trials.finished()))
+    first, *_, last = describe_result(result, SearchSettings(), "s", exhausted=trials.exhausted)
+    assert ("search.trials=N adds to it" in last) != exhausted
+    assert first.endswith("Every point of the space has been tried.") == exhausted
+
+
 # ---- points that come first ------------------------------------------------------------------------------
 
 POINTS = ({"adapter.rank": "8", "train.lr": "2e-4"}, {"adapter.rank": "16"})

@@ -139,7 +139,8 @@ def _nothing_to_train(
     if done.why:
         _tell(console, [describe_given_up(done.why, source.name)])
     else:
-        _tell(console, describe_result(done, command.settings.search, source.name))
+        search, exhausted = command.settings.search, source.exhausted
+        _tell(console, describe_result(done, search, source.name, exhausted=exhausted))
     return done.exit_status
 
 

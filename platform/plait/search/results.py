@@ -78,14 +78,18 @@ def describe_given_up(why: str, name: str) -> str:
     return f"{name} gave up: {why}. {remedy}"
 
 
-def describe_result(result: SearchResult, settings: SearchSettings, name: str) -> list[str]:
-    """A finished search in a few lines."""
+def describe_result(
+    result: SearchResult, settings: SearchSettings, name: str, *, exhausted: bool = False
+) -> list[str]:
+    """A finished search in a few lines; ``exhausted``: its space has no point that was not tried."""
     count = len(result.finished)
     lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed."]
     more = "search.fresh=true starts it anew"
     front = result.front(settings.objectives)
     searched = any(item.trial.values for item in result.finished)
-    if front and searched:
+    if exhausted and searched:
+        lines[0] += " Every point of the space has been tried."
+    elif front and searched:
         more += ", search.trials=N adds to it"
     if len(settings.objectives) > 1 and front:
         lines.append(f"Pareto front, {' and '.join(map(str, settings.objectives))}:")

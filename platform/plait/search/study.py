@@ -47,7 +47,7 @@ from plait.search.trial_records import (
     total_of,
 )
 from plait.search.trials import Finished, Outcome, Trial
-from plait.search.untried import tried_points
+from plait.search.untried import points_left, tried_points
 from plait.search.workers import Workers
 from plait.settings import SearchSettings
 
@@ -141,6 +141,11 @@ class StudyTrials:
     def over(self) -> int:
         """How many of them are over, those among them that were dropped and others drawn in their place."""
         return sum(item.state.is_finished() for item in self.patience(self._trials))
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every point of the space has been tried."""
+        return points_left(self.patience(self._trials), self._space) == 0
 
     @property
     def left_over(self) -> int:
