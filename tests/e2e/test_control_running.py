@@ -18,7 +18,7 @@ from plait.cli.main import main
 from plait.search.control import Mailbox
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
+PATIENCE = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 SPACE = (
     "adapter.rank=1,2,4",
     "train.lr=tag(log,interval(1e-4,1e-2))",
@@ -66,7 +66,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
     def say(*words: str, status: int = 0) -> str:
         capsys.readouterr()
-        assert main(["control", "mine", *words]) == status
+        assert main(["control", "mine", *words, "--wait", str(PATIENCE)]) == status
         shown = capsys.readouterr()
         return shown.out if status == 0 else shown.err
 

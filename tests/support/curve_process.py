@@ -78,6 +78,7 @@ def steered(folder: Path, name: str) -> Bench:
                     weights=lambda _number, _name: None,
                     save=lambda _number: False,
                     describe=lambda mode: mode,
+                    facts=lambda _mode: {},
                     say=print,
                     name="s",
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from plait.search.attend import Attend
 from plait.search.control.desk import LOOK_SECONDS, Clerk
 from plait.search.control.mailbox import Answer, Mailbox, Request
 from plait.search.control.orders import Mode, Orders
+from plait.search.control.status import status_facts
 from plait.search.control.targets import check_target
 from plait.search.patience import Patience
 from plait.search.points import read_point, read_values
@@ -40,7 +42,7 @@ from plait.search.storage import from_anywhere, open_storage
 from plait.search.study_orders import StudyOrders
 from plait.search.workers import Owner as Trainer
 from plait.terminal_rows import status_line
-from plait.tracking.board import Board
+from plait.tracking.board import Board, JobRecord
 
 SPACE = Space(
     (
@@ -199,6 +201,9 @@ def test_one_process_has_the_desk_and_its_end_frees_it(tmp_path: Path) -> None:
         with box.desk() as second:
             assert not second.take()
     assert not box.attended
+    with (tmp_path / "desk.lock").open("rb") as another:  # who asks whether it is attended, at this moment
+        fcntl.flock(another, fcntl.LOCK_SH)
+        assert not box.attended
 
 
 def test_a_process_that_is_killed_leaves_the_desk_free(tmp_path: Path) -> None:
@@ -305,6 +310,7 @@ def _clerk(folder: Path, study: Study, clock: Callable[[], float] = time.monoton
         weights=lambda number, name: folder / name if number == 0 or name in study.saved else None,
         save=study.save,
         describe=lambda mode: f"{mode}: 2 trials",
+        facts=lambda mode: {"mode": mode, "trials": 2},
         say=study.said.append,
         name="a search",
         clock=clock,
@@ -643,6 +649,16 @@ def test_status_of_a_search_that_is_down_is_what_its_study_knows(
         study.ask().set_user_attr("plait.owner", Trainer("far", host, "/nowhere").to_json())
     assert main(["control", "killed", "--root", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert main(["control", "killed", "--json", "--root", str(tmp_path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    shown = tuple(facts[key] for key in ("search", "mode", "trials", "ended"))
+    assert shown == ("killed", "not running", 7, 4)
+    states = [(job["state"], job["host"]) for job in facts["jobs"][3:]]
+    assert states == [("pruned", ""), ("cut short", ""), ("running", "node7"), ("cut short", "")]
+    assert main(["control", "killed", "pause", "--root", str(tmp_path)]) == 0
+    assert "ask on node7" in capsys.readouterr().out
+    assert main(["control", "killed", "stop", "--json", "--root", str(tmp_path)]) == 2
+    assert "Only a status" in capsys.readouterr().err
     assert lines[0] == "killed does not run now. Ordered: paused."
     assert lines[1] == "7 trials: 2 cut short, 3 complete, 1 pruned, 1 begun on host node7."
     assert lines[2].startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
@@ -688,6 +704,28 @@ def test_asking_a_search_that_runs_loads_nothing_heavy(tmp_path: Path) -> None:
         check=True,
     )
     assert shown.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_status_for_programs_has_every_job(tmp_path: Path) -> None:
+    board = Board("minimize", 3)
+    for trial, state in ((1, "running"), (0, "waiting")):
+        board.add(JobRecord(f"trial-{trial:04d}", trial, {"adapter.rank": 8}, state, step=trial + 3, steps=9))
+    facts = status_facts(board, "paused", "mine")
+    assert {key: facts[key] for key in ("search", "mode", "trials", "ended")} == {
+        "search": "mine", "mode": "paused", "trials": 3, "ended": 0,
+    }  # fmt: skip
+    assert [(job["trial"], job["state"], job["step"], job["steps"]) for job in facts["jobs"]] == [
+        (0, "cut short", 3, 9),
+        (1, "running", 4, 9),
+    ]
+    assert facts["jobs"][0]["parameters"] == {"adapter.rank": 8}
+    clerk = _clerk(tmp_path, Study())
+    request = Request("facts")
+    clerk.mailbox.post(request)
+    clerk.attend()
+    answer = clerk.mailbox.take_answer(request, 0)
+    assert answer is not None
+    assert json.loads(answer.text) == {"mode": "running", "trials": 2}
 
 
 def test_the_total_that_is_shown_is_the_studys() -> None:

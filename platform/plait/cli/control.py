@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 USAGE = """
 plait control                                      which searches train now
-plait control NAME [status]                        what runs, what is over, the best so far
+plait control NAME [status] [--json]               what runs, what is over, the best so far
 plait control NAME pause | resume                  park all jobs; go on
 plait control NAME stop | cancel                   start no further trial; end at once
 plait control NAME stop TRIAL                      end one trial
@@ -30,6 +32,7 @@ plait control NAME add KEY=VALUE ...               one more trial, with these va
 plait control NAME clone TRIAL KEY=VALUE ...       its copy; with --warm from its weights
 """
 VERBS = ("status", "pause", "resume", "stop", "cancel", "add", "clone")
+FACTS = "facts"  # how a status is asked for as JSON
 PATIENCE_SECONDS = 30.0
 
 
@@ -44,11 +47,19 @@ def main(arguments: Sequence[str]) -> int:
         raise _no_such_search(known.root, [known.name, *([known.verb] if known.verb else []), *known.rest])
     mailbox = Mailbox(folder / "control")
     request = read_request(known.verb or "status", known.rest, warm=known.warm, name=known.name)
+    if known.json:
+        request = _as_facts(request)
     if mailbox.attended:
         return _ask(mailbox, request, known.wait, known.name)
     said = _unattended(mailbox, request, known.root, known.name)
     print(*said, sep="\n")
     return EXIT_DONE
+
+
+def _as_facts(request: Request) -> Request:
+    if request.verb != "status":
+        raise ConfigError(f"--json with {request.verb}", "Only a status is given as JSON.")
+    return replace(request, verb=FACTS)
 
 
 def _unattended(mailbox: Mailbox, request: Request, root: Path, name: str) -> list[str]:
@@ -60,13 +71,18 @@ def _unattended(mailbox: Mailbox, request: Request, root: Path, name: str) -> li
     """
     recorded, quoted = recorded_command(root, name), shlex.quote(name)
     finished = recorded is not None and recorded.finished
-    if finished and request.verb != "status":
+    if finished and request.verb not in ("status", FACTS):
         raise ConfigError(
             f"plait control {quoted} {request.verb}: {name} is finished",
             "Only a search that has trials to train can be steered.",
             f"`plait resume {quoted} search.trials=N` adds trials to it.",
         )
     standing, trouble = _standing(recorded, root)
+    if request.verb == FACTS:
+        state = {"search": name, "mode": "finished" if finished else "not running"}
+        return [
+            json.dumps(state | ({"trouble": trouble} if standing is None else standing.facts()), indent=2)
+        ]
     if request.verb == "status":
         mode = mailbox.orders.mode
         ordered = "" if mode == "running" else f" Ordered: {mode}."
@@ -78,6 +94,11 @@ def _unattended(mailbox: Mailbox, request: Request, root: Path, name: str) -> li
         check_target(request.verb, request.trial, standing.states, name)
     mailbox.post(request)
     said = "The search does not run now; it will do this, or refuse it, when it goes on."
+    if standing is not None and standing.elsewhere:
+        hosts = " or ".join(standing.elsewhere)
+        said = (
+            f"Nobody trains it from here: ask on {hosts}. Here it is done, or refused, when it goes on here."
+        )
     return [said, trouble] if standing is None and request.trial is not None else [said]
 
 
@@ -195,6 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="?", help="of the search, as `plait sweep` prints it")
     parser.add_argument("verb", nargs="?", help=f"{', '.join(VERBS)}; status where it is left out")
     parser.add_argument("rest", nargs="*", metavar="TRIAL | KEY=VALUE")
+    parser.add_argument("--json", action="store_true", help="status: as JSON")
     parser.add_argument("--warm", action="store_true", help="clone: start from the trial's weights")
     parser.add_argument(
         "--wait",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from optuna.study import Study
 from plait.errors import InputError, SearchError, StorageError
 from plait.paths import search_folder
 from plait.search.recorded import RecordedCommand, given, recorded_command
-from plait.search.standing import begun_elsewhere
+from plait.search.standing import hosts_of
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, stored_study
 from plait.search.study import StudyTrials
@@ -128,7 +129,7 @@ def find_remains(root: Path, name: str) -> Remains:
         tracking,
         tuple(stored_runs(tracking, name, run_id)),
         tuple(left_unsent(tracking, name)),
-        {} if study is None else begun_elsewhere(study.get_trials(deepcopy=False)),
+        {} if study is None else Counter(filter(None, hosts_of(study.get_trials(deepcopy=False)))),
     )
 
 

@@ -25,7 +25,7 @@ from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Mailbox
-from plait.search.control.status import describe_status
+from plait.search.control.status import describe_status, status_facts
 from plait.search.control.weights import copy_of, keep_weights
 from plait.search.engine import (
     PLAN_FILE,
@@ -374,6 +374,7 @@ class _Launch:
             weights,
             save,
             lambda mode: describe_status(tracker.board, mode, self._source.name),
+            lambda mode: status_facts(tracker.board, mode, self._source.name),
             say,
             self._source.name,
             whole=self._settings.search.sampler == "grid",

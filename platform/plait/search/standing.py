@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from optuna.study import Study
 from optuna.trial import FrozenTrial
@@ -17,6 +18,7 @@ from plait.search.stored import stored_study
 from plait.search.trial_records import STATES, outcome_of, trainer_of
 from plait.search.trials import Finished, Trial
 from plait.search.workers import this_host
+from plait.terminal_rows import CUT_SHORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +29,26 @@ class Standing:
         states: of all trials, by number: "running", "waiting", "complete", "pruned" or "failed".
         result: the trials that are over.
         objectives: of the search.
-        elsewhere: how many running trials workers on other hosts signed, by host.
+        hosts: by number: the other host whose worker signed a running trial; "" otherwise.
     """
 
     states: tuple[str, ...]
     result: SearchResult
     objectives: tuple[Objective, ...]
-    elsewhere: dict[str, int] = field(default_factory=dict)
+    hosts: tuple[str, ...]
+
+    @property
+    def elsewhere(self) -> dict[str, int]:
+        """How many running trials workers on other hosts signed, by host."""
+        return dict(Counter(filter(None, self.hosts)))
 
     def describe(self) -> list[str]:
         """In a few lines."""
         if not self.states:
             return ["It has no trials yet."]
         counts = Counter(self.states)
-        counts["cut short"] = counts.pop("running", 0) - sum(self.elsewhere.values())
-        parts = [f"{counts[state]} {state}" for state in ("cut short", *STATES.values()) if counts[state]]
+        counts[CUT_SHORT] = counts.pop("running", 0) - sum(self.elsewhere.values())
+        parts = [f"{counts[state]} {state}" for state in (CUT_SHORT, *STATES.values()) if counts[state]]
         parts += [f"{number} begun on host {host}" for host, number in self.elsewhere.items()]
         lines = [f"{len(self.states)} trial{'s' if len(self.states) > 1 else ''}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
@@ -49,6 +56,21 @@ class Standing:
         if self.elsewhere:
             lines.append(f"Ask on {' or '.join(self.elsewhere)} where that still trains.")
         return lines
+
+    def facts(self) -> dict[str, Any]:
+        """The same for programs."""
+        cut_short = {("running", ""): CUT_SHORT}
+        jobs = [
+            {
+                "trial": number,
+                "name": Trial(number).name,
+                "state": cut_short.get(pair, pair[0]),
+                "host": pair[1],
+            }
+            for number, pair in enumerate(zip(self.states, self.hosts, strict=True))
+        ]
+        ended = len(self.result.finished)
+        return {"trials": len(self.states), "ended": ended, "jobs": jobs}
 
 
 def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
@@ -72,7 +94,7 @@ def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
         tuple(STATES[item.state] for item in trials),
         SearchResult(tuple(finished)),
         _objectives(study),
-        begun_elsewhere(trials),
+        hosts_of(trials),
     )
 
 
@@ -82,12 +104,12 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
     return tuple(Objective(name, direction.name.lower()) for name, direction in pairs)
 
 
-def begun_elsewhere(trials: Sequence[FrozenTrial]) -> dict[str, int]:
-    """How many running trials workers on other hosts signed, by host: this one may have been rebooted."""
+def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
+    """As in :class:`Standing`. What this host began before it was rebooted is not elsewhere."""
     here = _name(this_host())
-    owners = [trainer_of(item) for item in trials if STATES[item.state] == "running"]
-    hosts = [_name(owner.host) for owner in owners if owner is not None]
-    return dict(Counter(host for host in hosts if host != here))
+    owners = [trainer_of(item) if STATES[item.state] == "running" else None for item in trials]
+    names = ["" if owner is None else _name(owner.host) for owner in owners]
+    return tuple("" if name == here else name for name in names)
 
 
 def _name(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import time
@@ -53,7 +54,8 @@ class Clerk:
     Attributes:
         weights: a copy of a trial's newest saved weights, under a name of its own; None where there are none.
         save: has a live trial of this process saved at the next boundary; False for any other.
-        describe: how the search stands.
+        describe: how the search stands, in lines.
+        facts: the same for programs, as plain data.
         say: shown where the search runs, since who asked may have stopped waiting.
         name: of the search, for what its owner may type next.
         whole: a point must name every searched key, since the sampler draws none: a grid's.
@@ -66,6 +68,7 @@ class Clerk:
     weights: Callable[[int, str], Path | None]
     save: Callable[[int], bool]
     describe: Callable[[Mode], str]
+    facts: Callable[[Mode], Mapping[str, object]]
     say: Callable[[str], None]
     name: str
     whole: bool = False
@@ -121,6 +124,8 @@ class Clerk:
                 return self._change(request.verb)
             if request.verb == "status":
                 return Answer(True, self.describe(self.study.orders.read().mode))
+            if request.verb == "facts":
+                return Answer(True, json.dumps(self.facts(self.study.orders.read().mode), indent=2))
             if request.verb == "add":
                 return Answer(True, self._add(request, {}))
             if request.verb == "clone" and request.trial is not None:

@@ -36,7 +36,7 @@ class Request:
     """One command of the search's owner.
 
     Attributes:
-        verb: status, pause, resume, stop, cancel, add or clone.
+        verb: status, facts, pause, resume, stop, cancel, add or clone.
         trial: the trial that it is about; None for the whole search.
         overrides: values of searched keys (add, clone).
         warm: start from the weights of the cloned trial.
@@ -184,11 +184,16 @@ class Mailbox:
     @property
     def attended(self) -> bool:
         """Whether a running search has the desk."""
-        lock = self._folder / "desk.lock"
-        if not lock.exists():
+        try:
+            with (self._folder / "desk.lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same moment
+        except FileNotFoundError:
             return False
-        with Desk(lock) as desk:
-            return not desk.take()
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise _unusable(self._folder, error) from error
+        return False
 
     def _write(self, path: Path, content: object) -> None:
         try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from typing import Any
 
 from plait.search.control.orders import Mode
 from plait.terminal_rows import best_line, number, settings_line, shown_first, state_text, status_line
 from plait.tracking.board import Board
+from plait.tracking.leaderboard import to_json
 
 MOST_JOBS = 40
 
@@ -28,3 +31,14 @@ def describe_status(board: Board, mode: Mode, name: str) -> str:
     if len(records) > MOST_JOBS:
         lines.append(f"... {len(records) - MOST_JOBS} more: `plait leaderboard {shlex.quote(name)}`")
     return "\n".join(lines)
+
+
+def status_facts(board: Board, mode: Mode, name: str) -> dict[str, Any]:
+    """The same for programs: all jobs by trial, with what the leaderboard knows of each."""
+    records = sorted(board.jobs.values(), key=lambda record: record.trial)
+    jobs = [
+        row | {"state": state_text(board, record), "step": record.step, "steps": record.steps}
+        for row, record in zip(json.loads(to_json(records)), records, strict=True)
+    ]
+    ended = sum(record.ended for record in records)
+    return {"search": name, "mode": mode, "trials": board.trials, "ended": ended, "jobs": jobs}
