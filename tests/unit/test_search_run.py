@@ -279,6 +279,17 @@ def test_too_many_failures_end_the_search(rate: float, failures: int) -> None:
     assert (result.ended_by, result.why) == (("failing", gave_up) if failures < 12 else ("", ""))
 
 
+@pytest.mark.parametrize("failed", ["keep", "drop"])
+def test_a_search_that_gave_up_stays_so(failed: str) -> None:
+    search = replace(Bench().search, trials=4, max_failure_rate=0.1, parallel=1, failed=failed)
+    bench = Bench(search, Engine(broken=lambda _: "broken"))
+    first = bench.run()
+    again = replace(bench, engine=Engine(broken=lambda _: "broken"), notes=Notes()).run()
+    assert (again.ended_by, again.why) == (first.ended_by, first.why)
+    assert first.ended_by == "failing"
+    assert len(bench.trials) == 1
+
+
 def test_a_search_that_drew_all_its_trials_is_finished_however_many_failed() -> None:
     search = replace(Bench().search, max_failure_rate=0.0, parallel=12)
     result = Bench(search, Engine(most=12, broken=lambda _: "broken")).run()

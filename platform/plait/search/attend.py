@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,10 @@ class Source(Protocol):
     @property
     def total(self) -> int:
         """How many trials there are to be."""
+
+    @property
+    def own(self) -> Set[int]:
+        """Numbers of the trials that this process trains."""
 
     def departed(self) -> Sequence[Departed]:
         """Other processes that were found to be gone, told once."""
@@ -47,7 +51,8 @@ class Attend:
     def __call__(self) -> Orders:
         """The orders that hold now."""
         for gone in self.source.departed():
-            wait(self.board.jobs.values(), {Trial(number).name for number in gone.trials})
+            left = gone.trials.keys() - self.source.own  # what was free is taken up at once
+            wait(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(gone.describe())
         orders = self.owner()
         if self.source.revision != self._revision:  # each look reads all trials

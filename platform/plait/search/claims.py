@@ -40,23 +40,26 @@ class Claims:
         study: whose trials.
         storage: of the study.
         workers: this process among others; None: it is the only one.
+
+    Attributes:
+        own: numbers of the trials that this process trains.
     """
 
     def __init__(self, study: Study, storage: BaseStorage, workers: Workers | None) -> None:
         self._study = study
         self._storage = storage
         self._workers = workers
-        self._own: set[int] = set()
+        self.own: set[int] = set()
         self._noticed: set[str] = set()  # names of processes that are known to be gone
         self._departed: list[Departed] = []
 
     def add(self, number: int) -> None:
         """This process trains a trial."""
-        self._own.add(number)
+        self.own.add(number)
 
     def discard(self, number: int) -> None:
         """It does not any more."""
-        self._own.discard(number)
+        self.own.discard(number)
 
     def sign(self, item: FrozenTrial) -> None:
         """Write this process down as the one that trains a trial."""
@@ -69,8 +72,8 @@ class Claims:
 
     def lost(self, trials: Sequence[FrozenTrial]) -> set[int]:
         """Numbers of the trials that other processes have taken over from this one, told once."""
-        lost = {number for number in self._own if not self.signed(trials[number])}
-        self._own -= lost
+        lost = {number for number in self.own if not self.signed(trials[number])}
+        self.own -= lost
         return lost
 
     def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -112,4 +115,4 @@ class Claims:
         return len(self._not_own(trials)) - len(self.orphans(trials))
 
     def _not_own(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self._own]
+        return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self.own]

@@ -105,7 +105,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
         line += f"; other processes train {others}, this one takes what is free"
     few = too_few_points(settings.search, command.space)
     _tell(console, [line, few] if few else [line])
-    why = "" if over >= source.total else gave_up(done.failed, source.total, settings.search)
+    why = "" if over >= source.total else gave_up(source.failed, source.total, settings.search)
     if over >= source.total or (why and not left_over and not others):
         return _nothing_to_train(command, source, console, replace(done, why=why))
     if tracked.away is not None:

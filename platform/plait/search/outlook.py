@@ -16,22 +16,17 @@ class Outlook:
     Args:
         source: draws the trials.
         settings: of the search.
-        failed: how many trials failed in earlier runs.
-
-    Attributes:
-        failed: how many trials failed so far.
     """
 
-    def __init__(self, source: TrialSource, settings: SearchSettings, failed: int) -> None:
-        self.failed = failed
+    def __init__(self, source: TrialSource, settings: SearchSettings) -> None:
         self._source = source
         self._settings = settings
         self._none_left: tuple[int, bool] | None = None  # what was asked for in vain: the revision, and new
-        self._total: tuple[int, int] | None = None  # at which revision, and how many
+        self._verdict: tuple[int, str] | None = None  # at which revision, and why no more are drawn
 
     def forget(self) -> None:
         """Ask the source again, even where nothing changed here."""
-        self._none_left = self._total = None
+        self._none_left = self._verdict = None
 
     @property
     def hopeless(self) -> bool:
@@ -41,12 +36,12 @@ class Outlook:
     @property
     def gave_up(self) -> str:
         """That too many trials failed, in words; "" where not that many did."""
-        if not self.failed:
+        if self._settings.max_failure_rate >= 1:
             return ""
         revision = self._source.revision
-        if self._total is None or self._total[0] != revision:
-            self._total = revision, self._source.total
-        return gave_up(self.failed, self._total[1], self._settings)
+        if self._verdict is None or self._verdict[0] != revision:
+            self._verdict = revision, gave_up(self._source.failed, self._source.total, self._settings)
+        return self._verdict[1]
 
     def draw(self, *, new: bool) -> Trial | None:
         """The next trial, as ``TrialSource.ask``; None where there was none and nothing changed since."""

@@ -74,8 +74,7 @@ class SearchRun:
 
     def run(self) -> SearchResult:
         """Go on until every trial is over, or ``stop`` says so."""
-        failed = SearchResult(tuple(self.source.finished())).failed
-        self._outlook = Outlook(self.source, self.settings, failed)
+        self._outlook = Outlook(self.source, self.settings)
         while not self.stop():
             self._obey()
             look = self._look()
@@ -245,7 +244,7 @@ class SearchRun:
         except StorageError:
             raise
         except InputError as error:  # nobody has heard of this job yet
-            self._tell(trial, Outcome("failed", None, str(error)))
+            self.source.tell(trial, Outcome("failed", None, str(error)))
             return None
         self.recorder.start_job(job, trial.number)
         return job
@@ -339,11 +338,7 @@ class SearchRun:
             Verdict(trial.name, state, outcome.value, outcome.reason, tuple(outcome.others), outcome.feasible)
         )
         self.recorder.commit()
-        self._tell(trial, replace(outcome, run_id=self.recorder.run_id(trial.name)))
-
-    def _tell(self, trial: Trial, outcome: Outcome) -> None:
-        self.source.tell(trial, outcome)
-        self._outlook.failed += outcome.state == "failed"
+        self.source.tell(trial, replace(outcome, run_id=self.recorder.run_id(trial.name)))
 
     def _wind_up(self) -> None:
         """Let the engine save and end every job; trials that do not answer stay RUNNING for the next run."""

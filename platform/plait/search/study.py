@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class StudyTrials:
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
+        own: numbers of the trials that this process trains.
         revision: rises when a trial is drawn, enqueued or ended here.
         token: tells this study from an earlier one of its name.
         states_folder: where the states of its trials lie; None without a folder.
@@ -111,6 +112,7 @@ class StudyTrials:
         )
         self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
+        self.own: Set[int] = self._claims.own
         self._kept = Kept(self._folder, self.token)
         self.states_folder = self._kept.states
         self.orders = StudyOrders(self._study, self.patience, self._locked)
@@ -141,6 +143,11 @@ class StudyTrials:
     def over(self) -> int:
         """How many of them are over, those among them that were dropped and others drawn in their place."""
         return sum(item.state.is_finished() for item in self.patience(self._trials))
+
+    @property
+    def failed(self) -> int:
+        """How many failed, those that are dropped among them."""
+        return self.trial_states().count("failed")
 
     @property
     def exhausted(self) -> bool:

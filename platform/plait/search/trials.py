@@ -88,6 +88,10 @@ class TrialSource(Protocol):
     def over(self) -> int:
         """How many of them are over."""
 
+    @property
+    def failed(self) -> int:
+        """How many failed, those that are dropped among them."""
+
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
         """The next trial, or None when all have been drawn: by priority, then those that were cut short.
 
