@@ -12,7 +12,7 @@ from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
 from plait.jobs import JobSpec
 from plait.objectives import Verdict
 from plait.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, load_search, locate, send_left
+from plait.tracking import SearchFacts, Tracker, left_unsent, load_search, locate, send_left
 from plait.tracking.encoding import Head
 from plait.tracking.operations import LogFile, LogText
 from plait.tracking.outgoing import spool_folder
@@ -147,7 +147,9 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
     tracker.judge(Verdict("trial-0000", "finished", 1.0))
     tracker.end_search()
     tracker.close()
+    assert left_unsent(one, "demo") != []
     assert send_left(one, "demo") == []
+    assert left_unsent(one, "demo") == []
     (item,) = load_search(one, "demo").records
     losses = MlflowClient(locate(one).uri).get_metric_history(item.run_id, "train/loss")
     assert [point.step for point in losses] == list(range(1, STEPS + 1))

@@ -163,6 +163,36 @@ def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSetti
     check(settings, tmp_path)
 
 
+def test_of_trials_that_are_over_the_study_has_the_last_word_and_the_store_the_rest(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    killed = worker(settings)
+    for trial in (0, 1, 2):
+        begin(killed, trial)
+    end(killed, 0)
+    end(killed, 1)
+    killed.judge(Verdict("trial-0002", "pruned", 3.5, "rung 2"))
+    killed.handle(GroupStep("g0", 1, (), 1, 100, 0.5, None, 200))
+    killed.flush()
+    die(killed)
+    first, second, *_ = verdicts()
+    judged = [
+        first,
+        replace(second, feasible=False),
+        Judged("trial-0002", 2, "pruned", (), True, "rung 2", {}),
+        Judged("trial-0003", 3, "failed", (), True, "it never had a run", {}),
+    ]
+    run_id = conclude(settings, "both", "s", judged)
+    assert run_id is not None
+    client = MlflowClient(locate(settings).uri)
+    table = json.loads(Path(client.download_artifacts(run_id, "leaderboard.json", str(tmp_path))).read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert {row["trial"]: row["objective"] for row in rows} == {0: 1.0, 1: 2.0, 2: 3.5}
+    assert client.get_run(run_id).data.metrics["search/front"] == 1
+    steps = [point.step for point in client.get_metric_history(run_id, "search/ended")]
+    assert len(steps) == len(set(steps)) > 1
+
+
 def test_the_leaderboard_shows_where_those_are_that_go_on(settings: TrackingSettings) -> None:
     tracker = worker(settings)
     for trial in (0, 1, 2):
