@@ -120,7 +120,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert trials.lost() == set()
     assert [gone.describe() for gone in trials.departed()] == [
         f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "
-        "1 (from step 20) go on as soon as a place is free"
+        "1 (from step 20) go on where a place is free"
     ]
     assert trials.cut_short == {"trial-0000", "trial-0001"}
     assert (trials.lost(), trials.departed()) == (set(), [])  # told once

@@ -30,7 +30,7 @@ class Departed:
         """In a line."""
         which = ", ".join(f"{number} (from step {step})" for number, step in self.trials.items())
         what = f"its trials {which} go" if len(self.trials) > 1 else f"its trial {which} goes"
-        return f"{self.owner.process} is gone: {what} on as soon as a place is free"
+        return f"{self.owner.process} is gone: {what} on where a place is free"
 
 
 class Claims:
