@@ -21,6 +21,7 @@ from plait.engine.messages import (
     JobEvaluated,
     JobGenerated,
     JobParked,
+    JobProgress,
 )
 from plait.terminal_pace import Pace
 from plait.terminal_rows import (
@@ -103,7 +104,7 @@ class Terminal:
         self._pace.handle(event)
         if self._live is None:
             self._write_line(event)
-        else:
+        elif not isinstance(event, JobProgress):  # of all jobs first: the iteration follows them
             self._draw()
 
     def judged(self, job: str) -> None:

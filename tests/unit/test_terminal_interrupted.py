@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from plait.engine.coordinator import INTERRUPTED
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.jobs import AdapterSpec, JobSpec
 from plait.terminal import ENDING, Terminal, print_summary
 from plait.terminal_rows import share_done, status_line
@@ -59,6 +59,22 @@ def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.
     with Terminal(Board("minimize", 1), Console(file=io.StringIO())) as view:
         view.announce()
         assert capfd.readouterr() == ("", f"\n{ENDING}\n")
+
+
+def test_an_iteration_is_drawn_as_a_whole() -> None:
+    board, now = Board("minimize", 2), [0.0]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    with Terminal(board, console, clock=lambda: now[0]) as view:
+        before = len(console.file.getvalue())  # type: ignore[attr-defined]
+        names = ("trial-0000", "trial-0001")
+        now[0] += 10.0
+        for name in names:
+            event = JobProgress(name, 5, 2.0, 1.0, 1e-4, 100, 1.0, 100.0)
+            board.handle(event)
+            view.handle(event)
+            assert len(console.file.getvalue()) == before  # type: ignore[attr-defined]
+        view.handle(GroupStep("g0", 5, names, 1, 100, 1.0, None, 256))
+        assert len(console.file.getvalue()) > before  # type: ignore[attr-defined]
 
 
 def test_trials_that_were_interrupted_have_not_ended() -> None:
