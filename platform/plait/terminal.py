@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -123,7 +124,8 @@ class Terminal:
         line, from which the next drawing finds its way up."""
         self._ending = True
         live = self._live is not None
-        os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
+        with suppress(OSError):  # Ctrl-C ends a `tee`, too, and nobody reads any more
+            os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """``call``, with a drawing before it where one is due: while nobody trains no event brings one."""

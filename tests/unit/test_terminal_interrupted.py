@@ -1,6 +1,7 @@
 """What the terminal says of trials that were saved when the search was interrupted: they have not ended."""
 
 import io
+import os
 
 import pytest
 from rich.console import Console
@@ -59,6 +60,22 @@ def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.
     with Terminal(Board("minimize", 1), Console(file=io.StringIO())) as view:
         view.announce()
         assert capfd.readouterr() == ("", f"\n{ENDING}\n")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ctrl_c_with_nobody_left_who_reads_is_no_error(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    write = os.write
+    monkeypatch.setattr("plait.terminal.os.write", lambda _, text: write(writer, text))
+    with Terminal(Board("minimize", 1), Console(file=io.StringIO(), force_terminal=terminal)) as view:
+        view.announce()
+    monkeypatch.undo()
+    with pytest.raises(BrokenPipeError):
+        os.write(writer, b"x")
+    os.close(writer)
 
 
 def test_an_iteration_is_drawn_as_a_whole() -> None:

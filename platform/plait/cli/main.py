@@ -12,6 +12,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 from plait.cli.helps import help_for
 from plait.cli.verbs import find, verbs
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
-        print(_interrupted(given), file=sys.stderr)
+        with suppress(OSError):  # Ctrl-C ends a `tee`, too, and nobody reads any more
+            print(_interrupted(given), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _nobody_reads():
