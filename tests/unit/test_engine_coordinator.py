@@ -29,6 +29,7 @@ from plait.engine.messages import (
     JobEvaluated,
     JobGenerated,
     JobProgress,
+    JobSaved,
     Notice,
     RunMicrobatches,
     SaveState,
@@ -210,6 +211,28 @@ def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
     with pytest.raises(ConfigError, match="its own"):
         made.submit(job("twin"))
     assert [e.job for e in of(JobEnded, drain(made))] == ["twin"]
+
+
+def test_a_validation_row_that_is_longer_than_a_microbatch_is_refused_too() -> None:
+    made = coordinator(CurveWorker())
+    made.submit(job("short", validation=(16,)))
+    with pytest.raises(CapacityError):
+        made.submit(job("long", validation=(17,)))
+
+
+def test_a_state_is_saved_of_steps_that_were_handed_over_only(tmp_path: Path) -> None:
+    """Whoever follows the run keeps what it was handed before the state is published."""
+    run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
+    made = Coordinator(CurveWorker(), DataCatalogue(load_lengths), run, folder=tmp_path)
+    made.submit(job("a"))
+    handed: set[int] = set()
+    saved: list[int] = []
+    while not made.idle:
+        events = made.advance()
+        saved += [event.step for event in of(JobSaved, events)]
+        assert handed >= set(saved)
+        handed |= {event.step for event in of(JobProgress, events)}
+    assert saved
 
 
 def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None:

@@ -15,6 +15,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.engine.messages import (
+    Command,
     Evaluate,
     Event,
     GroupStep,
@@ -25,8 +26,10 @@ from plait.engine.messages import (
     JobProgress,
     Notice,
     RunMicrobatches,
+    SaveState,
+    WorkerEvent,
 )
-from plait.errors import ConfigError
+from plait.errors import ConfigError, StorageError
 from plait.jobs import JobSpec, TrainSpec
 from plait.settings import EngineSettings, PlannerSettings, RunSettings
 
@@ -65,6 +68,35 @@ def drain(made: Coordinator, between: Callable[[int], None] = lambda _: None) ->
 
 def groups(events: Sequence[Event]) -> list[tuple[str, ...]]:
     return [event.jobs for event in events if isinstance(event, GroupStep)]
+
+
+class Full(CurveWorker):
+    """Whose disk takes the first state and no other."""
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, SaveState) and command.cursor.step > 1:
+            raise StorageError("no space left")
+        return super().handle(command)
+
+
+def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -> None:
+    run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
+    made = Coordinator(Full(falling), DataCatalogue(load_lengths), run, folder=tmp_path)
+    made.submit(job("a"))
+    made.advance()
+    made.advance()
+    assert made.checkpointing.save([made._find("a")])[0]["a"].name.endswith("1")
+    made.park("a")
+    assert parked(made.settle()) == []
+
+
+def test_a_job_that_waits_is_parked_too(make: Callable[..., tuple[Coordinator, CurveWorker]]) -> None:
+    made, _ = make(max_jobs=1)
+    made.submit(job("a"))
+    made.submit(job("b"))
+    made.advance()
+    made.park("b")
+    assert parked(made.settle()) == [("b", 0, PAUSED)]
 
 
 def steps(events: Sequence[Event], name: str) -> list[int]:

@@ -15,6 +15,7 @@ from plait.settings import (
     PlannerSettings,
     RunSettings,
     SearchSettings,
+    StoppingSettings,
     TrackingSettings,
 )
 
@@ -54,6 +55,7 @@ OTHER = [
     replace(RUN, search=SearchSettings(sampler_options={"n_startup_trials": 3})),
     replace(RUN, search=SearchSettings(direction="maximize")),
     replace(RUN, search=SearchSettings(metric="train/loss")),
+    replace(RUN, search=SearchSettings(stopping=StoppingSettings(kind="median"))),
 ]
 
 

@@ -26,7 +26,7 @@ from plait.search.results import SearchResult
 from plait.search.run import SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
-from plait.settings import RunSettings, SearchSettings
+from plait.settings import RunSettings, SearchSettings, StoppingSettings
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
 
@@ -448,6 +448,12 @@ def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
 def test_a_metric_that_the_data_does_not_give_is_refused(metric: str, options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_measured(SearchSettings(metric=metric), [DataSpec.of("reasoning_gym", **options)])
+
+
+def test_so_is_one_that_rungs_judge_and_the_data_does_not_give() -> None:
+    search = SearchSettings(metric="train/loss", stopping=StoppingSettings(kind="median", metric="eval/loss"))
+    with pytest.raises(ConfigError, match="eval/loss"):
+        check_measured(search, [DataSpec.of("reasoning_gym", validation=0)])
 
 
 def test_a_metric_that_the_data_gives_is_taken() -> None:

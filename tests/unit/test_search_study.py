@@ -7,6 +7,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+import torch
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -16,7 +17,8 @@ from plait.engine.saved import HEADER
 from plait.errors import SearchError, StorageError
 from plait.jobs import JobSpec
 from plait.search.identity import identify
-from plait.search.samplers import derived_seed, distributions, make_sampler
+from plait.search.prior import Known
+from plait.search.samplers import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.space import Space
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
@@ -112,6 +114,32 @@ def test_seeds_differ_from_draw_to_draw_and_from_search_to_search() -> None:
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert derived_seed(0, 1) == derived_seed(0, 1)
+
+
+def test_the_gaussian_process_gives_the_threads_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_torch_thread("gp"):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> None:
+    numbers = "interval(4,64)"
+    space = space_of([f"adapter.rank={f'tag(log,{numbers})' if log else numbers}"])
+    found = distributions(space)["adapter.rank"]
+    assert isinstance(found, optuna.distributions.IntDistribution)
+    assert (found.low, found.high, found.log) == (4, 64, log)
+
+
+def test_a_trial_of_an_earlier_study_keeps_its_constraints() -> None:
+    known = Known({"adapter.rank": 8, "train.lr": 1e-4}, (1.5,), {"job/tokens <= 9": 0.5})
+    trial = known.frozen(distributions(space_of(MIXED)))
+    assert (trial.value, trial.constraints) == (1.5, {"job/tokens <= 9": 0.5})
 
 
 def test_another_seed_draws_other_points() -> None:

@@ -1,0 +1,48 @@
+"""What a saved state belongs to, and what is done with states of something else."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.engine.checkpoints import Origin, OriginError, _seal, newest_state, read_state, write_state
+from plait.engine.messages import Cursor
+from plait.engine.saved import HEADER, state_folder
+from plait.errors import CheckpointError
+from plait.jobs import AdapterSpec, JobSpec, TrainSpec
+
+JOB = JobSpec("job", AdapterSpec(rank=2), TrainSpec(seed=1, batch_size=2, accumulation=2))
+ORIGIN = Origin.of(JOB, model="m", data="d")
+
+
+def save(folder: Path, step: int, origin: Origin = ORIGIN) -> Path:
+    directory = state_folder(folder, step)
+    write_state(directory, origin, Cursor(step), {"w": torch.ones(2)})
+    return directory
+
+
+@pytest.mark.parametrize("key", ["seed", "batch_size", "accumulation"])
+def test_what_gives_a_step_its_samples_is_part_of_the_origin(key: str) -> None:
+    other = replace(JOB, train=replace(JOB.train, **{key: 4}))
+    assert Origin.of(other, model="m", data="d") != ORIGIN
+    longer = replace(JOB, train=replace(JOB.train, steps=99, lr=1.0))
+    assert Origin.of(longer, model="m", data="d") == ORIGIN
+
+
+def test_a_state_of_another_model_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, replace(ORIGIN, model="other"))
+    with pytest.raises(OriginError, match="model"):
+        newest_state(tmp_path, ORIGIN)
+
+
+def test_a_state_of_another_version_is_not_read_however_whole_it_is(tmp_path: Path) -> None:
+    directory = save(tmp_path, 2)
+    header = json.loads((directory / HEADER).read_text()) | {"version": 99}
+    del header["sha256"]
+    (directory / HEADER).write_text(json.dumps(header | {"sha256": _seal(header)}))
+    with pytest.raises(CheckpointError, match="version 99"):
+        read_state(directory, ORIGIN)
+    assert newest_state(tmp_path, ORIGIN).directory is None
