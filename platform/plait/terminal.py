@@ -108,6 +108,10 @@ class Terminal:
         elif not isinstance(event, JobProgress):  # of all jobs first: the iteration follows them
             self._draw()
 
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on."""
+        self._pace.lose(job)
+
     def judged(self, job: str) -> None:
         """The search has judged a job: shows it where it is the best so far, or on the Pareto front. Of
         several that end together, the best alone is told."""

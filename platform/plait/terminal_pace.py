@@ -39,7 +39,7 @@ class Pace:
             self._last = self._last if self._training else None
             self._training.add(event.job.name)
         elif isinstance(event, (JobParked, JobEnded)):
-            self._training.discard(event.job)
+            self.lose(event.job)
         elif isinstance(event, GroupStep):
             now = self._clock()
             seconds = event.seconds if self._last is None else now - self._last
@@ -47,6 +47,10 @@ class Pace:
             self._steps = DECAY * self._steps + len(event.jobs)
             self._iterations += 1
             self._last = now
+
+    def lose(self, job: str) -> None:
+        """A job trains here no more."""
+        self._training.discard(job)
 
     @property
     def seconds_left(self) -> float | None:

@@ -732,7 +732,8 @@ def test_the_total_that_is_shown_is_the_studys() -> None:
     """What was added by hand counts, before it begins, and the study is asked when something happened."""
     source = SimpleNamespace(revision=0, total=14, departed=list)
     board = Board("minimize", 12)
-    attend = Attend(source, board, print, Orders)
+    times = iter((0.0, 1.0, 2.0, 10.0))
+    attend = Attend(source, board, print, Orders, clock=lambda: next(times))
     assert attend() == Orders()
     assert "0 of 14 ended" in status_line(board, None)
     source.total = 16
@@ -741,3 +742,6 @@ def test_the_total_that_is_shown_is_the_studys() -> None:
     source.revision += 1
     attend()
     assert board.trials == 16
+    source.total = 17  # by another process
+    attend()
+    assert board.trials == 17

@@ -27,13 +27,14 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 
+from plait.addresses import with_driver
 from plait.config_overrides import read_request
 from plait.errors import SearchError, StorageError
 from plait.jobs import JobSpec
 from plait.search.forget import no_trace
 from plait.search.identity import identify
 from plait.search.journal import Journal
-from plait.search.locks import FileLock, LifeLock, holder_lives
+from plait.search.locks import FileLock, LifeLock, advisory_lock, holder_lives
 from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
 from plait.search.storage import open_storage, study_lock
 from plait.search.study import StudyTrials
@@ -220,6 +221,29 @@ def test_nobody_takes_a_trial_while_another_holds_the_study(tmp_path: Path, addr
     other.kill()
     assert [first.number, *other.took] == [0, 1, 2]
     trials.close()
+
+
+@pytest.mark.postgres
+def test_an_advisory_lock_is_waited_for(new_database: Callable[[], str]) -> None:
+    engine = sqlalchemy.create_engine(with_driver(new_database()))
+    held, waits = (
+        threading.Event(),
+        sqlalchemy.text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"),
+    )
+
+    def second() -> None:
+        with advisory_lock(engine, "a"):
+            held.set()
+
+    with ThreadPoolExecutor(1) as pool, engine.connect() as watch:
+        with advisory_lock(engine, "a"):
+            other = pool.submit(second)
+            while not watch.scalar(waits) and not other.done():
+                watch.rollback()
+            assert not held.is_set()
+        other.result()
+    assert held.is_set()
+    engine.dispose()
 
 
 def test_a_database_without_a_lock_is_refused(tmp_path: Path) -> None:

@@ -397,6 +397,9 @@ def test_time_in_which_nobody_trained_is_no_pace(others: int) -> None:
         stage.clock.now += 1.0
         if step == 21:
             stage.play(JobParked("trial-0000", 20, "paused"))
+            if others:  # what this process trained for a while, until it was taken over
+                stage.view.handle(JobAdmitted(spec(1), 100, 100, "g0"))
+                stage.view.lose("trial-0001")
             stage.clock.now += 3600.0
             stage.play(JobAdmitted(spec(0), 20, 100, "g0"))
         stage.board.handle(JobProgress("trial-0000", step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))

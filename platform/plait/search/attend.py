@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +12,8 @@ from plait.search.claims import Departed
 from plait.search.control.orders import Orders
 from plait.search.trials import Trial
 from plait.tracking.board import Board, wait
+
+LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
 
 
 class Source(Protocol):
@@ -40,13 +44,16 @@ class Attend:
         board: what the views show.
         say: a line to whoever watches.
         owner: the orders of the search's owner.
+        clock: seconds, rising.
     """
 
     source: Source
     board: Board
     say: Callable[[str], None]
     owner: Callable[[], Orders]
+    clock: Callable[[], float] = time.monotonic
     _revision: int | None = None
+    _next_look: float = -math.inf
 
     def __call__(self) -> Orders:
         """The orders that hold now."""
@@ -55,6 +62,8 @@ class Attend:
             wait(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(gone.describe())
         orders = self.owner()
-        if self.source.revision != self._revision:  # each look reads all trials
+        now = self.clock()
+        if self.source.revision != self._revision or now >= self._next_look:  # each look reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
+            self._next_look = now + LOOK_SECONDS
         return orders

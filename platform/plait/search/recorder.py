@@ -57,6 +57,7 @@ class SearchRecorder:
     def lose(self, job: str) -> None:
         """Another process trains the job from here on: nothing more is written of it."""
         self._tracker.lose(job)
+        self._terminal.lose(job)
 
     def commit(self) -> None:
         """Return when all that was handed over survives a crash."""
