@@ -228,9 +228,31 @@ def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: P
     for trial in others:
         complete(trials, trial)
     assert [copy.exists() for copy in copies] == [False, True, True, True]
-    storage.set_trial_state_values(second.number, TrialState.FAIL)  # told, and killed before it tidied up
+    storage.set_trial_state_values(second.number, TrialState.PRUNED)  # told, and killed before it tidied up
     begin()
     assert [copy.exists() for copy in copies] == [False, False, True, True]
+
+
+def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -> None:
+    copy = tmp_path / "control" / "warm-a"
+    copy.mkdir(parents=True)
+    storage = optuna.storages.InMemoryStorage()
+    search, space = SearchSettings(trials=1, failed="retry"), space_of(MIXED)
+    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    begun = []
+    for state in ("failed", "failed", "complete"):
+        trials = StudyTrials(search, space, identity, storage, folder=lambda _: tmp_path)
+        if not begun:
+            trials.enqueue({}, request="a", warm_from=copy, priority=5)
+        trial = trials.ask()
+        assert trial is not None
+        assert copy.exists()
+        begun.append((trial.values, trial.overrides, trial.warm_from))
+        trials.tell(trial, Outcome(state, 1.0 if state == "complete" else None, ""))
+    assert begun == [begun[0]] * 3
+    assert begun[0][2] == copy
+    assert "train.priority=5" in begun[0][1]
+    assert not copy.exists()
 
 
 @pytest.fixture(params=["journal", "sqlite"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 
 from plait.engine.saved import remove_states, states
 from plait.search.control.weights import remove_copy
@@ -40,14 +40,17 @@ class Kept:
         warm = item.user_attrs.get(WARM)
         return None if warm is None else Path(warm)
 
-    def clear(self, trial: Trial) -> None:
-        """The trial is over: what was kept for it goes. Nothing is raised."""
+    def clear(self, trial: Trial, *, failed: bool) -> None:
+        """The trial is over: what was kept for it goes. What it began with stays where it failed, since it may be
+        tried again. Nothing is raised."""
         if self.states is not None and self._control is not None:
             remove_states(self.states / trial.name)
-            remove_copy(self._control, trial.warm_from)
+            if not failed:
+                remove_copy(self._control, trial.warm_from)
 
     def tidy_up(self, trials: Iterable[FrozenTrial]) -> None:
         """As :meth:`clear`, for all that are over: a process may have been killed before it did."""
         for item in trials:
             if item.state.is_finished():
-                self.clear(Trial(item.number, warm_from=self.warm_from(item)))
+                trial = Trial(item.number, warm_from=self.warm_from(item))
+                self.clear(trial, failed=item.state == TrialState.FAIL)

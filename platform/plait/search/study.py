@@ -348,7 +348,7 @@ class StudyTrials:
         self._claims.discard(trial.number)
         self.revision += 1
         if self._locked(lambda: self._tell(trial, outcome)):
-            self._kept.clear(trial)
+            self._kept.clear(trial, failed=outcome.state == "failed")
 
     def _tell(self, trial: Trial, outcome: Outcome) -> bool:
         """Whether the trial is this process's own, and is over now."""
@@ -445,4 +445,5 @@ class StudyTrials:
         tried = {item.user_attrs.get(RETRY_OF) for item in trials}
         for item in trials:
             if item.state == TrialState.FAIL and item.number not in tried and item.params:
-                self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number})
+                same = {key: item.user_attrs[key] for key in (WARM, PRIORITY) if key in item.user_attrs}
+                self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number} | same)
