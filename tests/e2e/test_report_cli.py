@@ -30,6 +30,6 @@ def test_the_report_of_a_real_search(
     page = tmp_path / "mine.html"
     assert main(["report", "mine", "--output", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert "So few trials give a hint at most" in text
+    assert "Importance needs at least 5 finished trials. There are 2." in text
     assert "iterations of the group. Each column is one iteration." in text
     assert "No steps of the group were recorded" not in text

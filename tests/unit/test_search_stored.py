@@ -49,17 +49,17 @@ def test_few_trials_are_called_few(tmp_path: Path) -> None:
     assert found.few
 
 
-def test_one_trial_has_no_importance(tmp_path: Path) -> None:
-    study(tmp_path, 1)
+def test_four_trials_have_no_importance(tmp_path: Path) -> None:
+    study(tmp_path, 4)
     found = read_study(None, tmp_path, "s").importance
     assert not found.shares
-    assert found.trouble == "Importance needs at least 2 finished trials. There are 1."
+    assert found.trouble == "Importance needs at least 5 finished trials. There are 4."
 
 
-def test_two_trials_have_one(tmp_path: Path) -> None:
-    study(tmp_path, 2)
+def test_five_trials_have_one(tmp_path: Path) -> None:
+    study(tmp_path, 5)
     found = read_study(None, tmp_path, "s").importance
-    assert (found.trials, found.trouble) == (2, "")
+    assert (found.trials, found.trouble) == (5, "")
     assert math.isclose(sum(found.shares.values()), 1.0)
 
 

@@ -16,7 +16,7 @@ from plait.errors import StorageError
 from plait.search.storage import JOURNAL, SQLITE, open_storage
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
-LEAST_TRIALS = 2
+LEAST_TRIALS = 5  # of fewer the shares are those of chance
 ENOUGH_FOR_ONE_KEY = 10  # complete trials; below that a share says little
 
 
