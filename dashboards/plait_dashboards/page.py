@@ -31,7 +31,10 @@ MOST_ON_FRONT = 8
 def report(sweep: Sweep, shown: Sequence[Shown]) -> str:
     """The page of a search: what it came to in a few figures, then every figure."""
     links = "".join(f'<a href="#{item.key}">{html.escape(item.title)}</a>' for item in shown)
-    head = f"<h1>{html.escape(sweep.name)}</h1>{_facts(facts(sweep))}<nav>{links}</nav>"
+    head = (
+        f"<h1>{html.escape(sweep.name)}</h1>{_facts(facts(sweep))}"
+        f'<div class="about">{_facts(sweep.about)}</div><nav>{links}</nav>'
+    )
     return _page(f"{sweep.name}: report", head, shown)
 
 
@@ -106,10 +109,13 @@ def _page(title: str, head: str, shown: Sequence[Shown]) -> str:
 
 def _section(item: Shown) -> str:
     note = f" {html.escape(item.note)}" if item.note else ""
+    room = sum(sum(trace.columnwidth) for trace in item.figure.data if trace.type == "table")
+    least = f' style="min-width: {room:.0f}px"' if room else ""  # a cell that is cut shows another number
     return (
         f'<section id="{item.key}">\n<h2>{html.escape(item.title)}</h2>\n'
         f'<p><span class="origin">{item.origin}.</span>{note}</p>\n'
-        f'<div data-figure="data-{item.key}" role="img" aria-label="{html.escape(item.title)}"></div>\n'
+        f'<div class="wide"><div data-figure="data-{item.key}" role="img" '
+        f'aria-label="{html.escape(item.title)}"{least}></div></div>\n'
         f"{_data(f'data-{item.key}', figure_json(item.figure))}</section>\n"
     )
 

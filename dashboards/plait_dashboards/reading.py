@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mlflow import MlflowClient
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Run
 
 from plait.paths import search_folder
 from plait.search.stored import StudyObjective, read_study
@@ -23,6 +25,7 @@ from plait.tracking.group_steps import (
     GroupStepRow,
     read_group_steps,
 )
+from plait.tracking.leaderboard import varying
 from plait_dashboards.sweep import Curve, Sweep
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)
@@ -49,7 +52,8 @@ def read_sweep(settings: TrackingSettings, name: str | None = None, storage: str
 
 def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) -> Sweep:
     """A search that has been found, with all the rest; as :func:`read_sweep`."""
-    storage = storage or client.get_run(result.run_id).data.params.get("search.storage")
+    run = client.get_run(result.run_id)
+    storage = storage or run.data.params.get("search.storage")
     metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
     curves = {metric: read_curves(client, result, metric) for metric in metrics}
     study = read_study(storage, result.location.root, result.name)
@@ -63,7 +67,44 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
         steps=read_steps(client, result),
         importance=study.importance,
         objectives=study.objectives or stored_objectives(result),
+        about=about(run, result.records),
     )
+
+
+def about(run: Run, records: Sequence[JobRecord]) -> dict[str, str]:
+    """What was searched, by whom and when: what tells a page from another after a month."""
+    told, tags = run.data.params, run.data.tags
+    data = {_words(item.parameters, ("data.source", "data.task", "data.path")) for item in records}
+    found = {
+        "begun": _time(run.info.start_time),
+        "ended": _time(run.info.end_time),
+        "model": _words(told, ("model.kind", "model.id", "model.path")),
+        "data": ", ".join(sorted(data - {""})),
+        "sampler": told.get("search.sampler", ""),
+        "searched": ", ".join(varying(records)),
+        "stopping": _kind(told.get("search.stopping", "")),
+        "user": tags.get("mlflow.user", ""),
+        "Plait": tags.get("plait.version", ""),
+        "command": tags.get("plait.command", ""),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _words(settings: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return " ".join(str(settings[key]) for key in keys if settings.get(key) is not None)
+
+
+def _time(milliseconds: int | None) -> str:
+    if milliseconds is None:
+        return ""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _kind(stopping: str) -> str:
+    try:
+        return str(json.loads(stopping)["kind"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def stored_objectives(result: SearchResult) -> tuple[StudyObjective, ...]:

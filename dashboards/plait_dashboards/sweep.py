@@ -47,6 +47,7 @@ class Sweep:
         steps: iterations of the groups, in the order in which they ran; of a long search perhaps every k-th.
         importance: of the hyperparameters, from the study.
         objectives: those of the search, the first being the one by which the records are ordered.
+        about: what was searched, by whom and when, as the search's run says; the command last.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Sweep:
     steps: tuple[GroupStepRow, ...] = ()
     importance: Importance = field(default_factory=Importance)
     objectives: tuple[StudyObjective, ...] = ()
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def searched(self) -> list[str]:

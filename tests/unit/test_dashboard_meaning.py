@@ -13,6 +13,7 @@ from plait.tracking import JobRecord
 from plait.tracking.group_steps import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto
+from plait_dashboards.figures import all_figures
 from plait_dashboards.page import facts, report
 from plait_dashboards.style import COLOURS, DASHES, faded, line_style
 from plait_dashboards.sweep import Curve, Sweep, outcome
@@ -234,6 +235,17 @@ def test_of_a_long_front_the_first_are_named_and_the_rest_counted() -> None:
 
 
 def test_no_fact_can_end_an_element() -> None:
-    page = report(replace(sweep(), state="<script>alert(1)</script>"), [])
+    hostile = {"command": "plait sweep x=<script>alert(1)</script>"}
+    page = report(replace(sweep(), state="<script>alert(1)</script>", about=hostile), [])
+    assert "plait sweep x=&lt;script&gt;" in page
     assert "alert(1)" in page
     assert "<script>alert(1)" not in page
+
+
+def test_a_narrow_page_cuts_no_number_of_the_leaderboard() -> None:
+    """What does not fit is scrolled to: a cell without its last digits shows another number."""
+    found = sweep(records=(JobRecord("trial-0000", 0, state="finished", objective=1.25, tokens=47_426),))
+    shown = {item.key: item for item in all_figures(found)}
+    wants = sum(shown["leaderboard"].figure.data[0].columnwidth)
+    assert f'style="min-width: {wants:.0f}px"' in report(found, [shown["leaderboard"]])
+    assert 'style="min-width' not in report(found, [shown["pareto"]])
