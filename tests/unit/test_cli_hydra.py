@@ -173,6 +173,10 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
             ["sweep", "model=tiny", "train.lr=1e-4,nan"],
             ["train.lr: choice(0.0001,nan)", "nan is not a number"],
         ),
+        (
+            ["sweep", "search.enqueue={adapter.rank: 8}"],
+            ["search.enqueue is a list", "'search.enqueue=[{adapter.rank: 8}]'"],
+        ),
         (["sweep", "--nosuch"], ["--nosuch", "`plait sweep` has no such option", "KEY=VALUE"]),
         (["train", "--resolv"], ["--resolv", "Did you mean --resolve?"]),
         (["sweep", "--train.lr=1e-4"], ["--train.lr=1e-4", "Did you mean train.lr=1e-4?"]),

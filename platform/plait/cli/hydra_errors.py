@@ -60,7 +60,22 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "`plait train` trains one adapter, with one value for each key.",
             "Use `plait sweep` for several.",
         )
-    first, *rest = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigError | None:
+    """The complaint where a mapping was given for a list."""
+    key = getattr(cause, "full_key", None)
+    if not key or "Cannot merge DictConfig with ListConfig" not in str(cause):
+        return None
+    given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
+    value = given.partition("=")[2]
+    return ConfigError(given, f"{key} is a list.", f"Put it into brackets: '{key}=[{value}]'.")
+
+
+def _as_it_is(error: HydraException) -> ConfigError:
+    """Hydra's own words."""
+    first, *rest = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
         rest = [line.strip() for line in str(cause).splitlines()]
