@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,6 +24,7 @@ from plait.engine.messages import (
     JobParked,
     JobProgress,
 )
+from plait.terminal_console import leave_terminal
 from plait.terminal_pace import Pace
 from plait.terminal_rows import (
     all_trained,
@@ -128,8 +129,11 @@ class Terminal:
         line, from which the next drawing finds its way up."""
         self._ending = True
         live = self._live is not None
-        with suppress(OSError):  # Ctrl-C ends a `tee`, too, and nobody reads any more
+        try:
             os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
+        except OSError as error:  # Ctrl-C ends a `tee`, too, and nobody reads any more
+            if error.errno == errno.EIO:
+                leave_terminal()
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
         """``call``, with a drawing before it where one is due: while nobody trains no event brings one."""

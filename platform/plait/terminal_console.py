@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from contextlib import suppress
 
 from rich.console import Console
 
 LEFT = "Nobody reads the output any more: the search goes on without it."
+
+
+def leave_terminal() -> None:
+    """Write to a terminal that was closed no more: each attempt would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                os.dup2(nowhere, descriptor)
 
 
 class SearchConsole(Console):

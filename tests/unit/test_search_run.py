@@ -437,6 +437,34 @@ def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_that_a_scheduler_or_a_closed_terminal_asks_for_is_orderly_too(
+    number: signal.Signals,
+) -> None:
+    said = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(each) for each in numbers]
+    with Interrupts(lambda: said.append("ending")) as interrupts:
+        os.kill(os.getpid(), number)
+        assert interrupts.requested
+        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that is closed sends several
+        assert said == ["ending"]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the second ends at once"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(each) for each in numbers] == before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(lambda: None) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("metric", "options", "said"),
     [
