@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from lost_tracker import die
 from mlflow import MlflowClient
 
 from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
@@ -54,16 +55,7 @@ def end(tracker: Tracker, trial: int, seconds: float) -> None:
 def crash(tracker: Tracker) -> None:
     """The process is gone, and what it handed over is on its disk."""
     tracker.commit()
-    assert tracker._out is not None
-    writer = tracker._out.writer
-    with writer._condition:
-        writer._closing = True
-        writer._condition.notify_all()
-    writer._thread.join()
-    tracker._out._spool.close()
-    tracker._totals.close()
-    assert tracker._elsewhere is not None
-    tracker._elsewhere.close()
+    die(tracker)
 
 
 @pytest.mark.parametrize("points", [1000, 3])
