@@ -1,7 +1,7 @@
 """Several objectives, constraints, points that come first, knowledge of an earlier study."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from plait.jobs import JobSpec, TrainSpec
 from plait.objectives import Constraint, Objective, Verdict, pareto_front
 from plait.search.identity import identify
 from plait.search.objective import SEVERAL_OBJECTIVES, check_objectives
+from plait.search.prior import describe_prior
 from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
@@ -354,8 +355,10 @@ def test_points_outside_of_the_space_are_refused(
 # ---- knowledge of an earlier study -----------------------------------------------------------------------
 
 
-def earlier(storage: BaseStorage, arguments: Sequence[str] = NUMBERS, **settings: Any) -> None:
-    draw(source(arguments, storage, name="earlier", trials=40, sampler="random", **settings), 40)
+def earlier(
+    storage: BaseStorage, arguments: Sequence[str] = NUMBERS, trials: int = 40, **settings: Any
+) -> None:
+    draw(source(arguments, storage, name="earlier", trials=trials, sampler="random", **settings), trials)
 
 
 def distance(trials: Sequence[Trial]) -> float:
@@ -400,11 +403,50 @@ def test_a_trial_whose_process_died_while_it_drew_gets_the_values_that_it_would_
     assert trials.ask() == first
 
 
+@pytest.mark.parametrize(
+    ("sampler", "options", "known", "said"),
+    [
+        ("tpe", {}, 6, "; tpe draws by chance until it knows 10"),
+        ("gp", {"n_startup_trials": 7}, 6, "; gp draws by chance until it knows 7"),
+        ("tpe", {"n_startup_trials": 6}, 6, None),
+        ("tpe", {}, 10, None),
+        ("cmaes", {}, 1, None),
+    ],
+)
+def test_it_is_said_when_a_sampler_begins_to_learn_from_an_earlier_search(
+    sampler: str, options: dict[str, int], known: int, said: str | None
+) -> None:
+    settings = SearchSettings(sampler=sampler, sampler_options=options, prior="earlier")
+    line = describe_prior(settings, known)
+    start = f"search.prior=earlier: {known} finished trials of it are known"
+    if said is None:
+        assert line == start
+    else:
+        assert line.startswith(start + said)
+        assert f"++search.sampler_options.n_startup_trials={known} " in line
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])
+def test_samplers_learn_from_as_many_trials_as_is_said(sampler: str) -> None:
+    """With the option that is named, the prior decides; by default the same draws are made without it."""
+    storage = InMemoryStorage()
+    earlier(storage, trials=6)
+
+    def drawn(name: str, **more: Any) -> Mapping[str, object]:
+        trial = source(storage=storage, name=name, trials=1, sampler=sampler, **more).ask()
+        assert trial is not None
+        return trial.values
+
+    by_chance = drawn("without")
+    assert drawn("few", prior="earlier") == by_chance
+    assert drawn("enough", prior="earlier", sampler_options={"n_startup_trials": 6}) != by_chance
+
+
 def test_other_ranges_take_over_what_falls_into_them() -> None:
     storage = InMemoryStorage()
     earlier(storage, ("adapter.rank=range(4,200)", "train.lr=tag(log,interval(1e-5,1e-1))"))
     trials = source(storage=storage, name="new", trials=6, prior="earlier")
-    known = trials._prior
+    known = trials.prior
     assert 0 < len(known) < 40
     assert all(4 <= int(str(each.point["adapter.rank"])) <= 64 for each in known)
     assert len(draw(trials, 6)) == 6
@@ -441,7 +483,7 @@ def test_an_earlier_study_of_several_objectives_is_known_with_its_constraints() 
     while (trial := trials.ask()) is not None:
         tell(trials, trial)
     trials = source(storage=storage, name="new", trials=12, prior="earlier", **TWO)
-    assert [set(each.constraints) for each in trials._prior] == [{"adapter.rank <= 32"}] * 12
+    assert [set(each.constraints) for each in trials.prior] == [{"adapter.rank <= 32"}] * 12
     while (trial := trials.ask()) is not None:
         tell(trials, trial)
     assert len(trials.finished()) == 12

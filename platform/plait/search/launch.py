@@ -43,6 +43,7 @@ from plait.search.forget import no_trace
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_kept, check_measured
+from plait.search.prior import describe_prior
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
 from plait.search.results import (
@@ -104,7 +105,8 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
     if others:
         line += f"; other processes train {others}, this one takes what is free"
     few = too_few_points(settings.search, command.space)
-    _tell(console, [line, few] if few else [line])
+    before = describe_prior(settings.search, len(source.prior)) if source.prior else None
+    _tell(console, [said for said in (line, few, before) if said])
     why = "" if over >= source.total else gave_up(source.failed, source.total, settings.search)
     if over >= source.total or (why and not left_over and not others):
         return _nothing_to_train(command, source, console, replace(done, why=why))

@@ -21,6 +21,9 @@ from plait.settings import SearchSettings
 
 PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
 
+STARTUP = "n_startup_trials"  # option of tpe and gp: so many trials must be known before they learn from any
+STARTUP_TRIALS = 10  # Optuna's default of it
+
 JUDGED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``judgement``
 
 
@@ -70,6 +73,18 @@ def take_over(
         kept = {"name": settings.prior, "trials": [asdict(known) for known in found]}
         study.set_user_attr(PRIOR, json.dumps(kept))
     return tuple(Known(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"])
+
+
+def describe_prior(settings: SearchSettings, known: int) -> str:
+    """What the sampler makes of the trials that are known of an earlier study, for the user."""
+    line = f"search.prior={settings.prior}: {known} finished trials of it are known"
+    needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
+    if settings.sampler == "cmaes" or known >= needed:
+        return line
+    return (
+        f"{line}; {settings.sampler} draws by chance until it knows {needed}, this search's own among them "
+        f"(++search.sampler_options.{STARTUP}={known} learns from these at once)"
+    )
 
 
 def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> list[Known]:

@@ -117,7 +117,7 @@ class StudyTrials:
         self.states_folder = self._kept.states
         self.orders = StudyOrders(self._study, self.patience, self._locked)
         self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self._claims.signed)
-        self._prior = self.patience(self._take_over)
+        self.prior = self.patience(self._take_over)
         self.patience(self._tidy_up)
         if points:
             self._locked(lambda: self._enqueue_all(points))
@@ -270,7 +270,7 @@ class StudyTrials:
             return self._take(self._trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
             return None
-        if self._prior:  # its values are drawn beside the study, which the prior is no part of
+        if self.prior:  # its values are drawn beside the study, which the prior is no part of
             self._study.sampler = optuna.samplers.RandomSampler()
             number = self._study.ask().number
             return self._take(self._trials()[number])
@@ -297,7 +297,7 @@ class StudyTrials:
         names = self._distributions.keys()
         cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
         for item in cut:
-            complete(self._study, self._storage, item, self._settings, self._space, self._prior)
+            complete(self._study, self._storage, item, self._settings, self._space, self.prior)
         return self._trials() if cut else trials
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
