@@ -21,3 +21,26 @@ def test_what_is_taken_up_in_the_same_look_is_not_cut_short() -> None:
     Attend(source, board, said.append, Orders)()
     assert [record.state for record in board.jobs.values()] == [RUNNING, WAITING]
     assert len(said) == 1
+
+
+def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
+    answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
+    source = SimpleNamespace(revision=0, total=2, own=set(), departed=list)
+    said: list[str] = []
+    attend = Attend(
+        source, Board("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"
+    )
+    told = []
+    for _ in range(7):
+        attend()
+        told.append(said[-1] if said else "")
+        said.clear()
+    assert told == [
+        "",  # it was said when the search began without it
+        "",
+        "http://a answers again, and gets what waited.",
+        "",
+        "http://a does not answer (refused). What it is to get waits on disk; training goes on.",
+        "",
+        "http://a answers again, and gets what waited.",
+    ]

@@ -437,6 +437,16 @@ def test_the_first_interrupt_is_noted_and_the_second_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """What these tests may have been started to ignore (nohup) is not ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_end_that_a_scheduler_or_a_closed_terminal_asks_for_is_orderly_too(
     number: signal.Signals,

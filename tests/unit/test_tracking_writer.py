@@ -25,7 +25,7 @@ from plait.tracking.operations import (
     gather,
 )
 from plait.tracking.spool import Spool, open_spool
-from plait.tracking.writer import BATCH, RefusedError, Writer
+from plait.tracking.writer import AWAY_ATTEMPTS, BATCH, RefusedError, Writer
 
 
 def point(run: str, step: int) -> LogPoints:
@@ -212,6 +212,23 @@ def test_a_store_that_hangs_is_given_up_without_progress(spool: Spool) -> None:
     assert not kept.flush()
     answer.set()
     assert kept.close()
+
+
+def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_something(writer: Make) -> None:
+    verdicts = [ConnectionError("no\nanswer")] * AWAY_ATTEMPTS
+    seen: list[str] = []
+
+    def verdict(_: Request) -> Exception | None:
+        seen.append(made.away)
+        return verdicts.pop() if verdicts else None
+
+    made = writer(Recorder(verdict), flush_seconds=0.001)
+    made.put(point("a", 1))
+    for _ in range(2):  # it gives up after some attempts
+        made.flush()
+    assert seen == [""] * AWAY_ATTEMPTS + ["no"]
+    assert made.away == ""
+    made.close()
 
 
 def test_what_is_refused_does_not_hold_up_the_rest_and_is_told_once(writer: Make) -> None:

@@ -44,6 +44,8 @@ class Attend:
         board: what the views show.
         say: a line to whoever watches.
         owner: the orders of the search's owner.
+        unreachable: why the tracking store does not answer; empty where it does.
+        store: what it is called.
         clock: seconds, rising.
     """
 
@@ -51,9 +53,12 @@ class Attend:
     board: Board
     say: Callable[[str], None]
     owner: Callable[[], Orders]
+    unreachable: Callable[[], str] = str
+    store: str = ""
     clock: Callable[[], float] = time.monotonic
     _revision: int | None = None
     _next_look: float = -math.inf
+    _away: bool | None = None  # None: not asked yet
 
     def __call__(self) -> Orders:
         """The orders that hold now."""
@@ -61,9 +66,23 @@ class Attend:
             left = gone.trials.keys() - self.source.own  # what was free is taken up at once
             wait(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(gone.describe())
+        self._watch_store()
         orders = self.owner()
         now = self.clock()
         if self.source.revision != self._revision or now >= self._next_look:  # each look reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
             self._next_look = now + LOOK_SECONDS
         return orders
+
+    def _watch_store(self) -> None:
+        """Say it when the tracking store goes away, and when it is back; whoever began without it knows."""
+        why = self.unreachable()
+        away, was = bool(why), self._away
+        self._away = away
+        if was is None or was == away:
+            return
+        self.say(
+            f"{self.store} does not answer ({why}). What it is to get waits on disk; training goes on."
+            if away
+            else f"{self.store} answers again, and gets what waited."
+        )

@@ -342,13 +342,17 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=terminal.beside(Attend(self._source, tracker.board, terminal.note, clerk.attend)),
+                owner=terminal.beside(self._attend(tracker, terminal.note, clerk)),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
                 clerk.withdraw()
             clerk.close()
             recorder.show_tables()
             return result
+
+    def _attend(self, tracker: Tracker, say: Callable[[str], None], clerk: Clerk) -> Attend:
+        store = str(tracker.location)
+        return Attend(self._source, tracker.board, say, clerk.attend, lambda: tracker.unreachable, store)
 
     def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
         """Who attends to `plait control`."""
@@ -421,7 +425,7 @@ class _Launch:
     def _report(self, result: SearchResult, tracker: Tracker, trouble: str) -> None:
         facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
         if trouble:
-            facts["no figures"] = trouble
+            facts["figures"] = f"not written: {trouble}"
         if result.ended_by:
             facts["ended early"] = result.why
         if result.interrupted or result.ended_by:

@@ -15,7 +15,7 @@ from plait.tracking.operations import EndRun, LogFile, LogPoints, Operation, Set
 from plait.tracking.spool import Spool, free_spools, open_spool, spool_files
 from plait.tracking.thinning import Curve, grown_stride, is_kept
 from plait.tracking.values import finite, not_finite, progress_values
-from plait.tracking.writer import Sender, Writer
+from plait.tracking.writer import Sender, Writer, first_line
 
 Now = Callable[[], int]
 
@@ -201,7 +201,7 @@ def open_outgoing(folder: Path, head: Head, sender: Sender, settings: TrackingSe
 def unsent(spool: Spool, error: BaseException | None) -> str:
     """What a spool has that the store has not, where it lies and how it is sent."""
     store = spool.head.store if spool.head is not None else "the store"
-    cause = f" ({str(error).strip().splitlines()[0]})" if error is not None and str(error).strip() else ""
+    cause = f" ({said})" if error is not None and (said := first_line(error)) else ""
     return (
         f"{spool.waiting} records ({spool.waiting_points} metric values) are not in {store} yet{cause}. "
         f"They are kept in {spool.path}; the same command sends them when the store answers."

@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 
 # No news of tables being made, and no traceback of a database that is away: Plait tells that itself.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # so of a server, at each attempt
 
 
 class Store:

@@ -142,6 +142,7 @@ class Tracker:
         head = Head(self._parent_id, self._parent, str(self.location))
         sender = StoreSender(self._connection.store, self._parent_id, self._ids)
         self._out = open_outgoing(folder, head, sender, self._settings, self._now)
+        self._out.writer.away = run.away.value if run.away is not None else ""
         self._overview = Overview(self._out, self._parent, several=bool(others))
         self._take_others(run.jobs)
         wait(self.board.jobs.values(), self.cut_short())
@@ -153,6 +154,11 @@ class Tracker:
         self._out.tags(self._parent, tags)
         self._record_facts(search, git)
         return self._parent_id
+
+    @property
+    def unreachable(self) -> str:
+        """Why the store does not take anything at the moment; empty where it does, as far as is known."""
+        return "" if self._out is None else self._out.writer.away
 
     def _begin_without(self, run: ParentRun, over: Sequence[Judged]) -> None:
         """What a store that is away would have told, as far as it is known."""

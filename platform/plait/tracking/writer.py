@@ -19,6 +19,7 @@ from plait.tracking.operations import Operation, Request, gather
 BATCH = 16_000  # operations that are gathered into one set of requests
 SHARE = 0.02  # of the time may go into sending while nobody waits for it
 LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
+AWAY_ATTEMPTS = 3  # that failed in a row, before the store counts as away
 ATTEMPTS = 4  # of one request, before flush() or close() give up
 STALL_SECONDS = 60.0  # without any progress, after which they give up too: a store that hangs
 GRACE_SECONDS = 1.0  # that a request under way has to come back when its writer is closed
@@ -91,6 +92,7 @@ class Writer:
         self._progress = time.monotonic()  # when a request last came through
         self.cpu_seconds = 0.0  # of the thread, so far
         self.error: BaseException | None = None  # the store's last answer that was none
+        self.away = ""  # why the store counts as away, from the attempts that failed; empty: it answers
         self._refused: list[str] = []
         self._thread = threading.Thread(target=self._run, name="plait-tracking", daemon=True)
         self._thread.start()
@@ -200,6 +202,7 @@ class Writer:
                 return False
             self._requests.popleft()
             with self._condition:
+                self.away = ""
                 self._failures = 0
                 self._progress = time.monotonic()
         self._outbox.drop()
@@ -213,4 +216,11 @@ class Writer:
         with self._condition:
             self.error = error
             self._failures += 1
+            if self._failures >= AWAY_ATTEMPTS:
+                self.away = first_line(error) or type(error).__name__
             self._condition.notify_all()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return next(iter(str(error).strip().splitlines()), "")
