@@ -1,5 +1,6 @@
 """Bad addresses, folders and databases are found within seconds, before any model loads."""
 
+import errno
 import shutil
 import socket
 import tempfile
@@ -148,6 +149,20 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(tempfile, "TemporaryFile", denied)
     refuse(TrackingSettings(root=tmp_path), "Permission denied", "that you may write")
+
+
+def test_what_is_only_read_may_be_write_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    location = locate(TrackingSettings(root=tmp_path))
+    written = open_store(location, "plait").experiment_id
+    with monkeypatch.context() as patched:
+
+        def refused(**_: object) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        patched.setattr(tempfile, "TemporaryFile", refused)
+        assert open_store(location, "plait", reading=True).experiment_id == written
+        with pytest.raises(StorageError, match="Read-only"):
+            open_store(location, "plait")
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

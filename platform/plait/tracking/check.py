@@ -74,19 +74,23 @@ def check_folder(folder: Path, key: str) -> None:
         )
 
 
-def open_store(location: Location, experiment: str) -> Store:
+def open_store(location: Location, experiment: str, *, reading: bool = False) -> Store:
     """The store at an address, after making sure within seconds that something answers there.
+
+    Args:
+        location, experiment: of the store.
+        reading: nothing is to be written: a database that is there may be write-protected.
 
     Raises:
         AwayError, StorageError: as :func:`check_tracking`.
     """
     if location.is_server:
         _check_server(location)
-    elif location.sqlite_file is not None:
+    elif location.sqlite_file is not None and not (reading and location.sqlite_file.exists()):
         check_folder(location.sqlite_file.parent, "tracking.uri")
         with storage_errors(location):
             make_database(location.sqlite_file)
-    else:
+    elif location.sqlite_file is None:
         _check_database(location)
     with storage_errors(location):
         store = Store(location, experiment)

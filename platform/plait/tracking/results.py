@@ -199,7 +199,7 @@ def store_to_read(settings: TrackingSettings) -> Store | None:
     location = locate(settings)
     if location.sqlite_file is not None and not location.sqlite_file.exists():
         return None
-    return open_store(location, settings.experiment)
+    return open_store(location, settings.experiment, reading=True)
 
 
 def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
