@@ -7,6 +7,8 @@ import time
 
 from plait.tracking import Tracker
 
+TRACKERS = ("plait-tracking", "plait-elsewhere")  # names of the threads of trackers
+
 
 def die(tracker: Tracker) -> None:
     """End a tracker as a kill does: without another word to the store. What it committed stays on disk."""
@@ -23,11 +25,11 @@ def die(tracker: Tracker) -> None:
 
 
 def wait_for_threads(patience: float = 30.0) -> list[str]:
-    """Wait until no thread of Plait's is left, since one that holds a lock would take it into a fork; the
+    """Wait until no thread of a tracker is left, since one that holds a lock would take it into a fork; the
     names of those that do not end."""
     until = time.monotonic() + patience
     while True:
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("plait-")]
+        left = [thread.name for thread in threading.enumerate() if thread.name in TRACKERS]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.01)
