@@ -249,6 +249,15 @@ def show_figures(seen: Browser, experiment: str, run_id: str, page: str = "repor
         seen.driver.switch_to.default_content()
 
 
+def scroll_to_figures(seen: Browser) -> None:
+    """Past the head of the page of figures that is shown, to its learning curves."""
+    seen.driver.switch_to.frame(seen.first("iframe"))
+    try:
+        seen.driver.execute_script("document.querySelector('.js-plotly-plot').scrollIntoView()")
+    finally:
+        seen.driver.switch_to.default_content()
+
+
 def whole_page(driver: webdriver.Chrome, path: Path, scale: float = 0.7) -> None:
     """Save the whole page as PNG, what lies below the window too."""
     driver.execute_script(
@@ -323,6 +332,7 @@ def main() -> None:
         show_leaderboard(seen, result.experiment_id, result.run_id)
         seen.picture(given.out / "mlflow-leaderboard.png")
         show_figures(seen, result.experiment_id, result.run_id)
+        scroll_to_figures(seen)
         seen.driver.execute_script(HIDE_PATH)
         seen.picture(given.out / "mlflow-figures.png")
     take_report(settings, result.name, given.out / "report.png")
