@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import optuna
 import pytest
+from held_lock import held_elsewhere
 from made_up_search import make_up
 from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
-import plait
 from plait.cli.main import main
 from plait.paths import search_folder
 from plait.search.recorded import RecordedCommand, write_command
@@ -99,22 +97,9 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
 
 def test_what_is_being_trained_is_not_forgotten(tmp_path: Path, said: Said) -> None:
     folder = search_folder(tmp_path, "mine")
-    program = (
-        "import sys, time; from pathlib import Path; from plait.search.locks import LifeLock\n"
-        "lock = LifeLock(Path(sys.argv[1])); print('taken', flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(folder / "workers" / "4711-a")],
-        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "taken\n"
-            text = said("mine", "--yes", status=2)
-        finally:
-            process.kill()
+    taking = "from plait.search.locks import LifeLock; lock = LifeLock(path)"
+    with held_elsewhere(taking, folder / "workers" / "4711-a"):
+        text = said("mine", "--yes", status=2)
     assert "is being trained by process 4711" in text
     assert folder.is_dir()
 

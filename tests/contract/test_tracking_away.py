@@ -69,15 +69,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Switch:
     return switch
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-
-
 @pytest.fixture
-def settings(database: str, tmp_path: Path) -> TrackingSettings:
-    experiment = f"tests {tmp_path}"
-    return TrackingSettings(uri=database, root=tmp_path, experiment=experiment, flush_seconds=0.01)
+def settings(settings: TrackingSettings) -> TrackingSettings:
+    return replace(settings, flush_seconds=0.01)
 
 
 def start(settings: TrackingSettings, begun: Begun | None = None) -> Tracker:
@@ -173,6 +167,15 @@ def check(settings: TrackingSettings, run_id: str) -> None:
     assert parent.data.metrics["train/tokens"] == 300 * STEPS
 
 
+def finish(tracker: Tracker, settings: TrackingSettings, run_id: str) -> None:
+    """The search ends in this process, which has the store by now."""
+    tracker.end_search()
+    tracker.close()
+    assert tracker.notices == []
+    tracker.conclude(over(0, 1, 2))
+    check(settings, run_id)
+
+
 def rest(tracker: Tracker) -> None:
     """Trial 1 goes on from step 2, and trial 2 follows."""
     begin(tracker, 1, 2)
@@ -237,11 +240,7 @@ def test_a_store_that_answers_later_gets_everything_from_this_process(
     begin(tracker, 2)
     train(tracker, 2)
     end(tracker, 2)
-    tracker.end_search()
-    tracker.close()
-    assert tracker.notices == []
-    tracker.conclude(over(0, 1, 2))
-    check(settings, run_id)
+    finish(tracker, settings, run_id)
 
 
 def test_two_workers_begin_without_the_store(settings: TrackingSettings, store: Switch) -> None:
@@ -293,11 +292,7 @@ def test_a_store_that_goes_away_in_the_middle_of_the_start(
         tracker = start(settings, Begun(run_id, over(0)))
     assert tracker.away is not None
     rest(tracker)
-    tracker.end_search()
-    tracker.close()
-    assert tracker.notices == []
-    tracker.conclude(over(0, 1, 2))
-    check(settings, run_id)
+    finish(tracker, settings, run_id)
 
 
 def test_a_store_that_comes_back_without_the_run_gets_nothing(
@@ -357,8 +352,4 @@ def test_a_start_without_the_store_that_is_killed_before_each_of_its_operations(
     tracker = start(settings, Begun(run_id, over(0)))
     assert tracker.away is None
     rest(tracker)
-    tracker.end_search()
-    tracker.close()
-    assert tracker.notices == []
-    tracker.conclude(over(0, 1, 2))
-    check(settings, run_id)
+    finish(tracker, settings, run_id)

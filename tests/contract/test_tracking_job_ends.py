@@ -22,16 +22,6 @@ from plait.tracking.spool import open_spool
 STEPS = 20
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-
-
-@pytest.fixture
-def settings(database: str, tmp_path: Path) -> TrackingSettings:
-    return TrackingSettings(uri=database, root=tmp_path, experiment=f"tests {tmp_path}")
-
-
 def begin(settings: TrackingSettings) -> Tracker:
     tracker = Tracker(settings)
     search = SearchSettings(trials=2)

@@ -28,16 +28,6 @@ VALUES = {0: (1.0, 8.0), 1: (2.0, 2.0), 2: (3.0, 4.0), 3: (0.5, 16.0)}  # 2 is d
 FRONT = {0, 1, 3}
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
-
-
-@pytest.fixture
-def settings(database: str, tmp_path: Path) -> TrackingSettings:
-    return TrackingSettings(uri=database, root=tmp_path, experiment=f"tests {tmp_path}")
-
-
 def worker(settings: TrackingSettings) -> Tracker:
     tracker = Tracker(settings)
     tracker.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))

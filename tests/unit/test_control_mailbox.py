@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import optuna
 import pytest
+from held_lock import held_elsewhere
 from hypothesis import given
 from hypothesis import strategies as st
 from optuna.storages import BaseStorage
@@ -522,23 +523,11 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for name, finished in (("trains", False), ("killed", False), ("done", True)):
         command = RecordedCommand(name, "sweep", ("model=tiny",), str(tmp_path), finished)
         write_command(search_folder(tmp_path, name), command)
-    program = (
-        "import sys, time; from pathlib import Path; from plait.search.control.mailbox import Mailbox\n"
-        "desk = Mailbox(Path(sys.argv[1])).desk(); assert desk.take()\n"
-        "print('taken', flush=True); time.sleep(600)"
+    taking = (
+        "from plait.search.control.mailbox import Mailbox; desk = Mailbox(path).desk(); assert desk.take()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(search_folder(tmp_path, "trains") / "control")],
-        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "taken\n"
-            yield tmp_path
-        finally:
-            process.kill()
+    with held_elsewhere(taking, search_folder(tmp_path, "trains") / "control"):
+        yield tmp_path
 
 
 def test_which_searches_train_and_which_can_go_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

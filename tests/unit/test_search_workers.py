@@ -39,7 +39,16 @@ from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
 from plait.search.storage import open_storage, study_lock
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome
-from plait.search.workers import BEAT_SECONDS, BEATS, MISSED_BEATS, Owner, Workers, owner_of, this_host
+from plait.search.workers import (
+    BEAT_SECONDS,
+    BEATS,
+    MISSED_BEATS,
+    Owner,
+    Workers,
+    host_name,
+    owner_of,
+    this_host,
+)
 from plait.settings import RunSettings, SearchSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -410,11 +419,16 @@ def test_a_file_that_goes_before_it_is_locked_is_made_anew(
     lock.release()
 
 
-def test_a_host_is_another_after_a_reboot() -> None:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        pytest.skip("no boot id on this system")
-    assert this_host() == f"{socket.gethostname()} {boot.read_text().strip()}"
+def test_a_host_is_another_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = tmp_path / "boot_id"
+    monkeypatch.setattr("plait.search.workers.BOOT", boot)
+    hosts = [this_host()]
+    for booted in ("one\n", "other\n"):
+        boot.write_text(booted)
+        hosts.append(this_host())
+    name = socket.gethostname()
+    assert hosts == [name, f"{name} one", f"{name} other"]
+    assert {host_name(host) for host in hosts} == {name}
 
 
 def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(

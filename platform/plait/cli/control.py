@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from plait.cli.named import no_such_search
 from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, StorageError, choices
 from plait.paths import search_folder, search_names
 from plait.search.control import Answer, Mailbox, Request
@@ -142,12 +143,7 @@ def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
             "The name of a search comes first.",
             f"Type {' or '.join(meant)}." if meant else f"No search below {root} trains now.",
         )
-    there = search_names(root)
-    return ConfigError(
-        f"plait control {name}: no search of this name below {root}",
-        f"{did_you_mean(name, there)}There are: {choices(there) or 'none'}.",
-        "Give the folder of its runs with --root FOLDER.",
-    )
+    return no_such_search("plait control", root, name)
 
 
 def read_request(verb: str, rest: Sequence[str], *, warm: bool = False, name: str = "NAME") -> Request:

@@ -7,22 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.errors import EXIT_DONE, ConfigError, choices
-from plait.paths import search_folder, search_names
+from plait.cli.named import no_such_search
+from plait.errors import EXIT_DONE, ConfigError
+from plait.paths import search_folder
 from plait.settings import TrackingSettings
-from plait.spelling import did_you_mean
 
 
 def main(arguments: Sequence[str]) -> int:
     """Take a search away: its folder, its study and its MLflow runs."""
     known = _parser().parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
-        there = search_names(known.root)
-        raise ConfigError(
-            f"plait forget {known.name}: no search of this name below {known.root}",
-            f"{did_you_mean(known.name, there)}There are: {choices(there) or 'none'}.",
-            "Give the folder of its runs with --root FOLDER.",
-        )
+        raise no_such_search("plait forget", known.root, known.name)
     from plait.search.forget import find_remains  # Optuna and MLflow take their time
 
     remains = find_remains(known.root, known.name)

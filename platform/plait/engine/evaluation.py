@@ -43,7 +43,8 @@ def evaluate(
     send: Callable[[Command], Outcome],
     pack: Callable[[Sequence[GlobalBatch]], tuple[Microbatch, ...]],
 ) -> tuple[list[JobEvaluated], dict[str, str]]:
-    """Evaluate jobs together; where memory runs out, in two parts. Weights that are to be kept are.
+    """Evaluate jobs together; where memory runs out, in two parts. Jobs that keep
+    their best weights keep those of an evaluation that is the best so far.
 
     Args:
         due: jobs with validation samples.

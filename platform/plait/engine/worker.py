@@ -201,10 +201,10 @@ class LocalWorker:
         """Load the newest whole state that there is."""
         found = newest_state(command.resume_from, self._origin(command))
         if found.directory is not None:
-            name = command.job.name
-            state = self._state(name)
+            job = command.job.name
+            state = self._state(job)
             shapes = {name: tensor.shape for name, tensor in state.items()}
-            saved = self._best.restore(name, found.tensors, expected=found.cursor.best_step is not None)
+            saved = self._best.restore(job, found.tensors, expected=found.cursor.best_step is not None)
             if shapes != {name: tensor.shape for name, tensor in saved.items()}:
                 raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")
             for name, tensor in state.items():

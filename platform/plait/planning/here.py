@@ -25,8 +25,8 @@ NOT_REPEATED = (
 )
 WAVES = (
     "A wave starts when the one before it is done. Training fills places as they come free, lets trials "
-    "rest so that microbatches are full, and goes where the sampler leads: trials here are drawn without "
-    "results."
+    "rest where planner.min_fill asks for it, and goes where the sampler leads: trials here are drawn "
+    "without results."
 )
 TRUNCATED = (
     f"At most {MOST_STEPS} steps are planned of a wave's jobs; those after them are taken to be like them."

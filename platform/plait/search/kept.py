@@ -41,8 +41,8 @@ class Kept:
         return None if warm is None else Path(warm)
 
     def clear(self, trial: Trial, *, failed: bool) -> None:
-        """The trial is over: what was kept for it goes; the weights that it began with
-        stay where it failed, since it may be tried again. Nothing is raised."""
+        """The trial is over: what was kept for it goes. The weights that a failed one began with stay, since
+        it may be tried again. Nothing is raised."""
         if self.states is not None and self._control is not None:
             remove_states(self.states / trial.name)
             if not failed:

@@ -1,4 +1,4 @@
-"""What may still come of a search: whether there is a trial to draw, and how many there will be."""
+"""What may still come of a search: whether there is a trial to draw, and whether too many have failed."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from plait.errors import SearchError
 
 Value = None | bool | int | float | str
 Values = Mapping[str, Value]
-Point = tuple[
-    int | float, ...
-]  # of each dimension the place of its value; the value itself where none are counted
+# Of each dimension the place of its value; the value itself where they cannot be counted.
+Point = tuple[int | float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from plait.search.results import SearchResult, describe_point
 from plait.search.stored import stored_study
 from plait.search.trial_records import STATES, outcome_of, trainer_of
 from plait.search.trials import Finished, Trial
-from plait.search.workers import this_host
+from plait.search.workers import host_name, this_host
 from plait.terminal_rows import CUT_SHORT
 
 
@@ -59,15 +59,14 @@ class Standing:
 
     def facts(self) -> dict[str, Any]:
         """The same for programs."""
-        cut_short = {("running", ""): CUT_SHORT}
         jobs = [
             {
                 "trial": number,
                 "name": Trial(number).name,
-                "state": cut_short.get(pair, pair[0]),
-                "host": pair[1],
+                "state": CUT_SHORT if state == "running" and not host else state,
+                "host": host,
             }
-            for number, pair in enumerate(zip(self.states, self.hosts, strict=True))
+            for number, (state, host) in enumerate(zip(self.states, self.hosts, strict=True))
         ]
         ended = len(self.result.finished)
         return {"trials": len(self.states), "ended": ended, "jobs": jobs}
@@ -106,11 +105,7 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
 
 def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
     """As in :class:`Standing`. What this host began before it was rebooted is not elsewhere."""
-    here = _name(this_host())
+    here = host_name(this_host())
     owners = [trainer_of(item) if STATES[item.state] == "running" else None for item in trials]
-    names = ["" if owner is None else _name(owner.host) for owner in owners]
+    names = ["" if owner is None else host_name(owner.host) for owner in owners]
     return tuple("" if name == here else name for name in names)
-
-
-def _name(host: str) -> str:
-    return host.partition(" ")[0]

@@ -55,8 +55,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """All trials that were drawn, by number; ``expected`` is how many there will be, None: no
-    more than those, whatever waits between them."""
+    """All trials that were drawn, by number; ``expected`` is how many there will be. None: no more than
+    those, whatever waits between them."""
 
     records: Mapping[int, Record]
     expected: int | None

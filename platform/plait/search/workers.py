@@ -22,6 +22,7 @@ from uuid import uuid4
 
 from plait.search.locks import LifeLock, holder_lives, remove_dead
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 BEAT_SECONDS = 10.0
 MISSED_BEATS = 6  # looks in a row without a new beat, after which a worker is given up
 BEATS = "plait.worker."  # study attribute of a worker's beats, before its name
@@ -42,7 +43,7 @@ class Owner:
     @property
     def process(self) -> str:
         """For its owner to read: ``process 18491 on vm``."""
-        return f"process {process_id(Path(self.file))} on {self.host.partition(' ')[0]}"
+        return f"process {process_id(Path(self.file))} on {host_name(self.host)}"
 
 
 def process_id(file: Path) -> str:
@@ -59,9 +60,13 @@ def owner_of(text: object) -> Owner | None:
 
 
 def this_host() -> str:
-    """This host, as long as it is up."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}".strip()
+    """This host, as long as it is up: its name, and what is another after each boot where that is known."""
+    return f"{socket.gethostname()} {BOOT.read_text().strip() if BOOT.exists() else ''}".strip()
+
+
+def host_name(host: str) -> str:
+    """The name alone of what :func:`this_host` gave."""
+    return host.partition(" ")[0]
 
 
 def living(folder: Path) -> list[Path]:

@@ -37,7 +37,7 @@ class JobRecord:
         parameters: config keys that define the job.
         state: "waiting", "parked", or one of the states in ``names``.
         steps: optimiser steps in all; 0 until the job is admitted.
-        eval_loss: of the last evaluation.
+        eval_loss: of the last evaluation; of a finished job that keeps its best weights, of those.
         best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
         tokens_per_s: of the newest step.
         adapter: folder of the finished adapter, or its place among the run's artifacts.
