@@ -28,7 +28,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking import load_search, ui_command
 from plait_dashboards.figures import all_figures
 from plait_dashboards.page import report

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from plait.objectives import Objective, pareto_front
+from plait.core.objectives import Objective, pareto_front
 from plait.search.stored import StudyObjective
 from plait.tracking import JobRecord
 from plait_dashboards.parameters import Axis, axis_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking import load_search
 from plait.tracking.check import storage_errors
 from plait_dashboards.figures import all_figures

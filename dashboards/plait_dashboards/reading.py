@@ -14,9 +14,8 @@ import numpy as np
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 
-from plait.paths import search_folder
+from plait.core.settings import TrackingSettings
 from plait.search.stored import StudyObjective, read_study
-from plait.settings import TrackingSettings
 from plait.tracking import JobRecord, SearchResult, load_search, names
 from plait.tracking.check import storage_errors
 from plait.tracking.group_steps import (
@@ -26,6 +25,7 @@ from plait.tracking.group_steps import (
     read_group_steps,
 )
 from plait.tracking.leaderboard import varying
+from plait.utils.paths import search_folder
 from plait_dashboards.sweep import Curve, Sweep
 
 CURVES = (names.TRAIN_LOSS, names.EVAL_LOSS)

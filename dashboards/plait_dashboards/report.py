@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.results import store_parser, store_settings
-from plait.errors import EXIT_DONE, StorageError
-from plait.files import write_text
+from plait.core.errors import EXIT_DONE, StorageError
+from plait.utils.files import write_text
 
 
 def main(arguments: Sequence[str]) -> int:

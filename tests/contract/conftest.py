@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from made_up_search import make_up
 from mlflow import MlflowClient
 
 from plait.cli.main import main
-from plait.paths import search_folder
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking import load_search
 from plait.tracking.group_steps import GROUP_STEPS_FILE, read_group_steps
+from plait.utils.paths import search_folder
 from plait_dashboards.publish import publish
 from plait_dashboards.reading import curve_of, read_sweep
 from plait_dashboards.sweep import FAILED, PRUNED, USEFUL, Sweep, outcome

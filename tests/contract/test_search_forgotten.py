@@ -15,11 +15,11 @@ from mlflow import MlflowClient
 from mlflow.entities import ViewType
 
 from plait.cli.main import main
-from plait.paths import search_folder
+from plait.core.settings import TrackingSettings
 from plait.search.recorded import RecordedCommand, write_command
 from plait.search.storage import open_storage
-from plait.settings import TrackingSettings
 from plait.tracking.location import sqlite_in
+from plait.utils.paths import search_folder
 
 Said = Callable[..., str]
 

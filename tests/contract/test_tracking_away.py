@@ -15,11 +15,11 @@ from lost_tracker import die, wait_for_threads
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.errors import StorageError
-from plait.jobs import AdapterSpec, JobSpec
-from plait.objectives import Verdict
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.core.errors import StorageError
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import (
     AwayError,
     Begun,

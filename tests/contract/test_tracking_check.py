@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.addresses import redact
-from plait.errors import StorageError
-from plait.settings import TrackingSettings
+from plait.core.errors import StorageError
+from plait.core.settings import TrackingSettings
 from plait.tracking import AwayError, check, check_tracking, locate
 from plait.tracking.check import open_store
+from plait.utils.addresses import redact
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -9,10 +9,10 @@ import pytest
 from lost_tracker import die
 from mlflow import MlflowClient
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
-from plait.jobs import JobSpec
-from plait.objectives import Verdict
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.core.jobs import JobSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, left_unsent, load_search, locate, send_left
 from plait.tracking.encoding import Head
 from plait.tracking.operations import LogFile, LogText

@@ -10,7 +10,9 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow_server import MlflowServer
 
-from plait.engine.messages import (
+from plait.core.errors import SearchError, StorageError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
@@ -19,10 +21,8 @@ from plait.engine.messages import (
     JobGenerated,
     JobProgress,
 )
-from plait.errors import SearchError, StorageError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.objectives import Verdict
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names
 
 STEPS = 12

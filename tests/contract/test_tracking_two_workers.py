@@ -12,11 +12,11 @@ import pytest
 from lost_tracker import die
 from mlflow import MlflowClient
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
-from plait.jobs import AdapterSpec, JobSpec
-from plait.objectives import Verdict
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.terminal_rows import state_text, status_line
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.terminal.text import state_text, status_line
 from plait.tracking import JobRecord, Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
 from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.names import RUNNING

@@ -13,8 +13,8 @@ from plait.cli.main import main
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey, profile_path, save_profile
 from plait.engine.coordinator import Coordinator
-from plait.paths import cache_dir
 from plait.search import engine
+from plait.utils.paths import cache_dir
 
 Short = tuple[str, ...]
 

@@ -19,8 +19,8 @@ import pytest
 from made_up_search import make_up
 
 from plait.cli.main import main
+from plait.core.settings import TrackingSettings
 from plait.search.storage import JOURNAL, open_storage
-from plait.settings import TrackingSettings
 from plait.tracking import SearchResult, load_search
 from plait_dashboards.publish import publish
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.jobs import AdapterSpec, JobSpec
-from plait.objectives import Verdict
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, SearchResult, Tracker, load_search
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

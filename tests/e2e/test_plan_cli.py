@@ -10,7 +10,7 @@ import plait.models
 from plait.cli.main import main
 from plait.cost.profiles import cluster_profile
 from plait.cost.shapes import MicrobatchShape
-from plait.paths import conf_dir
+from plait.utils.paths import conf_dir
 
 Short = tuple[str, ...]
 SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.trials=3")

@@ -64,8 +64,8 @@ def test_bad_input_is_refused(
 def test_a_profile_of_another_model_is_refused(
     verb: str, empty: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from plait.core.settings import ModelSettings
     from plait.models.load import load_tokeniser, model_config
-    from plait.settings import ModelSettings
 
     tiny = ModelSettings(kind="tiny")
     model_config(tiny, cache=empty).save_pretrained(empty / "other")

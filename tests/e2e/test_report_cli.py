@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 
 from plait.cli.main import main
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking import load_search
 
 

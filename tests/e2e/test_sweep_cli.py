@@ -16,9 +16,9 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import OperationalError
 
 from plait.cli.main import main
-from plait.plans import Plan
+from plait.core.plans import Plan
+from plait.core.settings import TrackingSettings
 from plait.search.storage import study_lock
-from plait.settings import TrackingSettings
 from plait.tracking import load_search
 
 Trials = Callable[..., list[FrozenTrial]]

@@ -9,8 +9,8 @@ import pytest
 from mlflow import MlflowClient
 
 from plait.cli.main import main
+from plait.core.settings import TrackingSettings
 from plait.search.recorded import recorded_command
-from plait.settings import TrackingSettings
 from plait.tracking import load_search
 
 ROOT = Path(__file__).resolve().parents[2]

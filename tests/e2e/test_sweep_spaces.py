@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
-from plait.engine.messages import Command, RunMicrobatches, WorkerEvent
+from plait.core.messages import Command, RunMicrobatches, WorkerEvent
 from plait.engine.worker import LocalWorker
 
 Trials = Callable[..., list[FrozenTrial]]

@@ -19,10 +19,10 @@ from mlflow import MlflowClient
 from mlflow_server import MlflowServer, free_port
 from postgresql import postgresql_server
 
-from plait.addresses import with_driver
 from plait.cli.main import main
 from plait.search.storage import open_storage
 from plait.tracking.spool import free_spools
+from plait.utils.addresses import with_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, TRIALS = 40, 4

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import Event, JobEvaluated, JobProgress
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Event, JobEvaluated, JobProgress
 from plait.engine.run import drive
 from plait.engine.worker import local_worker
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.samples import Sample, Split, TokenisedData
-from plait.settings import EngineSettings, ModelSettings, RunSettings
 
 KEPT = Path(__file__).with_name("joint_tiny_run.json")
 # Rounding differs between processors and releases of torch, and training amplifies it.

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.bench.figures import Report
-from plait.bench.lorafusion import bubble_ratio
-from plait.bench.lorafusion_workload import Options, read_options
-from plait.paths import conf_dir, sweeps_dir
-from plait.settings import ClusterSettings, RunSettings
+from plait.core.settings import ClusterSettings, RunSettings
+from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.figures import Report
+from plait_bench.lorafusion import bubble_ratio
+from plait_bench.lorafusion_workload import Options, read_options
 
 RECORDED = Path(__file__).with_name("lorafusion_bubble_ratio.json")
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "published" / "lorafusion_h100.json"

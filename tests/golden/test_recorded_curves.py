@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from plait.bench.recorded_curves import read_curves
-from plait.bench.replay_stopping import Options, find_curves, search_in_order
-from plait.config_fields import build
-from plait.settings import SearchSettings
+from plait.config.fields import build
+from plait.core.settings import SearchSettings
+from plait_bench.recorded_curves import read_curves
+from plait_bench.replay_stopping import Options, find_curves, search_in_order
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps/replay"
 DTYPES = {"stopping": "bfloat16", "stopping_64": "float32"}

@@ -10,11 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from plait.adapters import export_adapter, import_adapter, initialise
-from plait.errors import InputError, ModelError
-from plait.jobs import AdapterSpec
+from plait.core.errors import InputError, ModelError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
 from plait.models import BaseModel, MicrobatchContext, check_rank, load_model, transformers_model
 from plait.models.tiny import FAMILIES
-from plait.settings import ModelSettings
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 LENGTHS = (7, 13)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plait.bench.memory import Footprint
+from plait_bench.memory import Footprint
 
 MIB = 2**20
 

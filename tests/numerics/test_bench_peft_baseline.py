@@ -5,13 +5,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from plait.bench.peft_baseline import IGNORED, PaddedBatch, PeftBaseline, lora_weights
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.samples import Sample, Split
+from plait.core.settings import ModelSettings
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.rates import learning_rate
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.models.load import transformers_model
-from plait.samples import Sample, Split
-from plait.settings import ModelSettings
+from plait_bench.peft_baseline import IGNORED, PaddedBatch, PeftBaseline, lora_weights
 
 SETTINGS = ModelSettings(kind="tiny", dtype="float32")
 ADAPTER = AdapterSpec(rank=3, alpha=5.0, target_modules=("q_proj", "v_proj", "down_proj"))

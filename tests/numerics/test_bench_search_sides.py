@@ -4,15 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from plait.bench import recorded_curves_run, search_vs_sequential
-from plait.bench.recorded_curves import read_curves
-from plait.bench.replay import replay
-from plait.bench.search_vs_sequential import Kept, Options
-from plait.bench.search_vs_sequential_result import largest_difference
-from plait.bench.sequential_search import SequentialSearch
-from plait.errors import ConfigError, PlaitError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.settings import (
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.settings import (
     EngineSettings,
     ModelSettings,
     RunSettings,
@@ -20,6 +14,12 @@ from plait.settings import (
     StoppingSettings,
     TrackingSettings,
 )
+from plait_bench import recorded_curves_run, search_vs_sequential
+from plait_bench.recorded_curves import read_curves
+from plait_bench.replay import replay
+from plait_bench.search_vs_sequential import Kept, Options
+from plait_bench.search_vs_sequential_result import largest_difference
+from plait_bench.sequential_search import SequentialSearch
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=5)
 RULE = StoppingSettings(kind="successive_halving", rungs=(1, 2), cohort=4)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.core.settings import ModelSettings
 from plait.models import BaseModel, MicrobatchContext, load_model, transformers_model
 from plait.models.blocks import find_parts
 from plait.models.tiny import FAMILIES
-from plait.settings import ModelSettings
 
 LENGTHS = (5, 19, 1, 12, 19, 11)
 

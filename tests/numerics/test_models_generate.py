@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from plait.adapters import initialise
-from plait.errors import InputError
-from plait.jobs import AdapterSpec
+from plait.core.errors import InputError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import ModelSettings
 from plait.models import BaseModel, check_rank, load_model, transformers_model
 from plait.models.generate import Prompt, generate
 from plait.models.tiny import FAMILIES
-from plait.settings import ModelSettings
 from plait_kernels import Bank
 
 LENGTHS = (3, 11, 1, 20)

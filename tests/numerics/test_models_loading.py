@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
-from plait.errors import ConfigError, ModelError, StorageError
+from plait.core.errors import ConfigError, ModelError, StorageError
+from plait.core.settings import ModelSettings
 from plait.models import (
     MicrobatchContext,
     inspect_model,
@@ -28,7 +29,6 @@ from plait.models import (
 from plait.models.blocks import find_parts
 from plait.models.quiet import quiet
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
-from plait.settings import ModelSettings
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=1)
 

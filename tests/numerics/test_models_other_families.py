@@ -11,10 +11,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from plait.errors import ModelError
+from plait.core.errors import ModelError
+from plait.core.settings import ModelSettings
 from plait.models import BaseModel, Identity, MicrobatchContext, load_model, transformers_model
 from plait.models.tiny import byte_tokeniser
-from plait.settings import ModelSettings
 from plait_kernels import labelled_cross_entropy
 
 OFFSETS = (0, 7, 8, 20)

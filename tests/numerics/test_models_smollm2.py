@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from plait.core.errors import ModelError
+from plait.core.settings import ModelSettings
 from plait.cost.memory import MemoryModel
 from plait.cost.memory_probe import ProbeOptions, drawn_probe, observe_device, probe_grid
-from plait.errors import ModelError
 from plait.models import BaseModel, MicrobatchContext, load_model, load_tokeniser, transformers_model
 from plait.models.generate import Prompt, generate
-from plait.paths import cache_dir
-from plait.settings import ModelSettings
+from plait.utils.paths import cache_dir
 from plait_kernels.loss import CHUNK_LOGITS
 
 FLOAT32 = ModelSettings(dtype="float32")

@@ -18,13 +18,13 @@ from pathlib import Path
 from curve_worker import CurveWorker
 from rung_bench import SPACE, Bench, Notes, halving
 
-from plait.engine.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
+from plait.core.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
+from plait.core.settings import SearchSettings
 from plait.search.control import Mailbox, Orders
 from plait.search.control.desk import Clerk
 from plait.search.interrupt import Interrupts
 from plait.search.storage import open_storage, quiet
 from plait.search.study import StudyTrials
-from plait.settings import SearchSettings
 
 TRIALS = 12
 STEP_SECONDS = 0.02

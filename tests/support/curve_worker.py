@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.engine.admission import WorkerFacts
-from plait.engine.memory_estimate import ActivationShape
-from plait.engine.messages import (
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec
+from plait.core.messages import (
     Attach,
     Attached,
     Command,
@@ -38,11 +37,12 @@ from plait.engine.messages import (
     StepJobs,
     WorkerEvent,
 )
+from plait.core.plans import Microbatch
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.engine.admission import WorkerFacts
+from plait.engine.memory_estimate import ActivationShape
 from plait.engine.saved import HEADER, states
-from plait.jobs import AdapterSpec, DataSpec, JobSpec
 from plait.models.targets import LinearInfo
-from plait.plans import Microbatch
-from plait.samples import Sample, Split, TokenisedData
 
 LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 64, 64) for i in range(2) for name in ("q_proj", "v_proj"))
 SHAPE = ActivationShape(

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from plait.engine.admission import WorkerFacts
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import Coordinator
-from plait.engine.messages import (
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import (
     Command,
     Detach,
     Event,
@@ -23,11 +21,13 @@ from plait.engine.messages import (
     JobProgress,
     WorkerEvent,
 )
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.engine.admission import WorkerFacts
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
 from plait.engine.worker import LocalWorker
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models import BaseModel
-from plait.samples import Sample, Split, TokenisedData
-from plait.settings import EngineSettings, PlannerSettings, RunSettings
 
 Weights = dict[str, tuple[Tensor, Tensor]]
 VOCABULARY = 250

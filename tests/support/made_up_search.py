@@ -13,14 +13,14 @@ import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState, create_trial
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.objectives import Verdict
-from plait.paths import search_folder
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import open_storage
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker
 from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
+from plait.utils.paths import search_folder
 
 TOGETHER, CAPACITY = 16, 2048
 RANKS, DROPOUTS = (4, 8, 16, 32, 64), (0.0, 0.05, 0.1)

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking import ui_command
 
 STARTUP_SECONDS = 120

@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 import sqlalchemy
 
-from plait.addresses import with_driver
+from plait.utils.addresses import with_driver
 
 PROGRAMS = Path("/usr/lib/postgresql")  # Debian's place, by version
 

@@ -15,12 +15,13 @@ import optuna
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.config_overrides import read_request
+from plait.config.overrides import read_request
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.messages import Event
+from plait.core.objectives import Verdict
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Event
-from plait.jobs import JobSpec, TrainSpec
-from plait.objectives import Verdict
 from plait.search.control import Orders
 from plait.search.identity import identify
 from plait.search.results import SearchResult
@@ -28,7 +29,6 @@ from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 
 SPACE = read_request(["train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.core.errors import CapacityError, ConfigError
 from plait.cost.memory import MemoryCoefficients, MemoryModel
-from plait.errors import CapacityError, ConfigError
 from plait.planner.admission import Applicant, GroupMemory, admit
 
 

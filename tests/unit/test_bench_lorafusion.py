@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.bench.lorafusion import bubble_ratio, packing_gain, scheduler_time
-from plait.bench.lorafusion_workload import read_options
-from plait.bench.mlora import bubble_ratio as mlora_bubble_ratio
-from plait.errors import ConfigError
-from plait.paths import conf_dir, sweeps_dir
-from plait.settings import ClusterSettings, RunSettings
+from plait.core.errors import ConfigError
+from plait.core.settings import ClusterSettings, RunSettings
+from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench.lorafusion import bubble_ratio, packing_gain, scheduler_time
+from plait_bench.lorafusion_workload import read_options
+from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
 SMALL = {"adapters": 2, "steps": 4, "workers": 1}
 

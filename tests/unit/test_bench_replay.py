@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.bench.recorded_curves import Curve, Point, RecordedCurves, read_curves, write_curves
-from plait.bench.replay import replay
-from plait.bench.replay_stopping import run
-from plait.bench.replay_study import Evaluation, parameters_apart, reached, space_of
-from plait.errors import ConfigError, DataError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.settings import RunSettings, SearchSettings, StoppingSettings
+from plait.core.errors import ConfigError, DataError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
+from plait_bench.recorded_curves import Curve, Point, RecordedCurves, read_curves, write_curves
+from plait_bench.replay import replay
+from plait_bench.replay_stopping import run
+from plait_bench.replay_study import Evaluation, parameters_apart, reached, space_of
 
 STEPS = (1, 2, 4, 8)
 HALVING = SearchSettings(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.bench.sampler_quality import expected_draws, run, trials_to_good
-from plait.bench.sampler_quality_tables import read_tables
-from plait.errors import ConfigError, DataError
-from plait.settings import RunSettings, SearchSettings
+from plait.core.errors import ConfigError, DataError
+from plait.core.settings import RunSettings, SearchSettings
+from plait_bench.sampler_quality import expected_draws, run, trials_to_good
+from plait_bench.sampler_quality_tables import read_tables
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared/data/published/tinker_sft_sweep.md"
 needs_published = pytest.mark.skipif(

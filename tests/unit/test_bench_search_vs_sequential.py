@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.bench.recorded_curves import Curve, Point
-from plait.bench.replay_study import Evaluation
-from plait.bench.search_vs_sequential import Kept, Options, measured_when, seeded
-from plait.bench.search_vs_sequential_joint import JointSearch
-from plait.bench.search_vs_sequential_result import (
+from plait.core.errors import ConfigError, DataError, PlaitError
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
+from plait_bench.recorded_curves import Curve, Point
+from plait_bench.replay_study import Evaluation
+from plait_bench.search_vs_sequential import Kept, Options, measured_when, seeded
+from plait_bench.search_vs_sequential_joint import JointSearch
+from plait_bench.search_vs_sequential_result import (
     SeedResult,
     any_order,
     check_agreement,
     compare,
     largest_difference,
 )
-from plait.errors import ConfigError, DataError, PlaitError
-from plait.jobs import AdapterSpec, JobSpec
-from plait.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 
 SEARCH = SearchSettings(
     parallel=4, stopping=StoppingSettings(kind="successive_halving", rungs=(1, 2), cohort=4)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.bench import tracking_scale
-from plait.bench.tracking_calls import Script
-from plait.errors import ConfigError, StorageError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.settings import RunSettings, TrackingSettings
+from plait.core.errors import ConfigError, StorageError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.settings import RunSettings, TrackingSettings
+from plait_bench import tracking_scale
+from plait_bench.tracking_calls import Script
 
 JOBS = [JobSpec("a", AdapterSpec(rank=4), TrainSpec()), JobSpec("b", AdapterSpec(rank=8), TrainSpec())]
 SMALL = {"adapters": 4, "steps": 30, "together": 2, "edge": 1, "stores": ["sqlite"], "step_seconds": 0.5}

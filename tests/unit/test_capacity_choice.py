@@ -9,18 +9,18 @@ from typing import Literal, cast
 
 import pytest
 
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.plans import Group, Plan, Replica
+from plait.core.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine.admission import WorkerFacts
 from plait.engine.capacity import LEAST_CAPACITY, choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.memory_estimate import ActivationShape
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models import ModelShape
 from plait.models.targets import LinearInfo
-from plait.plans import Group, Plan, Replica
 from plait.search import engine
-from plait.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
 
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
 SHAPE = ActivationShape(1, 8, 2, 16, 16, 1000, 4, logit_rows=1000, keep_up_to=256)

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.core.errors import StorageError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveState
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import EngineSettings
 from plait.engine.admission import Demand
 from plait.engine.checkpointing import Checkpointing
 from plait.engine.live import LiveJob
-from plait.engine.messages import Command, Cursor, Event, JobSaved, Notice, SaveState
 from plait.engine.order import DataOrder
 from plait.engine.saved import HEADER, prune, state_folder, states
-from plait.errors import StorageError
-from plait.jobs import JobSpec, TrainSpec
-from plait.samples import Sample, Split, TokenisedData
-from plait.settings import EngineSettings
 
 SPLIT = Split.of([Sample(np.ones(4, np.int32), np.ones(4, np.bool_))])
 STEPS = 40

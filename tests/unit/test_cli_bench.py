@@ -9,18 +9,18 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from plait.bench import figures
-from plait.bench.figures import Figure, Report
 from plait.cli.bench import listing, named_sweeps
 from plait.cli.benching import Published, beside_published, find_benchmark
 from plait.cli.main import main
-from plait.config import plain, settings_of
-from plait.config_fields import build
-from plait.config_overrides import read_request
-from plait.errors import ConfigError
-from plait.jobs import JobSpec
-from plait.paths import conf_dir, sweeps_dir
-from plait.settings import RunSettings
+from plait.config.build import plain, settings_of
+from plait.config.fields import build
+from plait.config.overrides import read_request
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.utils.paths import conf_dir, sweeps_dir
+from plait_bench import figures
+from plait_bench.figures import Figure, Report
 
 NAMES = [named.name for named in named_sweeps(sweeps_dir())]
 
@@ -84,9 +84,9 @@ def test_files_that_say_too_little(tmp_path: Path) -> None:
         3,
         "os.system",
         "plait.cli.main.main",
-        "plait.bench.nothing.run",
-        "plait.bench.figures.nothing",
-        "plait.bench.figures.__doc__",
+        "plait_bench.nothing.run",
+        "plait_bench.figures.nothing",
+        "plait_bench.figures.__doc__",
     ],
 )
 def test_only_functions_under_plait_bench_are_run(path: object) -> None:
@@ -116,7 +116,7 @@ def test_a_benchmark_gets_settings_jobs_and_options(
     monkeypatch.setattr(figures, "counted", counted, raising=False)
     arguments = [
         "mode=bench",
-        "bench.run=plait.bench.figures.counted",
+        "bench.run=plait_bench.figures.counted",
         "+bench.options.word=hello",
         "model=tiny",
     ]
@@ -140,7 +140,7 @@ def test_a_published_figure_that_nothing_matches_is_told_after_the_table(
     monkeypatch.setattr(figures, "counted", counted, raising=False)
     arguments = [
         "mode=bench",
-        "bench.run=plait.bench.figures.counted",
+        "bench.run=plait_bench.figures.counted",
         "+bench.options.word=hello",
         "adapter.rank=3,5",
     ]

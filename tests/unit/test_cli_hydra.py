@@ -10,9 +10,9 @@ from plait.cli import sweeper_keys
 from plait.cli.app import show_space, shows_only
 from plait.cli.main import main
 from plait.cli.sweeper_keys import merge
-from plait.errors import ConfigError
-from plait.paths import conf_dir, sweeps_dir
-from plait.settings import SearchSettings
+from plait.core.errors import ConfigError
+from plait.core.settings import SearchSettings
+from plait.utils.paths import conf_dir, sweeps_dir
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -14,8 +14,8 @@ from plait.__main__ import words
 from plait.cli import verbs as verb_module
 from plait.cli.main import main
 from plait.cli.verbs import OWN, find, verbs
-from plait.errors import ConfigError
-from plait.paths import sweeps_dir
+from plait.core.errors import ConfigError
+from plait.utils.paths import sweeps_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from plait.cli.results import sort_records, store_parser, store_settings
-from plait.errors import ConfigError
-from plait.settings import TrackingSettings
+from plait.core.errors import ConfigError
+from plait.core.settings import TrackingSettings
 from plait.tracking import JobRecord, Location, SearchResult, print_leaderboard
 
 RECORDS = [

@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from plait.cli.traces import NoteFolder, keep, without_traces
-from plait.errors import ConfigError, PlaitError
-from plait.paths import conf_dir
+from plait.core.errors import ConfigError, PlaitError
+from plait.utils.paths import conf_dir
 
 Act = Callable[[Path], object]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from plait.cli.results import ui
-from plait.errors import ConfigError
-from plait.settings import TrackingSettings
+from plait.core.errors import ConfigError
+from plait.core.settings import TrackingSettings
 from plait.tracking import UiCommand, check_port, ui_command
 
 

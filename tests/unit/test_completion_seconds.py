@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rung_bench import Bench, KilledError, Notes, halving
 
-from plait.engine.messages import Cursor, JobEnded
+from plait.core.messages import Cursor, JobEnded
 from plait.engine.saved import HEADER
 
 

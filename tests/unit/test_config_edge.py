@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from plait.config import RUN_GROUPS, flat_params, is_whole, job_of, plain, settings_of
-from plait.config_fields import build, convert
-from plait.errors import ConfigError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.paths import conf_dir
-from plait.settings import RunSettings, SearchSettings
+from plait.config.build import RUN_GROUPS, flat_params, is_whole, job_of, plain, settings_of
+from plait.config.fields import build, convert
+from plait.core.errors import ConfigError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.settings import RunSettings, SearchSettings
+from plait.utils.paths import conf_dir
 
 JOB: dict[str, Any] = {"adapter": {}, "train": {}, "data": {"source": "reasoning_gym", "task": "chain_sum"}}
 

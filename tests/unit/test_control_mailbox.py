@@ -27,8 +27,8 @@ from optuna.trial import TrialState
 import plait
 from plait.cli.control import read_request
 from plait.cli.main import main
-from plait.errors import ConfigError, SearchError, StorageError
-from plait.paths import search_folder
+from plait.core.errors import ConfigError, SearchError, StorageError
+from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.attend import Attend
 from plait.search.control.desk import LOOK_SECONDS, Clerk
 from plait.search.control.mailbox import Answer, Mailbox, Request
@@ -38,12 +38,12 @@ from plait.search.control.targets import check_target
 from plait.search.patience import Patience
 from plait.search.points import read_point, read_values
 from plait.search.recorded import RecordedCommand, write_command
-from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.storage import from_anywhere, open_storage
 from plait.search.study_orders import StudyOrders
 from plait.search.workers import Owner as Trainer
-from plait.terminal_rows import status_line
+from plait.terminal.text import status_line
 from plait.tracking.board import Board, JobRecord
+from plait.utils.paths import search_folder
 
 SPACE = Space(
     (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from plait.core.errors import CapacityError, ConfigError, DataError, InputError
 from plait.cost.fitting import fit_relative, fit_undisturbed
 from plait.cost.lengths import LengthGenerator, sigma_from_skewness
 from plait.cost.memory import (
@@ -25,7 +26,6 @@ from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.cost.shapes import EMPTY, MicrobatchShape
 from plait.cost.tables import fit_by_degree, read_layer_times, relative_errors
 from plait.cost.time import HeadTime, LayerTime, TimeModel, fit_head, fit_layer
-from plait.errors import CapacityError, ConfigError, DataError, InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "published"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.objectives import Objective
+from plait.core.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import Board, JobRecord
 from plait.tracking.group_steps import GroupStepRow

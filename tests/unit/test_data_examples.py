@@ -2,8 +2,8 @@
 
 import pytest
 
+from plait.core.errors import DataError
 from plait.data.examples import Conversation, NamedFields, Pair, Text, Turn, read_example
-from plait.errors import DataError
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

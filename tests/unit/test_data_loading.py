@@ -15,14 +15,14 @@ from reasoning_gym import factory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from plait.core.errors import ConfigError, DataError, InputError, StorageError
+from plait.core.jobs import DataSpec
+from plait.core.samples import Sample, Split
 from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
 from plait.data.options import TaskOptions
 from plait.data.rendering import Rendered
 from plait.data.tasks import HASH_DEPENDENT, generate_task
 from plait.data.tokenising import tokenise
-from plait.errors import ConfigError, DataError, InputError, StorageError
-from plait.jobs import DataSpec
-from plait.samples import Sample, Split
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from plait.core.errors import ConfigError
+from plait.core.jobs import DataSpec
 from plait.data import SOURCES, check_data, parse_options
-from plait.errors import ConfigError
-from plait.jobs import DataSpec
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

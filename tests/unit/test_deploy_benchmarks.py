@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.bench import lobra_ablation, lobra_deploy, memory_model, planner, planning_time, time_model
+from plait.core.errors import ConfigError, DataError, InputError
+from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.tables import fit_by_degree, read_layer_times
-from plait.errors import ConfigError, DataError, InputError
-from plait.settings import ClusterSettings, RunSettings
+from plait_bench import lobra_ablation, lobra_deploy, memory_model, planner, planning_time, time_model
 
 ROOT = Path(__file__).resolve().parents[2]
 

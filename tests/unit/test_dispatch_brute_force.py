@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import CapacityError
 from plait.planner.deployment import DeployOptions, deploy
 from plait.planner.dispatch import EXACT, ReplicaKind, dispatch, length_based, spread
 from plait.planner.dispatch_search import greedy, makespan, single

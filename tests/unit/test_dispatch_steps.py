@@ -13,16 +13,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.bench.lobra_deploy import compare
-from plait.bench.lobra_workload import Assumption, Task, costs_of
+from plait.core.errors import CapacityError, ConfigError, DataError
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
-from plait.errors import CapacityError, ConfigError, DataError
 from plait.planner.buckets import dynamic_buckets, expected_counts, fixed_buckets
 from plait.planner.deployment import DeployOptions, deploy, propose
 from plait.planner.deployment_change import best_equal_replicas, weigh_change
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
+from plait_bench.lobra_deploy import compare
+from plait_bench.lobra_workload import Assumption, Task, costs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})

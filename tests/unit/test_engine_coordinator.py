@@ -12,12 +12,9 @@ from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker, lengths_data, loa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.engine.accounting import nanoseconds
-from plait.engine.admission import Admission
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import Coordinator
-from plait.engine.memory_estimate import adapter_bytes
-from plait.engine.messages import (
+from plait.core.errors import CapacityError, ConfigError, ModelError
+from plait.core.jobs import DataSpec, JobSpec, TrainSpec
+from plait.core.messages import (
     Cursor,
     Evaluate,
     Event,
@@ -35,9 +32,12 @@ from plait.engine.messages import (
     SaveState,
     StepJobs,
 )
-from plait.errors import CapacityError, ConfigError, ModelError
-from plait.jobs import DataSpec, JobSpec, TrainSpec
-from plait.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.engine.accounting import nanoseconds
+from plait.engine.admission import Admission
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.memory_estimate import adapter_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.core.errors import DataError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.samples import Sample, Split
 from plait.engine.order import DataOrder, permutation, training_batch, validation_batch
-from plait.errors import DataError
-from plait.jobs import JobSpec, TrainSpec
-from plait.samples import Sample, Split
 
 GOLDEN = (
     [3, 1, 2, 9, 5, 6, 8, 4, 7, 0],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.core.plans import GlobalBatch
 from plait.engine.packer import pack_step
 from plait.planner.packing import pack
 from plait.planner.packing_bounds import bins_bound
-from plait.plans import GlobalBatch
 
 
 def batch(job: str, *lengths: int) -> GlobalBatch:

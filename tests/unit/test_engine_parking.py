@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 
-from plait.engine.accounting import nanoseconds
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.coordinator import Coordinator
-from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
-from plait.engine.messages import (
+from plait.core.errors import ConfigError, StorageError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.messages import (
     Command,
     Evaluate,
     Event,
@@ -29,9 +27,11 @@ from plait.engine.messages import (
     SaveState,
     WorkerEvent,
 )
-from plait.errors import ConfigError, StorageError
-from plait.jobs import JobSpec, TrainSpec
-from plait.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.engine.accounting import nanoseconds
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 
 
 def falling(job: JobSpec, step: int) -> float:

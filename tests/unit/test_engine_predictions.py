@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from plait.core.errors import CapacityError, StorageError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import ModelFitted, ObservedPeak
+from plait.core.plans import Microbatch
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import EngineSettings, RunSettings
 from plait.engine.admission import Admission, WorkerFacts
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob
 from plait.engine.memory_estimate import ActivationShape
-from plait.engine.messages import ModelFitted, ObservedPeak
 from plait.engine.order import DataOrder
 from plait.engine.packer import pack_step
 from plait.engine.peaks import ENOUGH, FIRST, PeakSampler
 from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TERMS, Predictions
-from plait.errors import CapacityError, StorageError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models.targets import LinearInfo
-from plait.plans import Microbatch
-from plait.samples import Sample, Split, TokenisedData
-from plait.settings import EngineSettings, RunSettings
 from plait.tracking.fits import COLUMNS, MOST_ROWS, Fits
 
 CAPACITY, WEIGHTS = 64, 50_000

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.core.jobs import SCHEDULES, TrainSpec
 from plait.engine.accounting import nanoseconds, share
 from plait.engine.rates import learning_rate, warmup_steps
-from plait.jobs import SCHEDULES, TrainSpec
 
 
 def rates(steps: int, **options: object) -> list[float]:

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from plait.errors import StorageError
-from plait.settings import TrackingSettings
+from plait.core.errors import StorageError
+from plait.core.settings import TrackingSettings
 from plait.tracking.figures import Figures, Publish, publishers
 
 SETTINGS = TrackingSettings()

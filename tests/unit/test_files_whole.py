@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from plait import files
-from plait.files import PRIVATE, new_file, new_folder, write_text
+from plait.utils import files
+from plait.utils.files import PRIVATE, new_file, new_folder, write_text
 
 
 def names(folder: Path) -> list[str]:

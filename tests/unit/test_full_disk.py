@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from plait.core.errors import StorageError
+from plait.core.messages import Cursor
+from plait.core.samples import Split, TokenisedData
 from plait.data import cache
 from plait.engine.checkpoints import Origin, write_state
-from plait.engine.messages import Cursor
-from plait.errors import StorageError
-from plait.samples import Split, TokenisedData
 
 
 @pytest.fixture

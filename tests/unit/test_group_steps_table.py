@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.engine.messages import GroupStep, ModelFitted
-from plait.errors import StorageError
+from plait.core.errors import StorageError
+from plait.core.messages import GroupStep, ModelFitted
 from plait.tracking import line_table
 from plait.tracking.fits import Fits
 from plait.tracking.group_steps import COLUMNS, MOST_ROWS, GroupSteps, read_group_steps

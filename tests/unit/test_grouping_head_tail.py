@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.errors import ConfigError
+from plait.core.errors import ConfigError
 from plait.planner.grouping import JobLoad, expected_noops, group_jobs, head_tail
 
 

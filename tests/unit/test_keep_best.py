@@ -10,15 +10,15 @@ import pytest
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
 
+from plait.core.errors import ConfigError
+from plait.core.jobs import DataSpec, JobSpec, TrainSpec
+from plait.core.messages import Event, Export, JobEnded, JobEvaluated, JobSaved, KeepWeights
+from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
+from plait.core.space import Space
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Event, Export, JobEnded, JobEvaluated, JobSaved, KeepWeights
-from plait.errors import ConfigError
-from plait.jobs import DataSpec, JobSpec, TrainSpec
 from plait.search.identity import identify
 from plait.search.objective import Observed, check_kept
-from plait.search.space import Space
-from plait.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.tracking.records import record_of
 
 CURVE = {2: 3.0, 4: 1.5, 6: 1.5, 8: 2.0}  # of equal ones the first is best

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("platform", "kernels", "dashboards")
 PACKAGES = (
     "platform/plait",
+    "platform/plait_bench",
     "platform/hydra_plugins",
     "kernels/plait_kernels",
     "dashboards/plait_dashboards",
@@ -17,29 +18,31 @@ PACKAGES = (
 LONGEST_FUNCTION = 60  # lines; about 40 is the aim
 LONGEST_MODULE = 450  # lines; about 300 is the aim
 
-# Inside plait: a package may import those of its own level and of lower ones.
-LEVELS = (
-    {
-        "addresses",
-        "config_fields",
-        "durations",
-        "errors",
-        "files",
-        "jobs",
-        "objectives",
-        "padding",
-        "paths",
-        "plans",
-        "samples",
-        "settings",
-        "spelling",
-    },
-    {"cost", "data", "models", "adapters", "tracking"},
-    {"planner", "simulate", "engine", "terminal"},
-    {"search", "planning", "config"},
-    {"bench", "cli", "__main__"},
+# Inside plait: a package may import those of lower floors, and no other of its own.
+FLOORS = (
+    {"core"},
+    {"utils"},
+    {"config"},
+    {"data", "models"},
+    {"adapters", "cost"},
+    {"planner"},
+    {"simulate", "engine"},
+    {"distributed", "serve", "tracking"},
+    {"search"},
+    {"planning"},
+    {"terminal"},
+    {"cli"},
+    {"__main__"},
 )
-PLAIN_DATA = {"plait.engine.messages"}  # events are plain data: whoever follows a search reads them
+# Still to be mended; nothing is added here.
+UPWARD = {
+    ("platform/plait/config/overrides.py", "data"),
+    ("platform/plait/search/control/status.py", "terminal"),
+    ("platform/plait/search/launch.py", "terminal"),
+    ("platform/plait/search/recorder.py", "terminal"),
+    ("platform/plait/search/standing.py", "terminal"),
+    ("platform/plait/cli/benching.py", "plait_bench"),
+}
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
     "optuna": ("platform/plait/search/",),
@@ -53,7 +56,7 @@ HOMES = {
     ),
     "deepspeed": ("platform/plait/engine/distributed",),
     "triton": ("kernels/plait_kernels/",),
-    "peft": ("platform/plait/bench/",),
+    "peft": ("platform/plait_bench/",),
 }
 NO_TORCH = (
     "platform/plait/planner/",
@@ -89,11 +92,8 @@ def imports(tree: ast.AST) -> set[str]:
     return names
 
 
-def level_of(part: str) -> int | None:
-    for level, parts in enumerate(LEVELS):
-        if any(part == name or part.startswith(f"{name}_") for name in parts):
-            return level
-    return None
+def floor_of(part: str) -> int | None:
+    return next((floor for floor, parts in enumerate(FLOORS) if part in parts), None)
 
 
 @pytest.mark.parametrize("folder", ["platform", "kernels", "dashboards", "conf", "sweeps", "tests"])
@@ -119,37 +119,38 @@ def test_imports_point_one_way_between_the_roots() -> None:
     wrong = []
     for path, tree in MODULES.items():
         tops = {name.split(".")[0] for name in imports(tree)}
-        if path.startswith("kernels/") and tops & {"plait", "plait_dashboards"}:
+        if path.startswith("kernels/") and tops & {"plait", "plait_bench", "plait_dashboards"}:
             wrong.append(path)
-        if path.startswith("platform/") and "plait_dashboards" in tops:
+        above = {top for top in tops & {"plait_bench", "plait_dashboards"} if (path, top) not in UPWARD}
+        if path.startswith("platform/plait/") and above:
             wrong.append(path)
     assert wrong == []
 
 
-def test_imports_point_one_way_inside_plait() -> None:
+def test_imports_point_down_inside_plait() -> None:
     wrong = []
     for path, tree in MODULES.items():
         if not path.startswith("platform/plait/"):
             continue
-        own = level_of(path.split("/")[2].removesuffix(".py"))
+        package = path.split("/")[2].removesuffix(".py")
+        own = floor_of(package)
         for name in imports(tree):
-            if any(name == plain or name.startswith(f"{plain}.") for plain in PLAIN_DATA):
-                continue
             parts = name.split(".")
-            other = level_of(parts[1]) if parts[0] == "plait" and len(parts) > 1 else None
-            if own is not None and other is not None and other > own:
+            other = floor_of(parts[1]) if parts[0] == "plait" and len(parts) > 1 else None
+            if own is None or other is None or parts[1] == package:
+                continue
+            if other >= own and (path, parts[1]) not in UPWARD:
                 wrong.append(f"{path} imports {name}")
     assert wrong == []
 
 
-def test_every_module_of_plait_has_a_level() -> None:
+def test_every_module_of_plait_has_a_floor() -> None:
     unknown = {
         path
         for path in MODULES
         if path.startswith("platform/plait/")
-        and path.count("/") >= 2
         and path != "platform/plait/__init__.py"
-        and level_of(path.split("/")[2].removesuffix(".py")) is None
+        and floor_of(path.split("/")[2].removesuffix(".py")) is None
     }
     assert unknown == set()
 

@@ -6,8 +6,8 @@ import pytest
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from plait.errors import ModelError
-from plait.jobs import AdapterSpec
+from plait.core.errors import ModelError
+from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, check_rank, resolve_targets
 
 NAMES = [

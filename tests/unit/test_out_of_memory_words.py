@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
+from plait.core.errors import CheckpointError
 from plait.engine.out_of_memory import attempt, ran_out
-from plait.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

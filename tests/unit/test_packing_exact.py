@@ -7,14 +7,14 @@ from multiprocessing import get_context
 
 import pytest
 
-from plait.errors import CapacityError
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch
 from plait.planner import packing_exact
 from plait.planner.packing import first_fit_decreasing, padded
 from plait.planner.packing_bounds import bins_bound, combine, fill_bound, most_tokens, reachable_sums
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, packed_batches, solve_packing
 from plait.planner.packing_fill import least_fill
 from plait.planner.solver import Limit, Solution
-from plait.plans import GlobalBatch
 
 Lengths = list[list[int]]
 

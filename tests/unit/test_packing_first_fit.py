@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.errors import CapacityError
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch
 from plait.planner.packing import pack
-from plait.plans import GlobalBatch
 
 
 def batch(job: str, lengths: list[int], *, step: int = 0, first: int = 0) -> GlobalBatch:

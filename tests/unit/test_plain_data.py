@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait import errors
-from plait.errors import ConfigError, InputError, PlaitError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.plans import Group, Microbatch, OptimiserStep, Plan, Prediction, Replica, Segment
-from plait.samples import Sample, Split
-from plait.settings import EngineSettings, ModelSettings, PlannerSettings, SearchSettings, TrackingSettings
+from plait.core import errors
+from plait.core.errors import ConfigError, InputError, PlaitError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.plans import Group, Microbatch, OptimiserStep, Plan, Prediction, Replica, Segment
+from plait.core.samples import Sample, Split
+from plait.core.settings import (
+    EngineSettings,
+    ModelSettings,
+    PlannerSettings,
+    SearchSettings,
+    TrackingSettings,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,15 @@ import yaml
 
 from plait.cli.helps import TEXTS
 from plait.cli.plan import described as described_cluster
+from plait.core.errors import CapacityError, ConfigError, ModelError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import ClusterSettings, EngineSettings, RunSettings, SearchSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import Configuration
 from plait.cost.shapes import MicrobatchShape
 from plait.engine.catalogue import DataCatalogue
-from plait.errors import CapacityError, ConfigError, ModelError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models.targets import resolve_targets
 from plait.planning.described import RECOMPUTED, plan_described
 from plait.planning.fitting import fitting
@@ -26,8 +28,6 @@ from plait.planning.model_memory import ModelMemory, inputs_read, llama_linears,
 from plait.planning.outlook import Outlook
 from plait.planning.parallelism import configurations
 from plait.planning.workload import Workload
-from plait.samples import Sample, Split, TokenisedData
-from plait.settings import ClusterSettings, EngineSettings, RunSettings, SearchSettings
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

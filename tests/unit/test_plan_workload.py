@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.core.errors import CapacityError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.samples import Sample, Split, TokenisedData
 from plait.engine.catalogue import DataCatalogue
-from plait.errors import CapacityError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.planning.here import fill_waves
 from plait.planning.workload import MOST_STEPS, Workload
-from plait.samples import Sample, Split, TokenisedData
 
 
 def split(lengths: list[int]) -> Split:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.errors import ConfigError
+from plait.core.errors import ConfigError
+from plait.core.settings import PlannerSettings, RunSettings, SearchSettings
 from plait.planner.packing import first_fit_decreasing
 from plait.planner.resting import WORTH, Choice, NextBatch, choose_resting, resting_sets
-from plait.settings import PlannerSettings, RunSettings, SearchSettings
 
 CAPACITY = 100
 Bins = Sequence[object]

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch, Group, Plan, Replica
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import CapacityError
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.shares import by_dispatch, by_load
 from plait.planner.verify import verify, violations
-from plait.plans import GlobalBatch, Group, Plan, Replica
 from plait.simulate.planned import plan_pipelines, tensor_parallel
 from plait.simulate.report import measure
 

@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
+from plait.core.errors import ConfigError
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import ConfigError
 from plait.planner.stages import balanced_split
 
 SHAPE = MicrobatchShape.of([64] * 4)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from plait.core.errors import ConfigError, StorageError
+from plait.core.settings import EngineSettings
 from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import (
     CapacityChoice,
@@ -19,8 +21,6 @@ from plait.cost.profile_store import (
     save_profile,
 )
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import ConfigError, StorageError
-from plait.settings import EngineSettings
 
 KEY = ProfileKey("0123abcd", "some processor", "bfloat16", "auto", False, 2)
 

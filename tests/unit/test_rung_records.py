@@ -8,10 +8,10 @@ import warnings
 import optuna
 import pytest
 
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.patience import Patience
 from plait.search.rung_records import StudyRungs, make_pruner
 from plait.search.stopping import Record
-from plait.settings import SearchSettings, StoppingSettings
 
 ONE = SearchSettings(stopping=StoppingSettings(kind="asha"))
 ANOTHER = SearchSettings(stopping=StoppingSettings(kind="asha", metric="train/loss"))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.core.errors import CheckpointError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import Cursor
 from plait.engine.checkpoints import Origin, OriginError, _seal, newest_state, read_state, write_state
-from plait.engine.messages import Cursor
 from plait.engine.saved import HEADER, state_folder
-from plait.errors import CheckpointError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
 
 JOB = JobSpec("job", AdapterSpec(rank=2), TrainSpec(seed=1, batch_size=2, accumulation=2))
 ORIGIN = Origin.of(JOB, model="m", data="d")

@@ -11,14 +11,14 @@ import optuna
 import pytest
 from rung_bench import SPACE, Bench, halving, states
 
-from plait.engine.messages import JobAdmitted
-from plait.jobs import JobSpec
+from plait.core.jobs import JobSpec
+from plait.core.messages import JobAdmitted
+from plait.core.settings import RunSettings
 from plait.search.control import Orders
 from plait.search.identity import identify
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome
 from plait.search.workers import BEATS, MISSED_BEATS, Workers
-from plait.settings import RunSettings
 
 HOUR = 3600.0
 

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from plait.config_overrides import read_request
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.search.identity import Identity, difference, identify
-from plait.search.space import Space
-from plait.settings import (
+from plait.config.overrides import read_request
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.settings import (
     ClusterSettings,
     EngineSettings,
     ModelSettings,
@@ -18,6 +16,8 @@ from plait.settings import (
     StoppingSettings,
     TrackingSettings,
 )
+from plait.core.space import Space
+from plait.search.identity import Identity, difference, identify
 
 BASE = JobSpec(
     "base", AdapterSpec(rank=4), TrainSpec(lr=1e-3), DataSpec.of("reasoning_gym", task="chain_sum")

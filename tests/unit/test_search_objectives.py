@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
-from plait.config import settings_of
-from plait.config_overrides import read_request
-from plait.errors import ConfigError, SearchError
-from plait.jobs import JobSpec, TrainSpec
-from plait.objectives import Constraint, Objective, Verdict, pareto_front
+from plait.config.build import settings_of
+from plait.config.overrides import read_request
+from plait.core.errors import ConfigError, SearchError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.objectives import Constraint, Objective, Verdict, pareto_front
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.identity import identify
 from plait.search.objective import SEVERAL_OBJECTIVES, check_objectives
 from plait.search.prior import describe_prior
 from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
-from plait.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.tracking.board import Board, JobRecord
 
 DIRECTIONS = ("minimize", "maximize")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
-from plait.engine.messages import (
+from plait.core.errors import StorageError
+from plait.core.messages import (
     Command,
     GroupStep,
     JobEnded,
@@ -24,7 +25,6 @@ from plait.engine.messages import (
     SaveState,
     WorkerEvent,
 )
-from plait.errors import StorageError
 from plait.search.control import Orders
 from plait.search.control.orders import Mode
 from plait.search.study import StudyTrials

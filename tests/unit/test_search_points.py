@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from plait.errors import SearchError
+from plait.core.errors import SearchError
+from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
 from plait.search.points import read_point, read_values
-from plait.search.space import Choice, Dimension, Domain, Real, Space, Value, Whole
 
 ODD = Whole(1, 9, step=2)
 TENTHS = Real(0.05, 0.95, step=0.1)

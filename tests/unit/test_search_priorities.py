@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
+from plait.core.messages import GroupStep, JobParked, JobProgress
 from plait.engine.live import DISPLACED
-from plait.engine.messages import GroupStep, JobParked, JobProgress
 from plait.search.control import Orders
 from plait.search.study import StudyTrials
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from plait.cli.main import main
 from plait.cli.resume import main as resume
-from plait.errors import ConfigError, SearchError
-from plait.paths import search_folder
+from plait.core.errors import ConfigError, SearchError
+from plait.core.settings import TrackingSettings
 from plait.search.launch import another_store
 from plait.search.recorded import (
     FILE,
@@ -24,8 +24,8 @@ from plait.search.recorded import (
     recorded_commands,
     write_command,
 )
-from plait.settings import TrackingSettings
 from plait.tracking.location import store_elsewhere
+from plait.utils.paths import search_folder
 
 ARGUMENTS = ("adapter.rank=1,2", "search.fresh=true", "search.trials=4", "+train.seed=3")
 

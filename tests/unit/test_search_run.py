@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
 
-from plait.config_overrides import read_request
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
-from plait.errors import CapacityError, ConfigError, StorageError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.objectives import Verdict
+from plait.config.overrides import read_request
+from plait.core.errors import CapacityError, ConfigError, StorageError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
@@ -26,7 +27,6 @@ from plait.search.results import SearchResult
 from plait.search.run import SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
-from plait.settings import RunSettings, SearchSettings, StoppingSettings
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
 

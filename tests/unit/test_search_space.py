@@ -7,11 +7,11 @@ from hydra.errors import HydraException
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plait.config_overrides import is_sweep, read_request
-from plait.errors import ConfigError, SearchError
+from plait.config.overrides import is_sweep, read_request
+from plait.core.errors import ConfigError, SearchError
+from plait.core.settings import SearchSettings
+from plait.core.space import Choice, Dimension, Real, Space, Whole
 from plait.search.feasibility import check_sampler, grid
-from plait.search.space import Choice, Dimension, Real, Space, Whole
-from plait.settings import SearchSettings
 
 DEFAULTS = {"adapter.rank": "choice(4,8)", "train.lr": "tag(log,interval(1e-4,1e-3))"}
 

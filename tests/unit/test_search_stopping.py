@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
-from plait.engine.messages import GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.core.errors import ConfigError, SearchError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.messages import GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.core.plans import GlobalBatch
+from plait.core.settings import SearchSettings
 from plait.engine.order import DataOrder, training_batch
-from plait.errors import ConfigError, SearchError
-from plait.jobs import JobSpec, TrainSpec
 from plait.planner.packing import pack
-from plait.plans import GlobalBatch
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.settings import SearchSettings
 
 KINDS = ("successive_halving", "hyperband", "asha", "median", "patience", "threshold", "divergence", "optuna")
 

@@ -11,19 +11,19 @@ import torch
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from plait.addresses import redact, with_driver
-from plait.config_overrides import read_request
+from plait.config.overrides import read_request
+from plait.core.errors import SearchError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, SearchSettings
+from plait.core.space import Space
 from plait.engine.saved import HEADER
-from plait.errors import SearchError, StorageError
-from plait.jobs import JobSpec
 from plait.search.identity import identify
 from plait.search.prior import Known
 from plait.search.samplers import derived_seed, distributions, make_sampler, one_torch_thread
-from plait.search.space import Space
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome, Trial
-from plait.settings import RunSettings, SearchSettings
+from plait.utils.addresses import redact, with_driver
 
 MIXED = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
 NUMBERS = ("adapter.rank=interval(4,64)", "train.lr=tag(log,interval(1e-5,1e-3))")

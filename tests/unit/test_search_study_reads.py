@@ -9,11 +9,11 @@ import pytest
 from curve_worker import step_fault
 from rung_bench import Bench, halving
 
-from plait.engine.messages import GroupStep
+from plait.core.messages import GroupStep
+from plait.core.settings import SearchSettings
 from plait.search.control import Orders
 from plait.search.outlook import Outlook
 from plait.search.study import StudyTrials
-from plait.settings import SearchSettings
 
 
 def reads(monkeypatch: pytest.MonkeyPatch, bench: Bench, steps: int) -> tuple[int, int]:

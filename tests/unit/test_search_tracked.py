@@ -8,10 +8,10 @@ import pytest
 from optuna.storages import BaseStorage
 from sqlalchemy.exc import OperationalError
 
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import in_memory
 from plait.search.tracked import Tracked, tracked_run, without_store
 from plait.search.trial_records import TRACKED
-from plait.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import AwayError
 from plait.tracking.check import _is_away
 from plait.tracking.location import Location

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from plait.config_overrides import read_request
-from plait.jobs import JobSpec
+from plait.config.overrides import read_request
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, SearchSettings
+from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.feasibility import too_few_points
 from plait.search.identity import identify
 from plait.search.samplers import distributions, make_sampler
-from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome, Trial
 from plait.search.untried import tried_points
-from plait.settings import RunSettings, SearchSettings
 
 EIGHT = ("adapter.rank=4,8", "adapter.dropout=0,0.1", "train.batch_size=choice(2,8)")
 NUMBERS = ("adapter.rank=range(4,8)", "train.steps=range(10,30,10)")  # eight as well, in numbers

@@ -27,10 +27,10 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 
-from plait.addresses import with_driver
-from plait.config_overrides import read_request
-from plait.errors import SearchError, StorageError
-from plait.jobs import JobSpec
+from plait.config.overrides import read_request
+from plait.core.errors import SearchError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, SearchSettings
 from plait.search.forget import no_trace
 from plait.search.identity import identify
 from plait.search.journal import Journal
@@ -49,7 +49,7 @@ from plait.search.workers import (
     owner_of,
     this_host,
 )
-from plait.settings import RunSettings, SearchSettings
+from plait.utils.addresses import with_driver
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [str(ROOT / name) for name in ("platform", "kernels")]

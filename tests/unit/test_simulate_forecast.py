@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from plait.core.errors import CapacityError, ConfigError
+from plait.core.plans import GlobalBatch, Microbatch, Plan, Replica
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import CapacityError, ConfigError
 from plait.planner.verify import violations
-from plait.plans import GlobalBatch, Microbatch, Plan, Replica
 from plait.simulate.forecast import PlanOptions, forecast
 from plait.simulate.traces import global_batches
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from plait.core.plans import Microbatch, Plan, Replica
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Phase, StaticBytes
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.plans import Microbatch, Plan, Replica
 from plait.simulate.forecast import PlanOptions, forecast, make_plan
 from plait.simulate.planned import plan_pipelines
 from plait.simulate.report import measure

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from plait.core.errors import DataError
 from plait.cost.lengths import LengthGenerator
-from plait.errors import DataError
 from plait.simulate.traces import global_batches, in_batches, mixed_lengths, read_trace
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.spelling import alike, did_you_mean, edits
+from plait.utils.spelling import alike, did_you_mean, edits
 
 WORDS = st.text("abc", max_size=6)
 KEYS = ["mode", "model", "data", "train", "train.lr", "train.seed", "data.task", "data.seed", "model.id"]

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 from curve_worker import ADAPTER, lengths_data, load_lengths
 
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.jobs import JobSpec, TrainSpec
 from plait.search.objective import Observed
 from plait.search.rungs import Judged
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.stopping import GO, WAIT, Record, Table, Verdict
 from plait.search.trials import Trial
-from plait.settings import SearchSettings, StoppingSettings
 
 STOP = Verdict("stop", "not good enough")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.errors import ConfigError
+from plait.core.errors import ConfigError
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.rungs import Brackets, Judged, judged, rung_steps
 from plait.search.stopping import AskedRule, CohortRule, Record, Rule, Table, Verdict, make_rule
-from plait.settings import SearchSettings, StoppingSettings
 
 
 def rule(budget: int = 16, *, metric: str = "eval/loss", trials: int = 8, **stopping: Any) -> Rule:

@@ -3,10 +3,10 @@
 import subprocess
 import sys
 
-from plait.terminal_console import LEFT
+from plait.terminal.console import LEFT
 
 SEARCH = """
-from plait.terminal_console import SearchConsole
+from plait.terminal.console import SearchConsole
 console = SearchConsole()
 input()
 for step in range(3):

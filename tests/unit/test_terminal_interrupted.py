@@ -6,12 +6,12 @@ import os
 import pytest
 from rich.console import Console
 
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.engine.coordinator import INTERRUPTED
-from plait.engine.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.jobs import AdapterSpec, JobSpec
-from plait.terminal import ENDING, Terminal, print_summary
-from plait.terminal_rows import share_done, status_line
-from plait.terminal_table import jobs_table
+from plait.terminal.table import jobs_table
+from plait.terminal.text import share_done, status_line
+from plait.terminal.view import ENDING, Terminal, print_summary
 from plait.tracking.board import Board, JobRecord
 
 
@@ -69,7 +69,7 @@ def test_ctrl_c_with_nobody_left_who_reads_is_no_error(
     reader, writer = os.pipe()
     os.close(reader)
     write = os.write
-    monkeypatch.setattr("plait.terminal.os.write", lambda _, text: write(writer, text))
+    monkeypatch.setattr("plait.terminal.view.os.write", lambda _, text: write(writer, text))
     with Terminal(Board("minimize", 1), Console(file=io.StringIO(), force_terminal=terminal)) as view:
         view.announce()
     monkeypatch.undo()

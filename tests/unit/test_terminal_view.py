@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from plait.durations import duration
-from plait.engine.live import AT_RUNG, PAUSED
-from plait.engine.messages import (
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
@@ -21,11 +20,11 @@ from plait.engine.messages import (
     JobParked,
     JobProgress,
 )
-from plait.jobs import AdapterSpec, JobSpec
-from plait.objectives import Verdict
+from plait.core.objectives import Verdict
+from plait.engine.live import AT_RUNG, PAUSED
 from plait.search.control.status import describe_status
-from plait.terminal import Terminal, print_summary
-from plait.terminal_rows import (
+from plait.terminal.table import jobs_table
+from plait.terminal.text import (
     best_line,
     progress_line,
     rungs_waited_for,
@@ -36,8 +35,9 @@ from plait.terminal_rows import (
     status_line,
     status_rows,
 )
-from plait.terminal_table import jobs_table
+from plait.terminal.view import Terminal, print_summary
 from plait.tracking.board import Board, JobRecord, Ladder
+from plait.utils.durations import duration
 
 
 class Clock:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from plait.engine.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.errors import ConfigError
-from plait.jobs import AdapterSpec, JobSpec
-from plait.objectives import Verdict
-from plait.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
+from plait.core.errors import ConfigError
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.objectives import Verdict
+from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
 from plait.tracking.location import Location

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from plait.engine.messages import JobProgress
-from plait.errors import StorageError
+from plait.core.errors import StorageError
+from plait.core.messages import JobProgress
 from plait.tracking.encoding import Head, Held, Line, Taken, decode, encode
 from plait.tracking.names import TRAIN_LOSS
 from plait.tracking.operations import (

@@ -8,7 +8,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from plait.paths import conf_dir, sweeps_dir
+from plait.utils.paths import conf_dir, sweeps_dir
 
 GROUP = "sweeps"
 

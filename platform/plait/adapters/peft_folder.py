@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.errors import ConfigError, InputError, ModelError, StorageError
-from plait.files import new_folder
-from plait.jobs import AdapterSpec
+from plait.core.errors import ConfigError, InputError, ModelError, StorageError
+from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
+from plait.utils.files import new_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

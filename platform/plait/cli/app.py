@@ -12,9 +12,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from plait.cli.hydra_errors import explain
-from plait.errors import EXIT_DONE, ConfigError, PlaitError
-from plait.paths import conf_dir
-from plait.spelling import did_you_mean
+from plait.core.errors import EXIT_DONE, ConfigError, PlaitError
+from plait.utils.paths import conf_dir
+from plait.utils.spelling import did_you_mean
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # With one of these Hydra shows something and runs nothing.
@@ -115,7 +115,7 @@ def shows_only(arguments: Sequence[str]) -> bool:
 
 def show_space(arguments: Sequence[str]) -> list[str]:
     """Swept keys moved into ``search.params``, so that Hydra can show the configuration of a search."""
-    from plait.config_overrides import is_sweep
+    from plait.config.overrides import is_sweep
 
     shown = []
     for argument in arguments:

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from plait.cli.helps import HELP
-from plait.errors import EXIT_DONE, ConfigError, choices
-from plait.paths import sweeps_dir
-from plait.spelling import did_you_mean
+from plait.core.errors import EXIT_DONE, ConfigError, choices
+from plait.utils.paths import sweeps_dir
+from plait.utils.spelling import did_you_mean
 
 FOOTER = (
     "Times are rough, of two cores that do nothing else. train: a search; simulate: nothing is measured;",

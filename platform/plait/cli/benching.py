@@ -9,17 +9,17 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.bench.figures import Figure, Report
-from plait.bench.progress import shown
-from plait.config import Config
-from plait.config_fields import build, unknown_key
-from plait.errors import EXIT_DONE, ConfigError, choices
-from plait.jobs import JobSpec
+from plait.config.build import Config
+from plait.config.fields import build, unknown_key
+from plait.core.errors import EXIT_DONE, ConfigError, choices
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
-from plait.settings import RunSettings
+from plait_bench.figures import Figure, Report
+from plait_bench.progress import shown
 
-HOME = "plait.bench."  # benchmarks are looked for here and nowhere else
+HOME = "plait_bench."  # benchmarks are looked for here and nowhere else
 LOG_WIDTH = 180  # columns where output is not a terminal
 
 Benchmark = Callable[[RunSettings, Sequence[JobSpec], Mapping[str, object]], Report]
@@ -87,12 +87,12 @@ def _published(composed: Config) -> list[Published]:
 
 
 def find_benchmark(path: Any, mode: str) -> Benchmark:
-    """The function at a dotted path under ``plait.bench``.
+    """The function at a dotted path under ``plait_bench``.
 
     Raises:
         ConfigError: there is none.
     """
-    rule = f"mode={mode} needs the dotted path of a function under plait.bench."
+    rule = f"mode={mode} needs the dotted path of a function under plait_bench."
     if not isinstance(path, str) or not path.startswith(HOME):
         raise ConfigError(f"bench.run={path!r}", rule, "Run a file of sweeps/: `plait bench` lists them.")
     module, _, name = path.rpartition(".")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from plait.cli.app import run
 from plait.cli.verbs import verbs
-from plait.errors import EXIT_DONE
+from plait.core.errors import EXIT_DONE
 
 
 def complete(arguments: Sequence[str]) -> int:

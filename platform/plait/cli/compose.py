@@ -11,11 +11,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from plait.addresses import redact
-from plait.config import Config, job_of, plain
-from plait.errors import StorageError
-from plait.jobs import JobSpec
+from plait.config.build import Config, job_of, plain
+from plait.core.errors import StorageError
+from plait.core.jobs import JobSpec
 from plait.search.trials import Trial
+from plait.utils.addresses import redact
 
 
 @contextmanager

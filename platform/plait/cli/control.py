@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.cli.named import no_such_search
-from plait.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, StorageError, choices
-from plait.paths import search_folder, search_names
+from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.settings import TrackingSettings
 from plait.search.control import Answer, Mailbox, Request
 from plait.search.control.targets import check_target
 from plait.search.recorded import RecordedCommand, recorded_command
-from plait.settings import TrackingSettings
-from plait.spelling import did_you_mean
+from plait.utils.paths import search_folder, search_names
+from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from plait.search.standing import Standing

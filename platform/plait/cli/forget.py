@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.named import no_such_search
-from plait.errors import EXIT_DONE, ConfigError
-from plait.paths import search_folder
-from plait.settings import TrackingSettings
+from plait.core.errors import EXIT_DONE, ConfigError
+from plait.core.settings import TrackingSettings
+from plait.utils.paths import search_folder
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,10 +13,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from plait.config_fields import unknown_key
-from plait.errors import ConfigError, choices
-from plait.paths import conf_dir
-from plait.spelling import did_you_mean
+from plait.config.fields import unknown_key
+from plait.core.errors import ConfigError, choices
+from plait.utils.paths import conf_dir
+from plait.utils.spelling import did_you_mean
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")

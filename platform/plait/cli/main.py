@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from plait.cli.helps import help_for
 from plait.cli.verbs import find, verbs
-from plait.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
+from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
 
 HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # what stands for itself, without a verb

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.errors import ConfigError, choices
-from plait.paths import search_names
-from plait.spelling import did_you_mean
+from plait.core.errors import ConfigError, choices
+from plait.utils.paths import search_names
+from plait.utils.spelling import did_you_mean
 
 
 def no_such_search(command: str, root: Path, name: str) -> ConfigError:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.app import command_words, run, show_space, shows_only
+from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
-from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.planning.described import plan_described
 from plait.planning.here import plan_here
 from plait.planning.model_memory import model_memory
@@ -25,7 +26,6 @@ from plait.search.checks import check_jobs, check_model, worker_facts
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
 from plait.search.engine import check_engine, free_memory, open_data, stored_profile
-from plait.settings import ModelSettings, RunSettings
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace
 from plait.simulate.timeline_figure import timeline_figure

@@ -17,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.app import command_words, run, show_space, shows_only
+from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
 from plait.cost.memory_probe import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
-from plait.errors import EXIT_DONE, CapacityError, ConfigError
-from plait.jobs import JobSpec
-from plait.paths import cache_dir
 from plait.planning.profiling import Made, profile_device, profile_without_weights
 from plait.search.checks import ELEMENT_BYTES, check_model
 from plait.search.command import SearchCommand
 from plait.search.engine import free_memory
-from plait.settings import RunSettings
+from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from plait.cli.plan import check_cluster, described, draw_workload
+from plait.core.errors import EXIT_DONE, CapacityError
 from plait.cost.profiles import ClusterProfile
-from plait.errors import EXIT_DONE, CapacityError
 from plait.planning.described import RECOMPUTED
 from plait.planning.model_memory import model_memory
 from plait.planning.parallelism import Candidate, compare

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.errors import EXIT_DONE, ConfigError, StorageError, choices
-from plait.settings import TrackingSettings
+from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.settings import TrackingSettings
 
 if TYPE_CHECKING:
     from plait.tracking import JobRecord, SearchResult

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import chdir, nullcontext
 from pathlib import Path
 
-from plait.addresses import redact
 from plait.cli.control import running
-from plait.errors import EXIT_DONE, ConfigError
+from plait.core.errors import EXIT_DONE, ConfigError
+from plait.core.settings import TrackingSettings
 from plait.search.recorded import URI, RecordedCommand, key_of, known_command, quoted, recorded_commands
-from plait.settings import TrackingSettings
+from plait.utils.addresses import redact
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from plait.errors import ConfigError, choices
-from plait.paths import conf_dir
+from plait.core.errors import ConfigError, choices
+from plait.utils.paths import conf_dir
 
 # hydra.sweeper's key: search's key.
 KEYS = {

@@ -15,10 +15,10 @@ from plait.cli.app import command_words
 from plait.cli.compose import TrialComposer, hydra_config, save_all
 from plait.cli.sweeper_keys import merge
 from plait.cli.traces import keep
-from plait.config import check_keys, plain, settings_of
-from plait.config_overrides import read_request
-from plait.errors import ConfigError
-from plait.jobs import JobSpec
+from plait.config.build import check_keys, plain, settings_of
+from plait.config.overrides import read_request
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.feasibility import check_sampler
 from plait.search.objective import check_objectives
@@ -76,7 +76,7 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         return run_profile(command)
     if mode == "train":
         from plait.search.launch import run_search
-        from plait.terminal_console import SearchConsole
+        from plait.terminal.console import SearchConsole
 
         return run_search(command, SearchConsole())
     from plait.cli.benching import run_benchmark

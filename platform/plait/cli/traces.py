@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from plait.cli.compose import hydra_config
-from plait.errors import InputError
+from plait.core.errors import InputError
 
 # Folders that the present run makes: its own and those above that were not there, innermost first.
 _made: list[Path] = []

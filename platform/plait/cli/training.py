@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from plait.cli.app import command_words
 from plait.cli.compose import without_passwords
 from plait.cli.traces import keep
-from plait.config import job_of, plain, settings_of
-from plait.errors import ConfigError
-from plait.jobs import JobSpec
+from plait.config.build import job_of, plain, settings_of
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.space import Space
 from plait.search.command import SearchCommand
 from plait.search.objective import check_objectives
-from plait.search.space import Space
 from plait.search.trials import Trial
 
 
@@ -62,6 +62,6 @@ def train(config: DictConfig) -> int:
         directory=Path(hydra.runtime.output_dir),
     )
     from plait.search.launch import run_training
-    from plait.terminal_console import SearchConsole
+    from plait.terminal.console import SearchConsole
 
     return run_training(command, SearchConsole())

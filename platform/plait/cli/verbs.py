@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
-from plait.errors import ConfigError, choices
-from plait.spelling import did_you_mean
+from plait.core.errors import ConfigError, choices
+from plait.utils.spelling import did_you_mean
 
 GROUP = "plait.verbs"
 Main = Callable[[Sequence[str]], int]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plait.errors import ModelError
+from plait.core.errors import ModelError
 from plait.models import BaseModel, Identity, MicrobatchContext
 from plait.models.context import Rotation
 from plait.models.fuse import RotaryAttention

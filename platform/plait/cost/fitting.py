@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 from scipy.special import stdtrit
 
-from plait.errors import InputError
+from plait.core.errors import InputError
 
 Float64 = npt.NDArray[np.float64]
 

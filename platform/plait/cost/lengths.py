@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from scipy.optimize import brentq
 
-from plait.errors import ConfigError, choices
-from plait.samples import Int64
+from plait.core.errors import ConfigError, choices
+from plait.core.samples import Int64
 
 Family = Literal["lognormal", "gamma"]
 FAMILIES = ("lognormal", "gamma")

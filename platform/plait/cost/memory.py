@@ -8,7 +8,7 @@ things were found necessary for errors far below a percent:
   of all saved activations, and backward's first layer. A model has one set of coefficients for each, its
   *phases*, and predicts the highest; a peak observed as a whole makes one phase.
 - The features are what the engine really holds: attention pads samples to buckets of nearly equal length
-  (:mod:`plait.padding`), keeps squares for short samples only, and the head makes logits in chunks.
+  (:mod:`plait.core.padding`), keeps squares for short samples only, and the head makes logits in chunks.
 
 With equal lengths, everything kept and labelled, one rank and no chunks, this is Eq. 5.
 """
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from plait.core.errors import CapacityError, ConfigError, InputError
+from plait.core.padding import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
-from plait.errors import CapacityError, ConfigError, InputError
-from plait.padding import bucket_samples
 
 FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")
 MASTER_BYTES = 16  # float32 master, gradient and two moments of every adapter weight

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.settings import EngineSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape, Phase
 from plait.cost.reading import by_degree, mapping, number, rows, whole
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import ConfigError, StorageError, choices
-from plait.files import write_text
-from plait.settings import EngineSettings
+from plait.utils.files import write_text
 
 VERSION = 2
 How = Literal["measured", "computed"]
@@ -135,7 +135,7 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
     """The stored profile of a key; None where there is none.
 
     Args:
-        cache: Plait's cache folder (``plait.paths.cache_dir()``).
+        cache: Plait's cache folder (``plait.utils.paths.cache_dir()``).
 
     Raises:
         ConfigError: the file is of another model, device or release, or an entry is negative, missing or of

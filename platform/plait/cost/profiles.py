@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plait.core.errors import ConfigError, choices
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.reading import by_degree, mapping, need, number, numbers, rows, whole
 from plait.cost.replica import Configuration
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.errors import ConfigError, choices
 
 GIB = 1024**3
 GB = 10**9

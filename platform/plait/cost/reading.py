@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, cast
 
-from plait.errors import ConfigError, choices
+from plait.core.errors import ConfigError, choices
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from plait.core.errors import ConfigError
 from plait.cost.time import TimeModel
-from plait.errors import ConfigError
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.plans import Microbatch
+from plait.core.plans import Microbatch
 
 
 @dataclass(frozen=True, slots=True)

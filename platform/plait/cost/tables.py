@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.core.errors import DataError, InputError
 from plait.cost.fitting import Fit
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import LayerTime, fit_layer
-from plait.errors import DataError, InputError
 
 COLUMNS = ("tp", "seq_len", "mbs", "time")
 

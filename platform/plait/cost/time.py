@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from plait.core.errors import ConfigError, InputError, choices
 from plait.cost.fitting import Fit, fit_relative
 from plait.cost.shapes import MicrobatchShape
-from plait.errors import ConfigError, InputError, choices
 
 _LAYER = ("fixed", "tokens", "squares")
 _HEAD = ("fixed", "labelled")

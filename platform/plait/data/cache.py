@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from plait.errors import StorageError
-from plait.files import new_file
-from plait.samples import Split, TokenisedData
+from plait.core.errors import StorageError
+from plait.core.samples import Split, TokenisedData
+from plait.utils.files import new_file
 
 _FIELDS = ("tokens", "labels", "offsets", "rows")
 

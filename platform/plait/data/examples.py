@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from plait.errors import DataError, choices
+from plait.core.errors import DataError, choices
 
 ROLES = ("system", "user", "assistant", "tool")
 SHAREGPT_ROLES = {

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.core.errors import DataError
 from plait.data.examples import Example, NamedFields, Row, read_example
-from plait.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.samples import Split
+from plait.core.samples import Split
 
 PERCENTILES = (50, 90, 95, 99)
 BINS = 20

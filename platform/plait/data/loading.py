@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plait.core.errors import ConfigError, DataError
+from plait.core.jobs import DataSpec
+from plait.core.samples import Int64, Sample, Split, TokenisedData
 from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example, NamedFields
 from plait.data.jsonl import JsonlFile, open_jsonl
@@ -18,9 +21,6 @@ from plait.data.options import JsonlOptions, SourceOptions, TaskOptions, parse_o
 from plait.data.rendering import check_template, render
 from plait.data.tasks import Task, check_task, generate_task
 from plait.data.tokenising import LengthLimit, check_tokeniser, fit, tokenise, tokeniser_digest
-from plait.errors import ConfigError, DataError
-from plait.jobs import DataSpec
-from plait.samples import Int64, Sample, Split, TokenisedData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plait.config_fields import build
-from plait.errors import ConfigError, choices
-from plait.jobs import DataSpec
+from plait.config.fields import build
+from plait.core.errors import ConfigError, choices
+from plait.core.jobs import DataSpec
 
 Loss = Literal["completion", "all"]
 Template = Literal["plain", "chat"]

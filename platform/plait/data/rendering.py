@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from plait.core.errors import DataError
 from plait.data.examples import Conversation, Example, Pair, Text, Turn
 from plait.data.options import CommonOptions
-from plait.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

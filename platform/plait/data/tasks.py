@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Example, Pair
 from plait.data.options import TaskOptions
-from plait.errors import ConfigError, DataError, choices
-from plait.spelling import did_you_mean
+from plait.utils.spelling import did_you_mean
 
 LEAST_ALIKE = 0.5  # of difflib, for the name of a task or of its setting
 

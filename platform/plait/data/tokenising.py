@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from plait.core.errors import DataError
+from plait.core.samples import Sample
 from plait.data.options import Overlong
 from plait.data.rendering import Rendered
-from plait.errors import DataError
-from plait.samples import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

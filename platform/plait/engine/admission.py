@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from plait.core.errors import CapacityError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import RunSettings
 from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
 from plait.engine.memory_estimate import ActivationShape, activation_bytes, adapter_bytes
-from plait.errors import CapacityError
-from plait.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, check_rank
 from plait.planner.admission import GroupMemory
-from plait.settings import RunSettings
 
 GIB = 2**30
 USUAL_RANK = 16

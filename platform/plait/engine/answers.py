@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from plait.engine.messages import Generate
+from plait.core.messages import Generate
+from plait.core.samples import Split
 from plait.engine.out_of_memory import attempt, give_back
 from plait.models import BaseModel
 from plait.models.generate import Prompt, generate, in_work
-from plait.samples import Split
 from plait_kernels import Bank
 
 

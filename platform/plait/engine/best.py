@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.adapters import named_tensors
-from plait.errors import CheckpointError
+from plait.core.errors import CheckpointError
 from plait_kernels import Bank
 
 PREFIX = "best."  # of the copies' names in a state

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from plait.core.errors import CapacityError
+from plait.core.jobs import AdapterSpec
+from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission, WorkerFacts
-from plait.errors import CapacityError
-from plait.jobs import AdapterSpec
-from plait.settings import USUAL_CAPACITY, RunSettings
 
 LEAST_CAPACITY = 128  # smaller microbatches are not tried, however little memory there is
 

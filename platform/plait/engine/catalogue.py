@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.engine.messages import Generated
-from plait.errors import ConfigError
-from plait.jobs import DataSpec
-from plait.samples import TokenisedData
+from plait.core.errors import ConfigError
+from plait.core.jobs import DataSpec
+from plait.core.messages import Generated
+from plait.core.samples import TokenisedData
 
 Judge = Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]]
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.core.errors import StorageError
+from plait.core.messages import Command, Event, JobSaved, Notice, SaveState
+from plait.core.settings import EngineSettings
 from plait.engine.live import LiveJob
-from plait.engine.messages import Command, Event, JobSaved, Notice, SaveState
 from plait.engine.saved import prune, state_folder
-from plait.errors import StorageError
-from plait.settings import EngineSettings
 
 RETRY_SECONDS = 10.0  # until a job that waits to be parked, and could not be saved, is tried again
 

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.engine.messages import Cursor
+from plait.core.errors import CheckpointError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.messages import Cursor
 from plait.engine.saved import HEADER, states
-from plait.errors import CheckpointError, StorageError
-from plait.files import new_folder
-from plait.jobs import JobSpec
+from plait.utils.files import new_folder
 
 VERSION = 2
 TENSORS = "state.safetensors"

@@ -10,16 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from plait.cost.profile_store import Profile
-from plait.engine.admission import Admission
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.checkpointing import Checkpointing
-from plait.engine.evaluation import evaluate
-from plait.engine.finishing import Finishing
-from plait.engine.iteration import Iteration, Packer, progress
-from plait.engine.ledger import Ledger, Outcome, Worker
-from plait.engine.live import DISPLACED, PAUSED, LiveJob
-from plait.engine.messages import (
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
     Attach,
     Command,
     Detach,
@@ -31,14 +24,21 @@ from plait.engine.messages import (
     StepJob,
     StepJobs,
 )
+from plait.core.plans import Choices, Group, Plan, Prediction, Replica
+from plait.core.settings import RunSettings
+from plait.cost.profile_store import Profile
+from plait.engine.admission import Admission
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpointing import Checkpointing
+from plait.engine.evaluation import evaluate
+from plait.engine.finishing import Finishing
+from plait.engine.iteration import Iteration, Packer, progress
+from plait.engine.ledger import Ledger, Outcome, Worker
+from plait.engine.live import DISPLACED, PAUSED, LiveJob
 from plait.engine.order import DataOrder
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.roster import Roster
 from plait.engine.saved import state_folder
-from plait.errors import ConfigError
-from plait.jobs import JobSpec
-from plait.plans import Choices, Group, Plan, Prediction, Replica
-from plait.settings import RunSettings
 
 GROUP = "group-0"
 INTERRUPTED = "interrupted"

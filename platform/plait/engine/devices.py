@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from plait.errors import ConfigError, choices
+from plait.core.errors import ConfigError, choices
 from plait_kernels import KernelError, choose_backend
 from plait_kernels.backends import BACKENDS, check_backend
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.messages import Command, Evaluate, JobEvaluated, KeepWeights
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob
-from plait.engine.messages import Command, Evaluate, JobEvaluated, KeepWeights
-from plait.errors import ConfigError
-from plait.jobs import JobSpec
-from plait.plans import GlobalBatch, Microbatch
 
 
 def check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait.core.errors import StorageError
+from plait.core.messages import Command, Event, Export, Generate, GenerateJob, JobGenerated, Notice
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob
-from plait.engine.messages import Command, Event, Export, Generate, GenerateJob, JobGenerated, Notice
-from plait.errors import StorageError
 
 RETRY_SECONDS = 10.0  # until an adapter that could not be written is tried again
 SPENT = "budget spent"

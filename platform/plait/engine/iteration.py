@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.messages import Event, GroupStep, JobProgress, Notice
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.ledger import Outcome, Tally
 from plait.engine.live import LiveJob
-from plait.engine.messages import Event, GroupStep, JobProgress, Notice
 from plait.engine.packer import PackedStep, pack_step
 from plait.engine.predictions import Expected
 from plait.planner.resting import NextBatch, choose_resting
-from plait.plans import GlobalBatch, Microbatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from plait.engine.accounting import nanoseconds, share
-from plait.engine.admission import WorkerFacts
-from plait.engine.live import LiveJob
-from plait.engine.messages import (
+from plait.core.messages import (
     Attach,
     Attached,
     Command,
@@ -24,6 +21,9 @@ from plait.engine.messages import (
     StepDone,
     WorkerEvent,
 )
+from plait.engine.accounting import nanoseconds, share
+from plait.engine.admission import WorkerFacts
+from plait.engine.live import LiveJob
 
 
 class Worker(Protocol):

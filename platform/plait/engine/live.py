@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from plait.core.jobs import JobSpec
+from plait.core.messages import Cursor, JobEnded
+from plait.core.plans import GlobalBatch
+from plait.core.samples import TokenisedData
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Demand
-from plait.engine.messages import Cursor, JobEnded
 from plait.engine.order import DataOrder, training_batch, validation_batch
 from plait.engine.rates import learning_rate
-from plait.jobs import JobSpec
-from plait.plans import GlobalBatch
-from plait.samples import TokenisedData
 
 AT_RUNG = "waits at a rung"
 PAUSED = "paused"

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plait.engine.messages import JobLoss
+from plait.core.messages import JobLoss
+from plait.core.plans import Microbatch, Segment
+from plait.core.samples import Int64, Split
 from plait.models import MicrobatchContext
-from plait.plans import Microbatch, Segment
-from plait.samples import Int64, Split
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 

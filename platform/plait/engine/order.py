@@ -12,10 +12,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from plait.errors import DataError
-from plait.jobs import JobSpec, TrainSpec
-from plait.plans import GlobalBatch, SplitName
-from plait.samples import Int64, Split
+from plait.core.errors import DataError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.plans import GlobalBatch, SplitName
+from plait.core.samples import Int64, Split
 
 _PERMUTATION = 0x50_6C_61_69_74  # sets this stream of random numbers apart from others of the same seed
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
 from plait.planner.packing_bounds import bins_bound
 from plait.planner.packing_exact import PackingLimits, packed_batches
-from plait.plans import GlobalBatch, Microbatch
 
 # A step takes a tenth of a second at the least; what may be spent on saving one microbatch is a few
 # milliseconds. ``gap=1``: the least full microbatch is good as it is.

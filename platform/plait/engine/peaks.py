@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from plait.core.messages import ObservedPeak
 from plait.cost.storage_counter import StorageCounter
 from plait.engine.limits import free_under_limit
-from plait.engine.messages import ObservedPeak
 
 FIRST = 4  # iterations that are observed in any case
 ENOUGH = 12  # microbatches observed, with which bytes can be fitted

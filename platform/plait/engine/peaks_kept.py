@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from plait.core.errors import StorageError
 from plait.cost.memory import MemoryObservation, MemoryShape
-from plait.errors import StorageError
-from plait.files import write_text
+from plait.utils.files import write_text
 
 
 def write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) -> None:

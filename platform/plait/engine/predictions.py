@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from plait.core.messages import ModelFitted
+from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
@@ -22,9 +24,7 @@ from plait.cost.shapes import EMPTY, MicrobatchShape
 from plait.engine.admission import Admission, WorkerFacts
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob
-from plait.engine.messages import ModelFitted
 from plait.engine.peaks_kept import read_peaks, write_peaks
-from plait.plans import Microbatch
 
 TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
 FIRST_SECONDS = 8  # iterations before seconds are fitted

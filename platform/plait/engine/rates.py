@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from plait.jobs import TrainSpec
+from plait.core.jobs import TrainSpec
 
 
 def warmup_steps(train: TrainSpec, steps: int) -> int:

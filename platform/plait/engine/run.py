@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event, JobEnded
+from plait.core.settings import RunSettings
 from plait.data import generation_limit, load_data, score
 from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.evaluation import check_keep
-from plait.engine.messages import Event, JobEnded
-from plait.jobs import JobSpec
-from plait.settings import RunSettings
 
 
 def train_jobs(

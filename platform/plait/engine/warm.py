@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plait.adapters.peft_folder import WEIGHTS
+from plait.core.errors import CheckpointError
 from plait.engine.checkpoints import TENSORS
-from plait.errors import CheckpointError
 
 
 def load_warm(place: Path, weights: Mapping[str, Tensor]) -> None:

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from plait.adapters import export_adapter, initialise, named_tensors
-from plait.engine.admission import WorkerFacts
-from plait.engine.answers import answer
-from plait.engine.best import BestWeights
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.checkpoints import Found, Origin, newest_state, write_state
-from plait.engine.devices import choose_device, choose_kernels
-from plait.engine.limits import allowed_cores
-from plait.engine.memory_estimate import ActivationShape
-from plait.engine.messages import (
+from plait.core.errors import CheckpointError
+from plait.core.messages import (
     Attach,
     Attached,
     Command,
@@ -40,16 +33,23 @@ from plait.engine.messages import (
     StepJobs,
     WorkerEvent,
 )
+from plait.core.plans import Microbatch, Segment
+from plait.core.samples import Split
+from plait.core.settings import EngineSettings, RunSettings
+from plait.engine.admission import WorkerFacts
+from plait.engine.answers import answer
+from plait.engine.best import BestWeights
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpoints import Found, Origin, newest_state, write_state
+from plait.engine.devices import choose_device, choose_kernels
+from plait.engine.limits import allowed_cores
+from plait.engine.memory_estimate import ActivationShape
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.out_of_memory import attempt, give_back
 from plait.engine.peaks import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, device_bytes
 from plait.engine.warm import load_warm
-from plait.errors import CheckpointError
 from plait.models import BaseModel, check_rank, load_model
 from plait.models.attention import KEEP_UP_TO
-from plait.plans import Microbatch, Segment
-from plait.samples import Split
-from plait.settings import EngineSettings, RunSettings
 from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
 from plait_kernels.loss import CHUNK_LOGITS
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from plait.errors import ModelError
+from plait.core.errors import ModelError
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import now_running
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from plait.errors import InputError
+from plait.core.errors import InputError
 from plait.models.packing import AttentionLayout
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from plait.errors import InputError
+from plait.core.errors import InputError
 from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext

@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from plait.errors import ConfigError, ModelError, choices
+from plait.core.errors import ConfigError, ModelError, choices
+from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
 from plait.models.lora import find_linears
@@ -27,7 +28,6 @@ from plait.models.quiet import quiet
 from plait.models.sources import Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
-from plait.settings import ModelSettings
 
 # Keys of a configuration that say where it was made, not what it computes.
 _INCIDENTAL = (

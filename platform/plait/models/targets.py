@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from plait.errors import ModelError, choices
-from plait.jobs import AdapterSpec
+from plait.core.errors import ModelError, choices
+from plait.core.jobs import AdapterSpec
 
 ALL_LINEAR = "all-linear"
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from plait.core.errors import CapacityError, ConfigError
 from plait.cost.memory import MemoryModel, MemoryShape
-from plait.errors import CapacityError, ConfigError
 
 
 class Needs(Protocol):

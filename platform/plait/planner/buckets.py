@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from plait.errors import ConfigError, DataError
-from plait.samples import Int64
+from plait.core.errors import ConfigError, DataError
+from plait.core.samples import Int64
 
 BUCKETS = 16
 INTERVAL = 256

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
-from plait.errors import CapacityError
 from plait.planner.deployment_bounds import relaxation_bound
 from plait.planner.deployment_branching import kinds_of, search
 from plait.planner.deployment_patterns import Replicas

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.errors import CapacityError
 from plait.cost.replica import ReplicaCost
-from plait.errors import CapacityError
 from plait.planner.deployment import Deployment
 from plait.planner.deployment_bounds import relaxation_bound
 from plait.planner.dispatch import dispatch, spread

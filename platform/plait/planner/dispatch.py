@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from plait.core.errors import CapacityError
 from plait.cost.replica import ReplicaCost
-from plait.errors import CapacityError
 from plait.planner.dispatch_program import DispatchProgram
 from plait.planner.dispatch_search import (
     Float64,

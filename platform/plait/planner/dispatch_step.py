@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import TimeModel
-from plait.errors import CapacityError
 from plait.planner.buckets import BUCKETS, dynamic_buckets
 from plait.planner.dispatch import Dispatch, dispatch, spread
 from plait.planner.dispatch_search import ReplicaKind

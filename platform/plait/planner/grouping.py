@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.errors import ConfigError
+from plait.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.planner.packing import Item, microbatch, padded
 from plait.planner.packing_fill import fullest_subset
-from plait.plans import GlobalBatch, Microbatch
 
 Key = tuple[str, int]  # job and step
 

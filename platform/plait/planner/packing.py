@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.errors import CapacityError
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch, Microbatch, Segment
 from plait.planner.solver import Limit
-from plait.plans import GlobalBatch, Microbatch, Segment
 
 Item = tuple[int, int]  # (batch, position inside the batch)
 Bin = list[Item]

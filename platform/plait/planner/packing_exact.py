@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from plait.core.plans import GlobalBatch
 from plait.planner.packing import Bin, PackedBatches, check_fits, first_fit_decreasing
 from plait.planner.packing_bounds import MOST_UNITS, bins_bound, fill_bound
 from plait.planner.packing_fill import bin_fill, fill_bins, least_fill
 from plait.planner.packing_milp import emptiest, fits
 from plait.planner.solver import Limit, Limits
-from plait.plans import GlobalBatch
 
 MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
 Method = Literal["greedy", "subset sums", "milp"]

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from plait.core.plans import GlobalBatch, Microbatch, OptimiserStep
 from plait.planner.merge import Draft, Key, merge
 from plait.planner.packing import PackedBatches
-from plait.plans import GlobalBatch, Microbatch, OptimiserStep
 
 ScheduleItem = Microbatch | OptimiserStep
 Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from plait.errors import CapacityError
-from plait.plans import GlobalBatch
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch
 
 Place = tuple[int, int]  # batch and position inside it
 

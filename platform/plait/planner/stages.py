@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from plait.core.errors import ConfigError
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import TimeModel
-from plait.errors import ConfigError
 
 
 def balanced_split(

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from plait.errors import PlaitError, choices
-from plait.plans import GlobalBatch, Microbatch, OptimiserStep, Segment
+from plait.core.errors import PlaitError, choices
+from plait.core.plans import GlobalBatch, Microbatch, OptimiserStep, Segment
 
 Entry = Microbatch | OptimiserStep
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from plait.core.errors import CapacityError
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
-from plait.errors import CapacityError
 from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import Deployment, deploy
 from plait.planner.deployment_bounds import relaxation_bound

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from plait.core.plans import Microbatch, Replica
+from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.planner.deployment import Deployment
 from plait.planner.dispatch_step import Replicas, plan_step
@@ -15,8 +17,6 @@ from plait.planning.model_memory import ModelMemory
 from plait.planning.outlook import ChangeOutlook, GroupOutlook, Outlook, ReplicaOutlook, SimulatedOutlook
 from plait.planning.side_by_side import side_by_side
 from plait.planning.workload import Phase, Workload
-from plait.plans import Microbatch, Replica
-from plait.settings import RunSettings
 from plait.simulate.forecast import Forecast, PlanOptions, forecast
 from plait.simulate.report import Bubble, Metrics
 

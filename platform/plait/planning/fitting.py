@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from plait.core.errors import CapacityError, choices
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration
-from plait.errors import CapacityError, choices
 from plait.planning.model_memory import ModelMemory
 from plait.planning.workload import Workload
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import TimeModel
@@ -14,7 +15,6 @@ from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
 from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook
 from plait.planning.workload import MOST_STEPS, Phase, Workload
-from plait.settings import RunSettings
 
 PROFILED = "by the stored profile"
 ESTIMATED = "estimated from the model's shape"

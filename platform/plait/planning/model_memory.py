@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.plans import Microbatch
+from plait.core.settings import EngineSettings
 from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, adapter_bytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
-from plait.jobs import AdapterSpec, JobSpec
 from plait.models.targets import LinearInfo, check_rank
-from plait.plans import Microbatch
 from plait.search.checks import ELEMENT_BYTES
-from plait.settings import EngineSettings
 from plait.simulate.stage_bytes import RunMemory
 
 PROBED = 2048  # tokens of the largest microbatch that is looked at

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch, Replica
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration
-from plait.errors import CapacityError
 from plait.planning.model_memory import ModelMemory
-from plait.plans import GlobalBatch, Replica
 from plait.simulate.forecast import PlanOptions, forecast
 
 CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from plait.core.errors import CapacityError
 from plait.cost.fitting import Fit
 from plait.cost.memory import MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.memory_probe import (
@@ -20,7 +21,6 @@ from plait.cost.memory_probe import (
 )
 from plait.cost.profile_store import CapacityChoice, Profile, ProfileKey
 from plait.cost.time_probe import TimeObservation, fit_seconds, observe_seconds, seconds_errors
-from plait.errors import CapacityError
 from plait.models.attention import KEEP_UP_TO
 from plait_kernels.loss import CHUNK_LOGITS
 

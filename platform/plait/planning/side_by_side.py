@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from plait.core.plans import Replica
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
 from plait.planning.workload import Workload
-from plait.plans import Replica
 from plait.simulate.events import simulate
 from plait.simulate.forecast import PlanOptions, job_by_job
 

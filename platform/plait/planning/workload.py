@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from plait.core.errors import CapacityError
+from plait.core.jobs import JobSpec
+from plait.core.plans import GlobalBatch
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.order import DataOrder, training_batch
-from plait.errors import CapacityError
-from plait.jobs import JobSpec
-from plait.plans import GlobalBatch
 
 MOST_STEPS = 64  # optimiser steps of a wave's jobs that are planned sample by sample
 LEAST_STEPS = 8  # of each phase of a wave that has many

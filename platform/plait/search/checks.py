@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from plait.core.jobs import JobSpec
+from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
 from plait.data import check_data
 from plait.engine.admission import Admission, WorkerFacts
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.memory_estimate import ActivationShape
-from plait.jobs import JobSpec
-from plait.paths import cache_dir
-from plait.settings import ModelSettings, RunSettings
+from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
     from plait.models import ModelShape

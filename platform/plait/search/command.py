@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.jobs import JobSpec
-from plait.search.space import Space
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.core.space import Space
 from plait.search.trials import Trial
-from plait.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.settings import SearchSettings
+from plait.core.space import Space
 from plait.search.prior import Known
 from plait.search.samplers import distributions, drawn_beside, make_sampler, one_torch_thread
-from plait.search.space import Space
 from plait.search.untried import tried_points
-from plait.settings import SearchSettings
 
 
 def complete(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import optuna
 
-from plait.jobs import JobSpec
+from plait.core.jobs import JobSpec
 from plait.search.command import SearchCommand
 from plait.search.identity import identify
 from plait.search.storage import quiet

@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.core.errors import ConfigError, StorageError
+from plait.core.jobs import DataSpec, JobSpec
+from plait.core.plans import Plan
+from plait.core.samples import TokenisedData
+from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data import generation_limit, load_data, score, summary
 from plait.engine.capacity import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.errors import ConfigError, StorageError
-from plait.files import write_text
-from plait.jobs import DataSpec, JobSpec
-from plait.paths import cache_dir
-from plait.plans import Plan
-from plait.samples import TokenisedData
 from plait.search.checks import worker_facts
-from plait.settings import RunSettings
+from plait.utils.files import write_text
+from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
     import torch

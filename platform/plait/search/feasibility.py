@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
-from plait.errors import SearchError, choices
-from plait.search.space import Choice, Domain, Space, Value
-from plait.settings import SearchSettings
+from plait.core.errors import SearchError, choices
+from plait.core.settings import SearchSettings
+from plait.core.space import Choice, Domain, Space, Value
 
 LEARNING = ("tpe", "gp", "cmaes")  # samplers that can be given trials of another study
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import optuna
 from optuna.study import Study
 
-from plait.errors import InputError, SearchError, StorageError
-from plait.paths import search_folder
+from plait.core.errors import InputError, SearchError, StorageError
+from plait.core.settings import TrackingSettings
 from plait.search.recorded import RecordedCommand, given, recorded_command
 from plait.search.standing import hosts_of
 from plait.search.storage import quiet, study_lock
@@ -22,9 +22,9 @@ from plait.search.stored import NoStudyError, stored_study
 from plait.search.study import StudyTrials
 from plait.search.trial_records import RUN_ID
 from plait.search.workers import living, process_id
-from plait.settings import TrackingSettings
 from plait.tracking import delete_runs, left_unsent, locate, stored_runs
 from plait.tracking.location import sqlite_in
+from plait.utils.paths import search_folder
 
 ADAPTERS = "adapters"
 WORKERS = "workers"

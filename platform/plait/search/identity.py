@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plait.jobs import JobSpec
-from plait.search.space import Space
-from plait.settings import RunSettings, SearchSettings
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, SearchSettings
+from plait.core.space import Space
 
 
 @dataclass(frozen=True, slots=True)

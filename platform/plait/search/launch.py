@@ -15,11 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from plait.addresses import redact
+from plait.core.errors import ConfigError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.settings import ClusterSettings, TrackingSettings
 from plait.engine.coordinator import Coordinator
-from plait.errors import ConfigError, StorageError
-from plait.jobs import JobSpec
-from plait.paths import search_folder
 from plait.search.attend import Attend
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
@@ -60,13 +59,14 @@ from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, judged, tracked_run, without_store
 from plait.search.trials import Trial
-from plait.settings import ClusterSettings, TrackingSettings
-from plait.terminal import Terminal, print_summary
+from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.group_steps import GroupSteps
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
 from plait.tracking.names import FINISHED, INTERRUPTED
+from plait.utils.addresses import redact
+from plait.utils.paths import search_folder
 
 
 def run_search(command: SearchCommand, console: Console | None = None) -> int:

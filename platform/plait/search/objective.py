@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from plait.core.errors import ConfigError, choices
+from plait.core.jobs import DataSpec, JobSpec
+from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
+from plait.core.settings import SAMPLERS, SearchSettings
 from plait.data import generation_limit, parse_options
 from plait.engine.evaluation import check_keep
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
-from plait.errors import ConfigError, choices
-from plait.jobs import DataSpec, JobSpec
 from plait.search.rungs import judged
-from plait.settings import SAMPLERS, SearchSettings
 
 # Metrics that can be an objective (named in ``plait.tracking.names``); each is judged by its last value.
 METRICS = (

@@ -9,17 +9,17 @@ from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import TrialState
 
+from plait.core.errors import SearchError
+from plait.core.settings import SearchSettings
+from plait.core.space import Space
 from plait.engine.saved import remove_states
-from plait.errors import SearchError
 from plait.search.identity import Identity
 from plait.search.prior import check_prior
 from plait.search.signature import TOKEN, check_problem, create
-from plait.search.space import Space
 from plait.search.storage import study_lock
 from plait.search.trial_records import RUN_ID, trainer_of
 from plait.search.trials import Trial
 from plait.search.workers import BEATS, Workers
-from plait.settings import SearchSettings
 
 
 def open_study(

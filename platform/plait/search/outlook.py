@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from plait.core.settings import SearchSettings
 from plait.search.results import gave_up
 from plait.search.trials import Trial, TrialSource
-from plait.settings import SearchSettings
 
 
 class Outlook:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from plait.engine.messages import Event
-from plait.jobs import JobSpec
-from plait.objectives import Verdict
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event
+from plait.core.objectives import Verdict
 
 
 class Coordinator(Protocol):

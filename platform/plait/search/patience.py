@@ -11,8 +11,8 @@ from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from plait.addresses import redact
-from plait.errors import StorageError
+from plait.core.errors import StorageError
+from plait.utils.addresses import redact
 
 FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 10.0

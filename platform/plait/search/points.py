@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.errors import SearchError, choices
-from plait.search.space import Choice, Dimension, Real, Space, Value, Whole
-from plait.settings import SearchSettings
+from plait.core.errors import SearchError, choices
+from plait.core.settings import SearchSettings
+from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
 
 
 @dataclass(frozen=True, slots=True)

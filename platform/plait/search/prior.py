@@ -12,12 +12,12 @@ from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from plait.errors import SearchError, choices
+from plait.core.errors import SearchError, choices
+from plait.core.settings import SearchSettings
+from plait.core.space import Space, Value
 from plait.search.identity import difference, judgement
 from plait.search.points import read_values
 from plait.search.signature import PROBLEM
-from plait.search.space import Space, Value
-from plait.settings import SearchSettings
 
 PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
 

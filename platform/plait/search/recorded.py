@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plait.errors import SearchError, StorageError
-from plait.files import PRIVATE, write_text
-from plait.paths import search_folder
+from plait.core.errors import SearchError, StorageError
+from plait.utils.files import PRIVATE, write_text
+from plait.utils.paths import search_folder
 
 FILE = "command.json"
 URI = "tracking.uri"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from plait.engine.messages import Event, GroupStep, ModelFitted, Notice
-from plait.jobs import JobSpec
-from plait.objectives import Verdict
-from plait.terminal import Terminal
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event, GroupStep, ModelFitted, Notice
+from plait.core.objectives import Verdict
+from plait.terminal.view import Terminal
 from plait.tracking import Tracker
 from plait.tracking.fits import FITS_ARTIFACT, Fits
 from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps

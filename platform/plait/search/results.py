@@ -8,10 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from plait.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
-from plait.objectives import Objective, pareto_front
+from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
+from plait.core.objectives import Objective, pareto_front
+from plait.core.settings import SearchSettings
 from plait.search.trials import Finished
-from plait.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
 TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from plait.core.errors import InputError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
+from plait.core.objectives import Verdict
+from plait.core.settings import SearchSettings
 from plait.engine.finishing import SPENT
 from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
-from plait.engine.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
-from plait.errors import InputError, StorageError
-from plait.jobs import JobSpec
-from plait.objectives import Verdict
 from plait.search.control.orders import Orders
 from plait.search.objective import Observed
 from plait.search.outlook import Outlook
@@ -25,7 +26,6 @@ from plait.search.partners import Coordinator, Recorder
 from plait.search.results import SearchResult
 from plait.search.stopper import Stopper
 from plait.search.trials import Outcome, Trial, TrialSource
-from plait.settings import SearchSettings
 
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 LOOK_SECONDS = 1.0  # between two looks at what others did: drew, decided at a rung, or let a trial come first

@@ -18,11 +18,11 @@ from optuna.pruners import BasePruner
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.errors import SearchError, choices
+from plait.core.errors import SearchError, choices
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.patience import Patience
 from plait.search.rungs import judged
 from plait.search.stopping import Record
-from plait.settings import SearchSettings, StoppingSettings
 
 RUNGS = "plait.rungs"  # trial: value by step, where it is not the objective that is judged
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it

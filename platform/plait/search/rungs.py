@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from plait.errors import ConfigError, choices
-from plait.settings import SearchSettings, StoppingSettings
+from plait.core.errors import ConfigError, choices
+from plait.core.settings import SearchSettings, StoppingSettings
 
 EQUAL = ("successive_halving", "median")  # cohorts are of one size
 GEOMETRIC = ("successive_halving", "hyperband", "asha")

@@ -19,11 +19,11 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.errors import SearchError
+from plait.core.errors import SearchError
+from plait.core.settings import SearchSettings
+from plait.core.space import Choice, Domain, Point, Space, Values, Whole
 from plait.search.feasibility import check_sampler, grid
-from plait.search.space import Choice, Domain, Point, Space, Values, Whole
 from plait.search.untried import REDRAWS, Untried
-from plait.settings import SearchSettings
 
 # A quasi-random sequence and a shuffled grid are numbered by their seed, so it must stay the same.
 ONE_SEQUENCE = ("qmc", "grid")

@@ -11,8 +11,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.study import Study, StudyDirection
 
-from plait.errors import SearchError
-from plait.objectives import Objective
+from plait.core.errors import SearchError
+from plait.core.objectives import Objective
 from plait.search.identity import Identity, difference
 
 PROBLEM = "plait.problem"  # what is searched, as JSON

@@ -11,14 +11,14 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
-from plait.objectives import Objective
+from plait.core.objectives import Objective
 from plait.search.recorded import RecordedCommand
 from plait.search.results import SearchResult, describe_point
 from plait.search.stored import stored_study
 from plait.search.trial_records import STATES, outcome_of, trainer_of
 from plait.search.trials import Finished, Trial
 from plait.search.workers import host_name, this_host
-from plait.terminal_rows import CUT_SHORT
+from plait.terminal.text import CUT_SHORT
 
 
 @dataclass(frozen=True, slots=True)

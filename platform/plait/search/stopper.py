@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.engine.order import DataOrder
-from plait.jobs import JobSpec
 from plait.search.objective import Observed
 from plait.search.rungs import EQUAL, Judged, judged, rung_steps, usual_cohort
 from plait.search.stopping import GO, CohortRule, Record, Rule, Table, Verdict, make_rule
 from plait.search.trials import Trial
-from plait.settings import SearchSettings
 from plait.tracking.board import Ladder
 
 

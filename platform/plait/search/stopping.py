@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal, Protocol
 
+from plait.core.settings import SearchSettings
 from plait.search.rungs import Brackets, Judged, Layout, equal_cohorts, judged, rung_steps
-from plait.settings import SearchSettings
 
 Action = Literal["go", "wait", "stop", "fail"]
 

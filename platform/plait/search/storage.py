@@ -8,10 +8,10 @@ from pathlib import Path
 import optuna
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 
-from plait.addresses import redact, with_driver
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 from plait.search.journal import Journal
 from plait.search.locks import FileLock, advisory_lock
+from plait.utils.addresses import redact, with_driver
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10

@@ -11,9 +11,9 @@ import optuna
 from optuna.importance import get_param_importances
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.addresses import redact
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 from plait.search.storage import JOURNAL, SQLITE, open_storage
+from plait.utils.addresses import redact
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
 LEAST_TRIALS = 5  # of fewer the shares are those of chance

@@ -15,6 +15,8 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.settings import SearchSettings
+from plait.core.space import Space, Value
 from plait.search.claims import Claims, Departed
 from plait.search.completion import complete
 from plait.search.feasibility import check_sampler
@@ -27,7 +29,6 @@ from plait.search.prior import Known, take_over
 from plait.search.rung_records import StudyRungs
 from plait.search.samplers import distributions, make_sampler, one_torch_thread
 from plait.search.signature import TOKEN, check_material
-from plait.search.space import Space, Value
 from plait.search.storage import study_lock
 from plait.search.study_orders import StudyOrders
 from plait.search.trial_records import (
@@ -49,7 +50,6 @@ from plait.search.trial_records import (
 from plait.search.trials import Finished, Outcome, Trial
 from plait.search.untried import points_left, tried_points
 from plait.search.workers import Workers
-from plait.settings import SearchSettings
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from plait.core.settings import TrackingSettings
 from plait.search.recorded import recorded_command
 from plait.search.standing import read_standing
 from plait.search.storage import quiet
 from plait.search.tracked import judged
 from plait.search.trials import Trial
-from plait.settings import TrackingSettings
 from plait.tracking import Board, JobRecord, SearchResult, locate
 from plait.tracking.final import take_verdict
 from plait.tracking.location import sqlite_in

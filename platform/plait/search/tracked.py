@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 
+from plait.core.settings import RunSettings
 from plait.search.patience import Patience
 from plait.search.recorded import recorded_command
 from plait.search.study import StudyTrials
 from plait.search.trial_records import TRACKED
 from plait.search.trials import Finished
-from plait.settings import RunSettings
 from plait.tracking import (
     AwayError,
     Judged,

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.search.space import Space
+from plait.core.settings import SearchSettings
+from plait.core.space import Space
 from plait.search.trials import Outcome
 from plait.search.untried import points_left
 from plait.search.workers import Owner, owner_of
-from plait.settings import SearchSettings
 
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run

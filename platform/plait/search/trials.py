@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from plait.search.space import Value
+from plait.core.space import Value
 
 State = Literal["complete", "pruned", "failed"]
 

@@ -13,7 +13,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.search.space import Point, Space, Values
+from plait.core.space import Point, Space, Values
 
 REDRAWS = 5  # times that a sampler is asked again for another point before one is chosen without it
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from plait.core.errors import PlaitError
 from plait.cost.shapes import EMPTY, MicrobatchShape
 from plait.cost.time import StageTime
-from plait.errors import PlaitError
 from plait.simulate.orders import Action, Kind, Order
 
 Key = tuple[str, int]  # a job and one of its steps

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
+from plait.core.errors import ConfigError, choices
+from plait.core.plans import GlobalBatch, Group, Plan, Prediction, Replica
 from plait.cost.replica import even_split
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import TimeModel
-from plait.errors import ConfigError, choices
 from plait.planner.grouping import group_jobs, head_tail
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import PackingLimits, pack_all
@@ -17,7 +18,6 @@ from plait.planner.schedule import build_schedule, turns
 from plait.planner.shares import by_dispatch, by_load
 from plait.planner.stages import balanced_split
 from plait.planner.verify import verify
-from plait.plans import GlobalBatch, Group, Plan, Prediction, Replica
 from plait.simulate.events import Pipeline, Run, Work, simulate
 from plait.simulate.orders import OneFOneB
 from plait.simulate.planned import plan_pipelines, tensor_parallel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plait.core.plans import Microbatch, Plan
 from plait.cost.replica import even_split
 from plait.cost.time import TimeModel
-from plait.plans import Microbatch, Plan
 from plait.simulate.events import Pipeline
 from plait.simulate.systems import Machine, schedule_work
 

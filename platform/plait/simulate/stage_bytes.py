@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from plait.core.plans import Microbatch, Plan, Replica
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, StaticBytes
-from plait.plans import Microbatch, Plan, Replica
 from plait.simulate.events import Run, Span
 
 Held = dict[tuple[int, int], int]  # by replica and place in its schedule

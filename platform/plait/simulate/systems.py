@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from plait.core.plans import GlobalBatch, Microbatch
 from plait.cost.shapes import MicrobatchShape
 from plait.cost.time import StageTime, TimeModel
 from plait.planner.grouping import JobLoad, group_jobs, head_tail
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
-from plait.plans import GlobalBatch, Microbatch
 from plait.simulate.events import Pipeline, Work
 from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
 from plait.simulate.traces import Trace, global_batches

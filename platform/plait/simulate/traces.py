@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from plait.core.errors import DataError
+from plait.core.plans import GlobalBatch
 from plait.cost.lengths import LengthGenerator
-from plait.errors import DataError
-from plait.plans import GlobalBatch
 
 Trace = Mapping[str, Sequence[Sequence[int]]]  # by job: the lengths of each global batch
 

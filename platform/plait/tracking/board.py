@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.engine.messages import (
+from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
@@ -20,7 +20,7 @@ from plait.engine.messages import (
     ModelFitted,
     Notice,
 )
-from plait.objectives import Objective, Verdict, pareto_front
+from plait.core.objectives import Objective, Verdict, pareto_front
 from plait.tracking.names import FINISHED, OBJECTIVE, RUNNING
 from plait.tracking.parameters import Varying
 

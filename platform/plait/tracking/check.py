@@ -15,12 +15,12 @@ from pathlib import Path
 import sqlalchemy
 from mlflow.exceptions import MlflowException
 
-from plait.addresses import redact
-from plait.errors import StorageError
-from plait.settings import TrackingSettings
+from plait.core.errors import StorageError
+from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.sqlite_file import make_database
 from plait.tracking.store import Store
+from plait.utils.addresses import redact
 
 ANSWER_SECONDS = 5
 LEAST_FREE_BYTES = 64 * 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 from plait.tracking.check import open_store, storage_errors
 from plait.tracking.location import Location
 from plait.tracking.store import Store

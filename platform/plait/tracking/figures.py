@@ -13,8 +13,8 @@ from importlib.metadata import entry_points
 from types import TracebackType
 from typing import Protocol, Self
 
-from plait.errors import PlaitError
-from plait.settings import TrackingSettings
+from plait.core.errors import PlaitError
+from plait.core.settings import TrackingSettings
 
 GROUP = "plait.figures"
 FIRST_SECONDS = 60.0  # before figures are made of a running search, and the shortest time between two

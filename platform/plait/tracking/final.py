@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plait.objectives import Verdict
-from plait.settings import TrackingSettings
+from plait.core.objectives import Verdict
+from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import open_store, storage_errors

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from plait.engine.messages import ModelFitted
+from plait.core.messages import ModelFitted
 from plait.tracking.line_table import LineTable
 
 FITS_FILE = "fits.jsonl"  # below the search's folder

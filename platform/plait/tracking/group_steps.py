@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from plait.engine.messages import GroupStep
+from plait.core.messages import GroupStep
 from plait.tracking.line_table import LineTable, numbered_rows, table_errors
 
 GROUP_STEPS_FILE = "group_steps.jsonl"  # below the search's folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking.check import open_store, storage_errors
 from plait.tracking.location import locate
 from plait.tracking.operations import gather

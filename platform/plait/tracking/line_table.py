@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 
 GROWTH = 1.25  # the artifact is written anew when the table has grown by this much: its cost stays linear
 BLOCK = 2**20  # bytes that are looked at together

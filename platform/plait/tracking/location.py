@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from plait.addresses import redact, with_driver
-from plait.errors import StorageError
-from plait.settings import TrackingSettings
+from plait.core.errors import StorageError
+from plait.core.settings import TrackingSettings
+from plait.utils.addresses import redact, with_driver
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from plait.engine.messages import JobProgress
-from plait.files import write_text
-from plait.paths import search_folder
-from plait.settings import TrackingSettings
+from plait.core.messages import JobProgress
+from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.encoding import Head
 from plait.tracking.operations import EndRun, LogFile, LogPoints, Operation, SetTags
@@ -16,6 +14,8 @@ from plait.tracking.spool import Spool, free_spools, open_spool, spool_files
 from plait.tracking.thinning import Curve, grown_stride, is_kept
 from plait.tracking.values import finite, not_finite, progress_values
 from plait.tracking.writer import Sender, Writer, first_line
+from plait.utils.files import write_text
+from plait.utils.paths import search_folder
 
 Now = Callable[[], int]
 

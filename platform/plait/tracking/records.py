@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from mlflow.entities import Run
 
-from plait.objectives import Objective
+from plait.core.objectives import Objective
 from plait.tracking import names
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord
 from plait.tracking.parameters import parameter_value

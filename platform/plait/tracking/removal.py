@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.settings import TrackingSettings
+from plait.core.settings import TrackingSettings
 from plait.tracking.check import storage_errors
 from plait.tracking.location import locate, sqlite_in
 from plait.tracking.results import store_to_read

@@ -12,9 +12,9 @@ from pathlib import Path
 from mlflow.entities import Run
 from rich.console import Console
 
-from plait.errors import ConfigError, SearchError, StorageError, choices
-from plait.objectives import Objective
-from plait.settings import TrackingSettings
+from plait.core.errors import ConfigError, SearchError, StorageError, choices
+from plait.core.objectives import Objective
+from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import JobRecord
 from plait.tracking.check import open_store, storage_errors

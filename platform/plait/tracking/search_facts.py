@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait import __version__
-from plait.addresses import redact
-from plait.settings import RunSettings
+from plait.core.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.facts import GitState
 from plait.tracking.values import user
+from plait.utils.addresses import redact
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 from plait.tracking.encoding import Head, Held, Line, Taken, decode, encode
 from plait.tracking.operations import LogFile, LogPoints, LogText, Operation, count_points
 from plait.tracking.written import Written

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 
 FILE = "totals"  # in the search's folder: locked by the process that writes them, and how far they are
 DIGITS = 20  # of the step, and of the microseconds after it

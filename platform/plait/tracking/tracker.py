@@ -10,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from plait.addresses import redact
-from plait.engine.messages import (
+from plait.core.errors import StorageError
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
@@ -21,10 +22,8 @@ from plait.engine.messages import (
     JobParked,
     JobProgress,
 )
-from plait.errors import StorageError
-from plait.jobs import JobSpec
-from plait.objectives import Verdict
-from plait.settings import TrackingSettings
+from plait.core.objectives import Verdict
+from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
 from plait.tracking.board import PARKED, WAITING, Board, JobRecord, wait
@@ -41,6 +40,7 @@ from plait.tracking.search_facts import SearchFacts, search_tags
 from plait.tracking.sender import StoreSender
 from plait.tracking.totals import Totals
 from plait.tracking.values import evaluation_values, group_values, search_values
+from plait.utils.addresses import redact
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 SUMS = (  # over all jobs, those of earlier processes included

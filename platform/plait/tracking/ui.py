@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from plait.errors import ConfigError
-from plait.settings import TrackingSettings
+from plait.core.errors import ConfigError
+from plait.core.settings import TrackingSettings
 from plait.tracking.location import locate
 
 HOST = "127.0.0.1"

@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from plait.addresses import redact
-from plait.engine.messages import GroupStep, JobEvaluated, JobProgress
-from plait.settings import RunSettings
+from plait.core.messages import GroupStep, JobEvaluated, JobProgress
+from plait.core.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.parameters import parameter_text
+from plait.utils.addresses import redact
 
 
 def run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:

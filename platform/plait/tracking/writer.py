@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Protocol
 
-from plait.errors import StorageError
+from plait.core.errors import StorageError
 from plait.tracking.operations import Operation, Request, gather
 
 BATCH = 16_000  # operations that are gathered into one set of requests

@@ -9,8 +9,8 @@ import pytest
 import torch
 from laboratory import Laboratory
 
+from plait.core.settings import ModelSettings
 from plait.models import BaseModel, load_model
-from plait.settings import ModelSettings
 
 
 @pytest.fixture(scope="session")

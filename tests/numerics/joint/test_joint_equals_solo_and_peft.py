@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from plait.core.jobs import JobSpec
+from plait.core.samples import Split
+from plait.core.settings import ModelSettings
 from plait.engine.order import DataOrder
 from plait.engine.rates import learning_rate
-from plait.jobs import JobSpec
 from plait.models import resolve_targets, transformers_model
-from plait.samples import Split
-from plait.settings import ModelSettings
 
 STEPS = 20
 LOSS_TOLERANCE = 1e-5  # relative, every step

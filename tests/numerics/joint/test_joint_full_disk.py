@@ -19,20 +19,20 @@ from optuna.trial import TrialState
 from rung_bench import Notes
 from safetensors.torch import load_file
 
-from plait.config_overrides import read_request
+from plait.config.overrides import read_request
+from plait.core.errors import StorageError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import JobEnded, JobProgress, Notice
+from plait.core.settings import EngineSettings, RunSettings, SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.finishing import RETRY_SECONDS
-from plait.engine.messages import JobEnded, JobProgress, Notice
 from plait.engine.worker import LocalWorker
-from plait.errors import StorageError
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.models import BaseModel
 from plait.search.identity import identify
 from plait.search.run import SearchRun
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.settings import EngineSettings, RunSettings, SearchSettings
 
 SPACE = read_request(["adapter.rank=2,3,4,5"], {}, {}).space
 SEARCH = SearchSettings(trials=4, parallel=2, sampler="grid")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait.engine.messages import RunMicrobatches, StepJobs
-from plait.jobs import JobSpec
+from plait.core.jobs import JobSpec
+from plait.core.messages import RunMicrobatches, StepJobs
 
 KERNELS = ("reference", "grouped")
 TOLERANCE = 1e-5

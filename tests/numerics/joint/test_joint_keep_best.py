@@ -14,9 +14,8 @@ from safetensors import safe_open
 
 import plait.engine.worker as worker_module
 from plait.adapters import import_adapter
-from plait.engine.answers import Answers
-from plait.engine.catalogue import DataCatalogue
-from plait.engine.messages import (
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
     Attach,
     Command,
     Cursor,
@@ -28,9 +27,10 @@ from plait.engine.messages import (
     KeepWeights,
     SaveState,
 )
+from plait.core.settings import EngineSettings
+from plait.engine.answers import Answers
+from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import LocalWorker
-from plait.jobs import JobSpec
-from plait.settings import EngineSettings
 
 STEPS = 10
 Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]

@@ -11,11 +11,11 @@ import torch
 from laboratory import History, Laboratory
 
 import plait.engine.worker as engine_worker
+from plait.core.jobs import JobSpec
+from plait.core.messages import Command, Evaluate, GroupStep, JobParked, Notice, RunMicrobatches
 from plait.engine.coordinator import Coordinator
 from plait.engine.live import DISPLACED
-from plait.engine.messages import Command, Evaluate, GroupStep, JobParked, Notice, RunMicrobatches
 from plait.engine.worker import LocalWorker
-from plait.jobs import JobSpec
 from plait_kernels import Bank
 
 STEPS = 6

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.core.errors import CheckpointError
+from plait.core.messages import Cursor, JobAdmitted, Notice
 from plait.engine.checkpoints import TENSORS, Origin, read_state
-from plait.engine.messages import Cursor, JobAdmitted, Notice
 from plait.engine.saved import HEADER
-from plait.errors import CheckpointError
 
 
 def interrupted(

@@ -15,22 +15,22 @@ from laboratory import History, Laboratory, Recorder, random_data, random_texts
 from optuna.trial import TrialState
 from rung_bench import Notes
 
-from plait.config_overrides import read_request
+from plait.config.overrides import read_request
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import Command, GroupStep, JobParked, RunMicrobatches
+from plait.core.plans import GlobalBatch, Microbatch
+from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.messages import Command, GroupStep, JobParked, RunMicrobatches
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.worker import LocalWorker
-from plait.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.models import BaseModel
 from plait.planner.packing import pack
-from plait.plans import GlobalBatch, Microbatch
 from plait.search.identity import identify
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 
 SPACE = read_request(["adapter.rank=interval(1,12)", "train.lr=tag(log,interval(1e-4,1e-1))"], {}, {}).space
 TRIALS, PARALLEL, STEPS, CAPACITY = 12, 4, 6, 64

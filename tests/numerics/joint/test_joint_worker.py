@@ -11,20 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.core.errors import ConfigError, StorageError
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.messages import Attach, Generate, GenerateJob, GroupStep, JobFailed, JobGenerated, Notice
+from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.memory_estimate import adapter_bytes
-from plait.engine.messages import Attach, Generate, GenerateJob, GroupStep, JobFailed, JobGenerated, Notice
 from plait.engine.microbatches import load_microbatch
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.run import train_jobs
 from plait.engine.worker import LocalWorker
-from plait.errors import ConfigError, StorageError
-from plait.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.models import transformers_model
 from plait.models.generate import generate
 from plait.planner.packing import pack
-from plait.settings import EngineSettings, ModelSettings, RunSettings
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 

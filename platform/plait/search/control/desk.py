@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from plait.errors import InputError, SearchError
+from plait.core.errors import InputError, SearchError
+from plait.core.space import Space, Value
 from plait.search.control.mailbox import Answer, Desk, Mailbox, Request
 from plait.search.control.orders import Mode, Orders, StandingOrders
 from plait.search.control.targets import check_target
 from plait.search.points import read_point
-from plait.search.space import Space, Value
 from plait.search.trial_records import PRIORITY_KEY
 
 LOOK_SECONDS = 2.0  # between two looks at orders that came in elsewhere

@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from plait.errors import StorageError
-from plait.files import write_text
+from plait.core.errors import StorageError
 from plait.search.control.orders import Orders, orders_in
+from plait.utils.files import write_text
 
 POLL_SECONDS = 0.05
 MOST_ANSWERS = 100

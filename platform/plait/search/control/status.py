@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from plait.search.control.orders import Mode
-from plait.terminal_rows import best_line, number, settings_line, shown_first, state_text, status_line
+from plait.terminal.text import best_line, number, settings_line, shown_first, state_text, status_line
 from plait.tracking.board import Board
 from plait.tracking.leaderboard import to_json
 

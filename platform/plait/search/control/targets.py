@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from plait.errors import SearchError
+from plait.core.errors import SearchError
 
 NEAREST = 5  # trials that are named in place of one that will not do
 

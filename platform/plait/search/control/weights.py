@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.core.errors import StorageError
 from plait.engine.saved import states
-from plait.errors import StorageError
-from plait.files import new_folder
+from plait.utils.files import new_folder
 
 ADAPTER = "adapter_model.safetensors"
 COPY = "warm-"

@@ -1,0 +1,1 @@
+"""Hydra's configuration and overrides become frozen dataclasses here."""

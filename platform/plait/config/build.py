@@ -1,0 +1,154 @@
+"""The edge: a composed configuration as frozen dataclasses. Below this module there is no Hydra.
+
+``settings_of`` and ``job_of`` take plain nested mappings (``plain`` makes one of Hydra's DictConfig), so
+everything here but ``plain`` is a pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from plait.config.fields import MISSING, build, convert, unknown_key
+from plait.core.errors import ConfigError, choices
+from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.settings import ClusterSettings, Mode, RunSettings
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+Config = Mapping[str, Any]
+
+JOB_GROUPS = ("adapter", "train", "data")
+RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
+MODES: tuple[str, ...] = get_args(Mode)
+# What a file of sweeps/ says about itself, beside the groups.
+SWEEP_KEYS = ("mode", "description", "takes", "published", "bench")
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration without its ``hydra`` node, interpolations resolved; values not given stay "???".
+
+    Raises:
+        ConfigError: an interpolation that cannot be resolved.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def resolved(key: str) -> Any:
+        # Node by node, so that an interpolation still sees its whole configuration, hydra included.
+        node = config[key]
+        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+    try:
+        return {str(key): resolved(str(key)) for key in config if key != "hydra"}
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
+
+
+def check_keys(config: Config) -> None:
+    """The top-level keys are those that Plait knows.
+
+    Raises:
+        ConfigError: an unknown key, or a mode that does not exist.
+    """
+    known = (*JOB_GROUPS, *RUN_GROUPS, *SWEEP_KEYS)
+    for key in config:
+        if key not in known:
+            raise unknown_key(key, known)
+    if config.get("mode", "train") not in MODES:
+        raise ConfigError(f"mode={config['mode']!r}", f"mode must be one of {choices(MODES)}.")
+
+
+def settings_of(config: Config) -> RunSettings:
+    """All settings of a run.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    check_keys(config)
+    hints = get_type_hints(RunSettings)
+    groups: dict[str, Any] = {}
+    for name in RUN_GROUPS:
+        section = _section(config, name)
+        if name == "cluster":
+            groups[name] = _cluster(section)
+            continue
+        if name == "search":
+            section = _search(section)
+        groups[name] = build(hints[name], section, name)
+    return RunSettings(**groups)
+
+
+def job_of(name: str, config: Config) -> JobSpec:
+    """One job.
+
+    Raises:
+        ConfigError: a key or value is wrong.
+    """
+    check_keys(config)
+    return JobSpec(
+        name=name,
+        adapter=build(AdapterSpec, _section(config, "adapter"), "adapter"),
+        train=build(TrainSpec, _section(config, "train"), "train"),
+        data=_data(_section(config, "data")),
+    )
+
+
+def is_whole(key: str) -> bool:
+    """Whether a job's config key takes whole numbers only."""
+    group, _, name = key.partition(".")
+    spec = {"adapter": AdapterSpec, "train": TrainSpec}.get(group)
+    hint = get_type_hints(spec).get(name) if spec else None
+    return hint is int or (get_origin(hint) is not None and set(get_args(hint)) == {int, type(None)})
+
+
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """A search space by dotted key: nested mappings are joined, and every value is override text."""
+    flat: dict[str, str] = {}
+    for name, value in params.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= flat_params(value, f"{key}.")
+        else:
+            flat[key] = _override_text(value)
+    return flat
+
+
+def _override_text(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_override_text(item) for item in value) + "]"
+    return str(value)
+
+
+def _section(config: Config, name: str) -> dict[str, Any]:
+    section = config.get(name, {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(
+            f"{name}={section!r}", f"{name} is a group of keys.", f"Change one: {name}.KEY=VALUE."
+        )
+    return {str(key): value for key, value in section.items()}
+
+
+def _search(section: dict[str, Any]) -> dict[str, Any]:
+    """What is given by dotted key, flat."""
+    flat = {key: flat_params(section.get(key) or {}) for key in ("params", "default_params", "constraints")}
+    points = section.get("enqueue") or []
+    if isinstance(points, (list, tuple)):
+        points = [flat_params(point) if isinstance(point, Mapping) else point for point in points]
+    return section | flat | {"enqueue": points}
+
+
+def _data(section: dict[str, Any]) -> DataSpec:
+    source = convert(str, section.pop("source", MISSING), "data.source")
+    for key, value in section.items():
+        convert(Any, value, f"data.{key}")
+    return DataSpec.of(source, **section)
+
+
+def _cluster(section: dict[str, Any]) -> ClusterSettings:
+    kind = convert(str, section.pop("kind", "local"), "cluster.kind")
+    return ClusterSettings(kind, section.pop("options", {}) | section)

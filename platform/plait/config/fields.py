@@ -1,0 +1,144 @@
+"""Plain mappings into frozen dataclasses, driven by the type hints of their fields.
+
+One place decides what a YAML value may become, so that every key of every group is checked alike and an
+error names the key, what was found and what would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from plait.core.errors import ConfigError, choices
+from plait.utils.spelling import did_you_mean
+
+T = TypeVar("T")
+MISSING = "???"
+
+
+def build(cls: type[T], values: Mapping[str, object], path: str) -> T:
+    """An instance of the dataclass ``cls``; keys that ``values`` leaves out keep their defaults.
+
+    Args:
+        cls: a dataclass whose fields have type hints.
+        values: its fields by name.
+        path: the config key of the whole, such as "train".
+
+    Raises:
+        ConfigError: an unknown key, a missing value or a value of another type; and what ``cls`` raises.
+    """
+    hints = get_type_hints(cls)
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # any dataclass
+    required = [field.name for field in fields(cls) if _is_required(field)]  # type: ignore[arg-type]  # any dataclass
+    if missing := [name for name in required if name not in values]:
+        raise ConfigError(f"{path} has no {missing[0]}", f"{path} must have {', '.join(required)}.")
+    for name in values:
+        if name not in names:
+            raise unknown_key(f"{path}.{name}", [f"{path}.{known}" for known in names])
+    return cls(**{name: convert(hints[name], value, f"{path}.{name}") for name, value in values.items()})
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is NO_DEFAULT and field.default_factory is NO_DEFAULT
+
+
+def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
+    """The error for a key that does not exist, with the nearest right one first.
+
+    Args:
+        key: as given.
+        known: what could stand in its place.
+        elsewhere: further keys that may be meant, not listed.
+    """
+    meant = did_you_mean(key, [*known, *elsewhere])
+    return ConfigError(
+        f"unknown key {key}", "There is no such key.", f"{meant}There are: {choices(list(known))}."
+    )
+
+
+def convert(hint: Any, value: object, key: str) -> Any:
+    """``value`` as ``hint`` wants it. Whole numbers pass for floats; nothing else changes its type.
+
+    Raises:
+        ConfigError: the value is of another type, or missing.
+    """
+    if value == MISSING:
+        raise ConfigError(f"{key} is not set", f"{key} must have a value.", f"Give it one: {key}=...")
+    origin = get_origin(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, UnionType):
+        return _union(get_args(hint), value, key)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{key}={value!r}", f"{key} must be one of {choices(get_args(hint))}.")
+        return value
+    if origin is tuple:
+        return _tuple(get_args(hint), value, key)
+    if origin is dict:
+        return _dict(get_args(hint), value, key)
+    if is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            named = "kind" in (field.name for field in fields(hint))
+            meant = f"Did you mean {key}.kind={value}? " if named and isinstance(value, str) else ""
+            raise ConfigError(
+                f"{key}={value!r}", f"{key} is a group of keys.", f"{meant}Change one: {key}.KEY=VALUE."
+            )
+        return build(hint, {str(name): item for name, item in value.items()}, key)
+    return _scalar(hint, value, key)
+
+
+def _union(members: tuple[Any, ...], value: object, key: str) -> Any:
+    if value is None and NoneType in members:
+        return None
+    present = [member for member in members if member is not NoneType]
+    for member in present:
+        try:
+            return convert(member, value, key)
+        except ConfigError:
+            if len(present) == 1:
+                raise
+    raise _wrong(key, value, " or ".join(_describe(member) for member in present))
+
+
+def _tuple(members: tuple[Any, ...], value: object, key: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(key, value, "a list")
+    if members[-1] is Ellipsis:
+        members = (members[0],) * len(value)
+    if len(members) != len(value):
+        raise _wrong(key, value, f"a list of {len(members)}")
+    return tuple(
+        convert(member, item, f"{key}[{i}]")
+        for i, (member, item) in enumerate(zip(members, value, strict=True))
+    )
+
+
+def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong(key, value, "a mapping")
+    return {str(name): convert(members[1], item, f"{key}.{name}") for name, item in value.items()}
+
+
+def _scalar(hint: Any, value: object, key: str) -> Any:
+    if hint is Path and isinstance(value, (str, Path)):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise _wrong(key, value, _describe(hint))
+
+
+def _describe(hint: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    return words.get(hint) or ("a list" if get_origin(hint) is tuple else str(hint))
+
+
+def _wrong(key: str, value: object, wanted: str) -> ConfigError:
+    remedy = f"Quote it: {key}=\"'{value}'\"" if wanted == "text" and isinstance(value, (int, float)) else ""
+    return ConfigError(f"{key}={value!r}", f"{key} must be {wanted}.", remedy)

@@ -1,0 +1,233 @@
+"""Hydra's override syntax as a search space.
+
+``a,b``, ``choice``, ``range`` (the stop is left out, as everywhere in Hydra), ``interval`` (whole numbers
+where the key wants them, or with ``int(interval(...))``), ``tag(log, ...)`` and ``glob``; on the command
+line or in ``search.params``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    IntervalSweep,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+    Sweep,
+    Transformer,
+)
+from hydra.errors import HydraException
+
+from plait.config.build import JOB_GROUPS, RUN_GROUPS, is_whole
+from plait.core.errors import ConfigError, SearchError
+from plait.core.jobs import AdapterSpec, TrainSpec
+from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
+from plait.utils.spelling import alike
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a command line asks for: a space, and the overrides that hold for every trial."""
+
+    space: Space
+    fixed: tuple[str, ...]
+
+
+def read_request(
+    arguments: Sequence[str],
+    params: Mapping[str, str],
+    default_params: Mapping[str, str],
+    loader: ConfigLoader | None = None,
+) -> Request:
+    """The space of a command line, of ``search.params``, or else of ``search.default_params``.
+
+    A key on the command line takes the place of the same key in ``params``; the defaults stand only where
+    neither sweeps anything, without the keys that are fixed.
+
+    Raises:
+        SearchError: nothing to search, or a domain that makes no sense.
+        ConfigError: a key that cannot be swept.
+    """
+    given = _parse(arguments, loader)
+    from_file = [
+        override
+        for override in _params(params, loader)
+        if _name(override) not in {_name(item) for item in given}
+    ]
+    overrides = [*given, *from_file]
+    fixed = [item for item in overrides if not item.is_sweep_override()]
+    swept = [item for item in overrides if item.is_sweep_override()]
+    if not swept:
+        settled = {_name(item) for item in fixed}
+        swept = [item for item in _params(default_params, loader) if _name(item) not in settled]
+        if not swept:
+            raise _nothing(default_params)
+    dimensions = tuple(dimension(override) for override in swept)
+    return Request(Space(dimensions), tuple(item.input_line or "" for item in fixed))
+
+
+def is_sweep(argument: str) -> bool:
+    """Whether an argument of the command line sweeps something; False where it does not parse."""
+    try:
+        return bool(OverridesParser.create().parse_override(argument).is_sweep_override())
+    except HydraException:
+        return False
+
+
+def dimension(override: Override) -> Dimension:
+    """One swept override as a dimension.
+
+    Raises:
+        ConfigError: the key belongs to the run, or to nothing.
+        SearchError: the domain makes no sense.
+    """
+    name = _name(override)
+    _check_scope(name)
+    prefix = "++" if override.is_force_add() else "+" if override.is_add() else ""
+    try:
+        return Dimension(name, _domain(override, whole=is_whole(name)), prefix)
+    except SearchError as error:
+        raise SearchError(f"{name}: {error.value}", error.rule, error.remedy) from None
+
+
+def _parse(lines: Iterable[str], loader: ConfigLoader | None) -> list[Override]:
+    parsed: list[Override] = OverridesParser.create(config_loader=loader).parse_overrides(list(lines))
+    return parsed
+
+
+def _params(params: Mapping[str, str], loader: ConfigLoader | None) -> list[Override]:
+    try:
+        return _parse((f"{key}={value}" for key, value in params.items()), loader)
+    except HydraException as error:
+        first, *rest = str(error).splitlines()
+        raise SearchError(
+            f"search.params: {first}", " ".join(rest[:1]), "Write it as on the command line."
+        ) from error
+
+
+def _name(override: Override) -> str:
+    return str(override.get_key_element()).lstrip("+~")
+
+
+def _check_scope(name: str) -> None:
+    root = name.split(".")[0].split("@")[0].split("/")[0]
+    if root in JOB_GROUPS:
+        return
+    if root in RUN_GROUPS or root == "sweeps":
+        raise ConfigError(
+            f"{name} is swept",
+            f"{root} belongs to the run, not to a job: {', '.join(JOB_GROUPS)} can be swept.",
+            f"Start one sweep for each value of {name}.",
+        )
+    near = alike(name, [*_job_keys(), *JOB_GROUPS, *RUN_GROUPS])
+    remedy = f"Did you mean {' or '.join(near)}?" if near else ""
+    if any(each in RUN_GROUPS for each in near):
+        remedy += " It belongs to the run: start one sweep for each of its values."
+    raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy)
+
+
+def _job_keys() -> list[str]:
+    """All keys that can be swept, whatever the source of the data."""
+    from plait.data import SOURCES
+
+    specs = {"adapter": (AdapterSpec,), "train": (TrainSpec,), "data": tuple(SOURCES.values())}
+    keys = [
+        f"{group}.{field.name}" for group in JOB_GROUPS for spec in specs[group] for field in fields(spec)
+    ]
+    return list(dict.fromkeys(keys))
+
+
+def _domain(override: Override, *, whole: bool) -> Domain:
+    value = override.value()
+    if not isinstance(value, Sweep):  # glob(...): the names of a group's files
+        return _choice(list(override.sweep_iterator()))
+    log = "log" in value.tags
+    if unknown := sorted(value.tags - {"log"}):
+        raise SearchError(f"tag({unknown[0]},...)", "The only tag is log.")
+    if isinstance(value, RangeSweep):
+        return replace(_range(value), log=log) if log else _range(value)
+    if isinstance(value, IntervalSweep):
+        return _interval(value, whole=whole, log=log)
+    assert isinstance(value, ChoiceSweep)
+    if log:
+        raise SearchError(
+            "tag(log,choice(...))", "A log scale is for intervals and ranges.", "Leave out the tag."
+        )
+    return _choice(value.list)
+
+
+def _choice(elements: Sequence[Any]) -> Choice:
+    return Choice(tuple(map(_stored, elements)), tuple(map(_text, elements)))
+
+
+def _text(element: Any) -> str:
+    """The element as override text. Hydra loses the quotes inside choice(...), so text that would be read
+    as something else is quoted again."""
+    text = str(Transformer.str(element))
+    if isinstance(element, str) and not _reads_as(text, element):
+        return QuotedString(element, Quote.single).with_quotes()
+    return text
+
+
+def _reads_as(text: str, value: str) -> bool:
+    try:
+        read = OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException:
+        return False
+    return isinstance(read, str) and read == value
+
+
+def _stored(element: Any) -> Value:
+    if isinstance(element, QuotedString):
+        return str(element.text)
+    if element is None or isinstance(element, (bool, int, float, str)):
+        return element
+    return str(Transformer.str(element))
+
+
+def _range(sweep: RangeSweep) -> Whole | Real:
+    start, stop, step = sweep.start, sweep.stop, sweep.step
+    assert start is not None
+    assert stop is not None
+    text = f"range({start},{stop},{step})"
+    if step == 0:
+        raise SearchError(text, "The step must not be 0.")
+    # Decimal, as Hydra does it: 0.1 + 0.1 + 0.1 must not miss or pass the stop by a rounding error.
+    first, end, by = (Decimal(str(number)) for number in (start, stop, step))
+    count = math.ceil((end - first) / by)
+    if count < 1:
+        raise SearchError(text, "It holds no value: Hydra's range leaves out its stop.")
+    low, high = sorted((first, first + (count - 1) * by))
+    if all(isinstance(number, int) for number in (start, stop, step)):
+        return Whole(int(low), int(high), abs(int(step)))
+    return Real(float(low), float(high), float(abs(by)))
+
+
+def _interval(sweep: IntervalSweep, *, whole: bool, log: bool) -> Whole | Real:
+    start, end = sweep.start, sweep.end
+    assert start is not None
+    assert end is not None
+    # Hydra reads interval(4,32) as floats, so the key's own type decides.
+    if whole and float(start).is_integer() and float(end).is_integer():
+        return Whole(int(start), int(end), log=log)
+    if isinstance(start, int) and isinstance(end, int):
+        return Whole(start, end, log=log)
+    return Real(float(start), float(end), log=log)
+
+
+def _nothing(default_params: Mapping[str, str]) -> SearchError:
+    rule = "A sweep needs at least one key with several values."
+    if default_params:
+        rule += f" The default ones ({', '.join(default_params)}) are all fixed."
+    return SearchError(
+        "nothing to search", rule, "Sweep a key, as in adapter.rank=8,16, or use `plait train`."
+    )

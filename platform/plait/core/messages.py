@@ -1,0 +1,421 @@
+"""What coordinator and workers say to each other: picklable, frozen, no tensors.
+
+The coordinator (pure Python) decides; workers (one per rank; the first is in-process) own tensors.
+Search, tracking and terminal read events only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.core.jobs import JobSpec
+from plait.core.plans import Microbatch
+
+# ---- commands: coordinator to worker -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Take a job in: fresh, or from a saved state. ``data`` is a digest.
+
+    ``resume_from`` is a state's folder, or a folder of states: then the newest that is whole is taken.
+    Where there is none, ``warm_from`` is the folder of an adapter or state whose weights it begins with.
+    """
+
+    job: JobSpec
+    data: str
+    resume_from: Path | None = None
+    warm_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Let a job go and free its tensors."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunMicrobatches:
+    """Forward and backward; gradients are added up in this order."""
+
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepJob:
+    """One optimiser step of one job: ``step`` counts from 1 (Adam's bias correction); rates as scheduled."""
+
+    job: str
+    step: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepJobs:
+    """All steps that are due, in one call of the optimiser."""
+
+    steps: tuple[StepJob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Forward only, without dropout, over microbatches of validation samples."""
+
+    microbatches: tuple[Microbatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepWeights:
+    """Keep a copy of these jobs' weights as they are now, in place of an earlier one: answers and the
+    exported adapter are of it."""
+
+    jobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateJob:
+    """Validation samples of one job whose prompts (the tokens before the first label) are gone on from."""
+
+    job: str
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Greedy continuations, of several jobs together."""
+
+    jobs: tuple[GenerateJob, ...]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a job has come. The data order, the rates and the dropout masks follow from ``step`` alone.
+
+    Attributes:
+        step: optimiser steps done.
+        tokens: real tokens trained on.
+        device_ns: device time attributed to the job, in nanoseconds.
+        best_step, best_loss: of the evaluation whose weights are kept; None where none are.
+        completion_seconds: of a saved state: since the job's submission, in this process and those before.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    device_ns: int = 0
+    best_step: int | None = None
+    best_loss: float | None = None
+    completion_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """Write adapter, moments and cursor: all that going on needs."""
+
+    job: str
+    directory: Path
+    cursor: Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Write the adapter as a PEFT folder: the weights kept after ``kept_step`` steps, else the last."""
+
+    job: str
+    directory: Path
+    kept_step: int | None = None
+
+
+Command = (
+    Attach | Detach | RunMicrobatches | StepJobs | Evaluate | KeepWeights | Generate | SaveState | Export
+)
+
+# ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A job is in, and goes on from ``cursor``: from the start where it is fresh.
+
+    ``state`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
+    """
+
+    job: str
+    cursor: Cursor
+    state: Path | None = None
+    notices: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobLoss:
+    """A job's share of one microbatch: summed, unweighted loss over its labelled tokens."""
+
+    job: str
+    step: int
+    loss_sum: float
+    labelled: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedPeak:
+    """What a microbatch took in memory.
+
+    Attributes:
+        static: bytes of tensors that were there before and stay: weights and all attached adapters.
+        phases: highest bytes, static ones included, by phase of the microbatch (forward, loss, backward).
+    """
+
+    static: int
+    phases: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        """The peak of the whole microbatch."""
+        return max(highest for _, highest in self.phases)
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchDone:
+    """One microbatch went through; ``peak`` is None where it was not observed."""
+
+    index: int
+    losses: tuple[JobLoss, ...]
+    seconds: float
+    peak: ObservedPeak | None
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A job's optimiser stepped: the gradient's norm before clipping."""
+
+    job: str
+    step: int
+    grad_norm: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """A loss or gradient was not finite, or the job's data or state cannot be used, or there is no memory for
+    one of its answers; others go on.
+
+    ``seconds`` are those that no other event has: of a step that was not taken, of taking the job in, or of
+    generating.
+    """
+
+    job: str
+    step: int
+    reason: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """Texts in the order of the samples asked for."""
+
+    job: str
+    samples: tuple[int, ...]
+    texts: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state or an exported adapter is complete on disk."""
+
+    job: str
+    directory: Path
+    step: int
+    exported: bool
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again; a
+    job that was to be taken in has left nothing.
+
+    ``seconds`` are those of the microbatch, or the job, that did not get through.
+    """
+
+    detail: str
+    seconds: float = 0.0
+
+
+WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Saved | OutOfMemory
+
+# ---- events of the coordinator: what happened to a job as a whole -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdmitted:
+    """A job left the queue and trains from ``step`` on (0: fresh)."""
+
+    job: JobSpec
+    step: int
+    steps: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobParked:
+    """A job left its place with its state saved after ``step`` steps, and goes on later from there.
+
+    It waits at a rung, is paused, or had to make room. A further :class:`JobAdmitted` says that it is back.
+    """
+
+    job: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """One optimiser step of one job, complete.
+
+    Attributes:
+        loss: mean over the labelled tokens of the global batch.
+        tokens: real tokens of the job so far.
+        device_seconds: of the job so far; a microbatch's seconds are shared out by tokens.
+        tokens_per_s: real tokens of this step over the seconds that this step of the group took.
+    """
+
+    job: str
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    device_seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvaluated:
+    """Validation loss after ``step`` optimiser steps; mean over labelled tokens of the whole split."""
+
+    job: str
+    step: int
+    loss: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobGenerated:
+    """Mean of the verifier's scores of the generated answers: 1 is right, less is partly right or wrong."""
+
+    job: str
+    step: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped".
+
+    ``adapter`` is the PEFT folder of a finished job, ``checkpoint`` the saved state of an interrupted one;
+    ``completion_seconds`` count from its submission, those of earlier processes up to the state that the
+    next one went on from.
+    """
+
+    job: str
+    state: str
+    step: int
+    reason: str
+    eval_loss: float | None
+    tokens: int
+    device_seconds: float
+    completion_seconds: float
+    adapter: Path | None
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobSaved:
+    """A live job's state is whole on disk: after a crash it goes on from ``step``."""
+
+    job: str
+    step: int
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that whoever watches should know; nothing ends by it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStep:
+    """One iteration of a group: what went through together.
+
+    Attributes:
+        iteration: of this process, from 1.
+        jobs: that took part.
+        tokens: real tokens of all jobs.
+        peak_bytes: highest of the microbatches; None where the device cannot tell.
+        job_tokens: real tokens of each job, in the order of ``jobs``.
+        predicted_seconds: what was expected before it ran; None where nothing is known yet.
+        predicted_bytes: the same for the peak.
+        bytes_by_rule: that is an upper bound from the model's shape, for want of observations.
+        resting: live jobs that sat it out, so that the others' microbatches were fuller.
+    """
+
+    group: str
+    iteration: int
+    jobs: tuple[str, ...]
+    microbatches: int
+    tokens: int
+    seconds: float
+    peak_bytes: int | None
+    capacity: int
+    job_tokens: tuple[int, ...] = ()
+    predicted_seconds: float | None = None
+    predicted_bytes: int | None = None
+    resting: tuple[str, ...] = ()
+    bytes_by_rule: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFitted:
+    """The model of seconds or of bytes was fitted to what training has shown so far.
+
+    Attributes:
+        target: "seconds" of an iteration, or "bytes" of a microbatch's peak above the static ones.
+        iteration: after which it was fitted; counted as in :class:`GroupStep`.
+        observations: that it was fitted to.
+        coefficients: by name; of memory by phase and name.
+        mean_error, max_error: of the observations it was fitted to, relative, absolute values.
+        ahead_error: mean absolute relative error of what was predicted since the fit before, before it ran;
+            None where nothing was predicted.
+        margin: relative; by how much a new observation may exceed its prediction.
+    """
+
+    target: str
+    iteration: int
+    observations: int
+    coefficients: tuple[tuple[str, float], ...]
+    mean_error: float
+    max_error: float
+    ahead_error: float | None
+    margin: float
+
+
+Event = (
+    JobAdmitted
+    | JobParked
+    | JobProgress
+    | JobEvaluated
+    | JobGenerated
+    | JobEnded
+    | JobSaved
+    | Notice
+    | GroupStep
+    | ModelFitted
+)

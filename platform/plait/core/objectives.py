@@ -1,0 +1,117 @@
+"""Objectives and constraints of a search as plain data, and the Pareto front."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.core.errors import ConfigError
+
+MINIMISE = "minimize"
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+_LIMIT = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A search's last word on a job.
+
+    Attributes:
+        state: "finished", "pruned" or "failed".
+        objective: None where it has none.
+        others: values of the further objectives.
+        feasible: it keeps every constraint.
+    """
+
+    job: str
+    state: str
+    objective: float | None = None
+    reason: str = ""
+    others: tuple[float, ...] = ()
+    feasible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A metric, or a numeric config key of the job, and which way is better: "minimize" or "maximize"."""
+
+    metric: str
+    direction: str = MINIMISE
+
+    def badness(self, value: float) -> float:
+        """Sorts the best first."""
+        return value if self.direction == MINIMISE else -value
+
+    def __str__(self) -> str:
+        return f"{'lowest' if self.direction == MINIMISE else 'highest'} {self.metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A limit on a metric or on a numeric config key of the job."""
+
+    metric: str
+    at_most: bool
+    limit: float
+
+    @classmethod
+    def read(cls, metric: str, text: str) -> Constraint:
+        """From "<= 32" or ">= 4".
+
+        Raises:
+            ConfigError: anything else.
+        """
+        found = _LIMIT.fullmatch(text)
+        try:
+            limit = float(found[2]) if found else math.nan
+        except ValueError:
+            limit = math.nan
+        if found is None or not math.isfinite(limit):
+            raise ConfigError(
+                f"search.constraints.{metric}={text!r}",
+                "A constraint is a comparison with a number: <= or >=.",
+                f"Write search.constraints=\"{{{metric}: '{_likely(text)}'}}\".",
+            )
+        return cls(metric, found[1] == "<=", limit)
+
+    def violation(self, value: float) -> float:
+        """How far a value lies outside; 0 or less where the constraint is kept."""
+        return value - self.limit if self.at_most else self.limit - value
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'<=' if self.at_most else '>='} {self.limit:g}"
+
+
+def _likely(text: str) -> str:
+    """The comparison that was most likely meant."""
+    number = _NUMBER.search(text)
+    return f"{'>=' if '>' in text else '<='} {number[0] if number else 32}"
+
+
+def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objective]) -> list[int]:
+    """Places of the points that no other dominates: none is at least as good in every objective and better in
+    one. Equal points stand or fall together.
+
+    Args:
+        points: one finite value for each objective.
+        objectives: which way is better in each.
+
+    Returns:
+        best in the first objective first, ties by the next ones, then by place.
+    """
+    keyed = sorted(
+        (tuple(each.badness(value) for each, value in zip(objectives, point, strict=True)), at)
+        for at, point in enumerate(points)
+    )
+    # Whoever dominates a point sorts before it, so those kept so far are all that it must be compared with.
+    front: list[tuple[tuple[float, ...], int]] = []
+    for bad, at in keyed:
+        if not any(_dominates(other, bad) for other, _ in front):
+            front.append((bad, at))
+    return [at for _, at in front]
+
+
+def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(mine <= theirs for mine, theirs in zip(one, other, strict=True))

@@ -1,0 +1,213 @@
+"""What the terminal says of a search and its jobs, as text: pure functions of the board."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from plait.tracking.board import PARKED, WAITING, Board, JobRecord
+from plait.tracking.names import FAILED, INTERRUPTED, PRUNED, RUNNING, STOPPED
+from plait.utils.durations import duration
+
+CUT_SHORT = "cut short"
+PRIORITY = "train.priority"
+NAMED = (PARKED, PRUNED, FAILED, CUT_SHORT, INTERRUPTED)  # states that are counted where there are such
+MOST_ON_FRONT = 8
+MOST_RUNGS = 2  # that are named in the line on the whole
+MOST_STATUS = 2  # lines on the whole, in the live view
+ORDER = {RUNNING: 0, PARKED: 1, INTERRUPTED: 1, CUT_SHORT: 3, WAITING: 3}  # of those that have not ended
+ENDED = 2  # what has ended stands between
+
+
+def number(value: float | None) -> str:
+    """A loss or an objective; nothing where there is none."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def best_evaluation(record: JobRecord) -> str:
+    """The lowest validation loss of a job, and where it was: ``3.7849 at step 20``."""
+    return f"{number(record.best_eval_loss)} at step {record.best_eval_step}"
+
+
+def setting(value: Any) -> str:
+    """A parameter's value, short."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, (list, tuple)):
+        return ",".join(setting(item) for item in value)
+    return str(value)
+
+
+def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
+    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``. The usual priority goes without
+    saying."""
+    said = [key for key in keys if key in record.parameters]
+    said = [key for key in said if key != PRIORITY or record.parameters[key]]
+    return " ".join(f"{key}={setting(record.parameters[key])}" for key in said)
+
+
+def share_done(board: Board) -> float:
+    """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
+    total = max(board.trials, len(board.jobs), 1)
+    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
+    begun = sum(job.step / job.steps for job in open_jobs if job.steps)
+    return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
+
+
+def all_trained(board: Board) -> bool:
+    """No step is left to train, and not all jobs have ended: the last ones are evaluated."""
+    if len(board.jobs) < board.trials:
+        return False
+    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
+    return bool(open_jobs) and all(0 < job.steps <= job.step and not job.ended for job in open_jobs)
+
+
+def status_parts(board: Board, left: float | None) -> list[str]:
+    """What is said of the whole search, most important first.
+
+    Args:
+        board: all jobs.
+        left: seconds that remain, if they can be told.
+    """
+    total = max(board.trials, len(board.jobs))
+    states = Counter(map(state_of, board.jobs.values()))
+    ended = len(board.jobs) - sum(states[state] for state in ORDER)
+    done = f"{min(100 * share_done(board), 100 if ended >= total else 99):.0f} % done"
+    if all_trained(board):
+        done += ", evaluating"
+    elif left is not None and ended < total and (states[RUNNING] or not states[INTERRUPTED]):
+        done += f", about {duration(max(left, 1.0))} left"
+    parts = [done, f"{ended} of {total} ended, {states[RUNNING]} running"]
+    parts += [f"{states[state]} {state}" for state in NAMED if states[state]]
+    parts += rungs_waited_for(board)
+    if board.group is not None and board.group.seconds > 0:
+        parts.append(f"{board.group.tokens / board.group.seconds:,.0f} tokens/s")
+    return parts
+
+
+def status_line(board: Board, left: float | None) -> str:
+    """One line about the whole search; arguments as of :func:`status_parts`."""
+    return " · ".join(status_parts(board, left))
+
+
+def progress_line(board: Board, left: float | None) -> str:
+    """The same with the losses, where no table shows them."""
+    return " · ".join([*status_parts(board, left), *losses(board)])
+
+
+def status_rows(board: Board, left: float | None, width: int) -> list[str]:
+    """The same in lines of ``width`` characters, ``MOST_STATUS`` at most: what is less important is left
+    out."""
+    lines: list[str] = []
+    for part in status_parts(board, left):
+        if lines and len(lines[-1]) + len(part) + 3 <= width:
+            lines[-1] += f" · {part}"
+        elif len(lines) < MOST_STATUS:
+            lines.append(part)
+    return lines
+
+
+def losses(board: Board) -> list[str]:
+    """Training loss of those that train, the lowest and the one in the middle; then the best so far: by the
+    objective, or while no job has finished by the evaluations."""
+    live = [job.loss for job in board.jobs.values() if job.live and job.loss is not None]
+    parts = (
+        [f"train loss {number(min(live))}" + (f", median {number(median(live))}" if live[1:] else "")]
+        if live
+        else []
+    )
+    if (best := board.best()) is not None:
+        parts.append(f"best {number(best.objective)} ({best.name})")
+    elif lowest := lowest_loss(board):
+        parts.append(f"lowest eval loss {number(lowest.best_eval_loss)} ({lowest.name})")
+    return parts
+
+
+def lowest_loss(board: Board) -> JobRecord | None:
+    """The job with the lowest evaluation; none of several objectives, for which it may not matter."""
+    evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
+    return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
+
+
+def state_of(record: JobRecord) -> str:
+    """A job's state. One that had begun to train and waits for another process to go on with it was cut
+    short; one that this process saved when it was interrupted has not ended."""
+    if record.state == WAITING and record.step > 0:
+        return CUT_SHORT
+    return INTERRUPTED if record.state == STOPPED and record.reason == INTERRUPTED else record.state
+
+
+def state_text(board: Board, record: JobRecord) -> str:
+    """A job's state in words; where it waits at a rung, at which."""
+    waits = board.ladder is not None and record.state == PARKED
+    if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
+        return f"at rung {record.step}"
+    return state_of(record)
+
+
+def rung_text(board: Board, record: JobRecord) -> str:
+    """How many of its rungs a job has reached: 2/3."""
+    if board.ladder is None:
+        return ""
+    steps = board.ladder(record.trial).steps
+    return f"{sum(step <= record.step for step in steps)}/{len(steps)}"
+
+
+def rungs_waited_for(board: Board) -> list[str]:
+    """Where jobs wait for their cohort: ``rung 10: 5 of 8 there``, earliest trials first, ``MOST_RUNGS`` at
+    most."""
+    if board.ladder is None:
+        return []
+    found: dict[tuple[range, int], None] = {}
+    for job in sorted((job for job in board.jobs.values() if job.state == PARKED), key=lambda job: job.trial):
+        ladder = board.ladder(job.trial)
+        if ladder.cohort and job.step in ladder.steps:
+            found[ladder.cohort, job.step] = None
+            if len(found) == MOST_RUNGS:
+                break
+    jobs = {job.trial: job for job in board.jobs.values()} if found else {}
+    total = max(board.trials, len(board.jobs))
+    return [_there(jobs, range(cohort.start, min(cohort.stop, total)), rung) for cohort, rung in found]
+
+
+def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
+    known = [jobs[trial] for trial in members if trial in jobs]
+    there = sum(state_of(job) not in ORDER or job.step >= rung for job in known)
+    return f"rung {rung}: {there} of {len(members)} there"
+
+
+def best_line(board: Board) -> str:
+    """The best so far, with what it is made of, or the front of several objectives; by the evaluations while
+    no job has finished; empty before there is one."""
+    if front := board.front():
+        return f"Pareto front so far: {front_text(front)}"
+    if best := board.best():
+        found, line = best, f"best so far: {best.name}, objective {number(best.objective)}"
+    elif lowest := lowest_loss(board):
+        found, line = lowest, f"lowest eval loss so far: {best_evaluation(lowest)}, {lowest.name}"
+    else:
+        return ""
+    return f"{line}, {settings_line(found, board.varying())}".rstrip(", ")
+
+
+def front_text(front: Sequence[JobRecord]) -> str:
+    """Jobs with their objectives, at most ``MOST_ON_FRONT`` of them: ``trial-0003 (0.61, 8)``."""
+    shown = []
+    for job in front[:MOST_ON_FRONT]:
+        values = [value for value in (job.objective, *job.others) if value is not None]
+        shown.append(f"{job.name} ({', '.join(f'{value:.4g}' for value in values)})")
+    more = len(front) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:
+    """Live jobs, parked ones, ended ones (newest trial first), then those that wait (oldest first)."""
+    places: list[list[JobRecord]] = [[], [], [], []]
+    for record in records:
+        places[ORDER.get(state_of(record), ENDED)].append(record)
+    for place, each in enumerate(places):
+        each.sort(key=lambda record: record.trial, reverse=place == ENDED)
+    return list(chain.from_iterable(places))

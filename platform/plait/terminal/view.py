@@ -1,0 +1,260 @@
+"""The terminal's view of a running search: a live table, or plain lines where output is not a terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from plait.core.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobGenerated,
+    JobParked,
+    JobProgress,
+)
+from plait.terminal.console import leave_terminal
+from plait.terminal.eta import Pace
+from plait.terminal.table import jobs_table
+from plait.terminal.text import (
+    all_trained,
+    best_evaluation,
+    best_line,
+    front_text,
+    lowest_loss,
+    number,
+    progress_line,
+    settings_line,
+    status_rows,
+)
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, STOPPED
+from plait.utils.durations import duration
+
+T = TypeVar("T")
+REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
+SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
+LINES_AROUND = 6  # of the live view, beside the jobs: heading, status, best and room for the prompt
+ENDING = "Ending after this step. Ctrl-C again ends at once."
+CLOSING = "Writing the end of the search to MLflow."
+TOGETHER = (JobEvaluated, JobGenerated, JobEnded)  # of several jobs in a row: what is best is told after them
+OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
+
+
+class Terminal:
+    """Shows a search while it runs. A context manager; the live view ends with it.
+
+    Args:
+        board: the tracker's: events go to the tracker first, then here.
+        console: where to write; decides between live view and plain lines.
+        clock: seconds, never going back; it tells what a drawing costs, too.
+        line_seconds: plain lines: time between two lines on progress.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        line_seconds: float = 15.0,
+    ) -> None:
+        self._board = board
+        self._console = console
+        self._clock = clock
+        self._line_seconds = line_seconds
+        self._shown = clock()
+        self._cost = 0.0  # of the last drawing, in seconds
+        self._pace = Pace(board, clock)
+        self._best: JobRecord | None = board.best()
+        self._news = False  # the best, or the front, is another one than was told
+        self._ending = False  # Ctrl-C was pressed
+        self._trained = False  # what remains is evaluation, and that was told
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            # Drawn by events and not by a thread: the board must not change while it is drawn.
+            self._live = Live(console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending = False
+        if self._live is not None:
+            self._live.update(self._view(), refresh=True)
+            self._live.stop()
+            self._live = None
+        self._tell_best()
+        if kind is None:
+            self._print(CLOSING)
+
+    def handle(self, event: Event) -> None:
+        """Show what an event changed."""
+        self._pace.handle(event)
+        if self._live is None:
+            self._write_line(event)
+        elif not isinstance(event, JobProgress):  # of all jobs first: the iteration follows them
+            self._draw()
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on."""
+        self._pace.lose(job)
+
+    def judged(self, job: str) -> None:
+        """The search has judged a job: shows it where it is the best so far, or on the Pareto front. Of
+        several that end together, the best alone is told."""
+        best = self._board.best()
+        found = best is not None and best is not self._best and best.name == job
+        found = found or any(record.name == job for record in self._board.front())
+        self._news = self._news or (found and self._live is None)
+        self._best = best
+        self._draw()
+
+    def announce(self) -> None:
+        """Answer the first Ctrl-C. Straight to the descriptor: the signal's handler may run in the middle of
+        a line that the console writes, whose buffer it would write once more. In the live view, over its last
+        line, from which the next drawing finds its way up."""
+        self._ending = True
+        live = self._live is not None
+        try:
+            os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
+        except OSError as error:  # Ctrl-C ends a `tee`, too, and nobody reads any more
+            if error.errno == errno.EIO:
+                leave_terminal()
+
+    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
+        """``call``, with a drawing before it where one is due: while nobody trains no event brings one."""
+
+        def both() -> T:
+            self._draw()
+            return call()
+
+        return both
+
+    def note(self, text: str) -> None:
+        """One line about the search, above the live view or among the plain lines."""
+        self._print(text)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Wall-clock seconds that remain, where that can be told."""
+        return self._pace.seconds_left
+
+    # ---- live ------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        """Draw what there is, unless that would be too soon after the last drawing, or cost too much."""
+        begun = self._clock()
+        if self._live is None or begun - self._shown < max(REFRESH_SECONDS, self._cost / SHARE):
+            return
+        self._live.update(self._view(), refresh=True)
+        self._shown = self._clock()
+        self._cost = self._shown - begun
+
+    def _view(self) -> Group:
+        rows = max(self._console.height - LINES_AROUND, 1)
+        status = status_rows(self._board, self.seconds_left, self._console.width)
+        lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
+        if self._ending:
+            lines.append(Text(ENDING, "yellow", no_wrap=True, overflow="ellipsis"))
+        elif best := best_line(self._board):
+            lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
+        return Group(jobs_table(self._board, rows, self._console.width), *lines)
+
+    # ---- plain -----------------------------------------------------------------------------------------
+
+    def _tell_best(self) -> None:
+        if self._news:
+            self._news = False
+            self._print(best_line(self._board))
+
+    def _write_line(self, event: Event) -> None:
+        if not isinstance(event, TOGETHER):
+            self._tell_best()
+        match event:
+            case JobAdmitted():
+                keys = self._board.varying() or OF_ONE_JOB
+                shown = settings_line(self._board.jobs[event.job.name], keys)
+                begins = "started" if event.step == 0 else f"goes on from step {event.step}"
+                self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
+            case JobParked():
+                self._print(f"{event.job} parked at step {event.step}: {event.reason}")
+            case JobEvaluated():
+                self._print(f"{event.job} step {event.step}: eval loss {number(event.loss)}")
+            case JobGenerated():
+                self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
+            case JobEnded():
+                self._print(_ended_line(event, self._board.jobs.get(event.job)))
+            case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._trains_no_more(
+                event
+            ):
+                self._shown = self._clock()
+                self._print(progress_line(self._board, self.seconds_left))
+
+    def _trains_no_more(self, step: GroupStep) -> bool:
+        """Whether this was the last step of all: evaluation may take long, and nothing is told from it."""
+        before = self._trained
+        records = [self._board.jobs[job] for job in step.jobs if job in self._board.jobs]
+        self._trained = all(job.step >= job.steps for job in records) and all_trained(self._board)
+        return self._trained and not before
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ended_line(event: JobEnded, record: JobRecord | None) -> str:
+    figures = [f"{event.step} steps", f"{event.tokens:,} tokens", duration(event.completion_seconds)]
+    if event.eval_loss is not None:
+        earlier = f" (it was {best_evaluation(record)})" if record and record.was_better else ""
+        figures.insert(0, f"eval loss {number(event.eval_loss)}{earlier}")
+    if event.state == STOPPED and event.reason == INTERRUPTED:
+        return f"{event.job} {INTERRUPTED}: {', '.join(figures)}"
+    reason = f" ({event.reason})" if event.reason and event.state != FINISHED else ""
+    return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
+
+
+def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
+    """What a search came to: best trial, its parameters and its adapter, or the Pareto front; what failed.
+
+    Args:
+        console: where to write.
+        board: all jobs.
+        facts: further lines, label to value: tracking address, the command that opens the pages.
+    """
+    best = board.best()
+    lines: list[tuple[str, str]] = []
+    if best is not None:
+        keys = board.varying() or OF_ONE_JOB
+        lines += [("best", f"{best.name}, objective {number(best.objective)}")]
+        lines += [("parameters", settings_line(best, keys))]
+        if best.adapter:
+            lines += [("adapter", best.adapter)]
+        if best.was_better:
+            lines += [("eval loss", f"was {best_evaluation(best)}; the adapter is that of the last step")]
+        elif best.parameters.get("train.keep") == "best":
+            lines += [("eval loss", f"{best_evaluation(best)}; the adapter is that of this step")]
+    elif front := board.front():
+        lines += [("Pareto front", front_text(front))]
+    else:
+        lines += [("best", "none: no job finished with an objective")]
+        if lowest := lowest_loss(board):
+            lines += [("lowest eval loss", f"{best_evaluation(lowest)}, {lowest.name}")]
+    failed = [job for job in board.ordered() if job.state == FAILED]
+    lines += [("failed", f"{job.name}: {job.reason}") for job in failed]
+    lines += [(label, str(value)) for label, value in facts.items()]
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        console.print(f"{label:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)

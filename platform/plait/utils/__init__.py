@@ -1,0 +1,1 @@
+"""Small helpers without knowledge of training: files, paths, addresses, spelling, durations."""

@@ -1,0 +1,82 @@
+"""Named choices that can be added to from outside: each is registered once, in the module that holds it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar
+
+from plait.core.errors import ConfigError, choices
+from plait.utils.spelling import did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Choices of one kind, by name.
+
+    Args:
+        kind: what an entry is called in errors, as in "stopping rule".
+        key: the config key that names one, as in "search.stopping.kind".
+        modules: modules that register their entries when they are imported; imported at the first lookup.
+        group: entry-point group of further such modules, from other packages.
+    """
+
+    def __init__(self, kind: str, *, key: str, modules: tuple[str, ...] = (), group: str = "") -> None:
+        self.kind = kind
+        self.key = key
+        self._modules = modules
+        self._group = group
+        self._entries: dict[str, T] = {}
+        self._loaded = False
+
+    def add(self, name: str, entry: T) -> T:
+        """Register an entry. An existing name is replaced, so that a module can be loaded again."""
+        self._entries[name] = entry
+        return entry
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """The same as a decorator."""
+        return lambda entry: self.add(name, entry)
+
+    def remove(self, name: str) -> None:
+        """Take an entry out again, as tests do."""
+        self._entries.pop(name, None)
+
+    def get(self, name: str) -> T:
+        """The entry of a name.
+
+        Raises:
+            ConfigError: there is none; the message lists those that there are.
+        """
+        self._load()
+        if name not in self._entries:
+            raise ConfigError(
+                f"{self.key}={name}",
+                f"Unknown {self.kind} {name!r}.",
+                f"{did_you_mean(name, self._entries)}There are: {choices(sorted(self._entries))}.",
+            )
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        """All names, sorted."""
+        self._load()
+        return tuple(sorted(self._entries))
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        for module in self._modules:
+            importlib.import_module(module)
+        if self._group:
+            for point in sorted(entry_points(group=self._group), key=lambda item: item.name):
+                point.load()

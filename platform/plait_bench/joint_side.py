@@ -1,0 +1,178 @@
+"""Plait's side of a benchmark: an engine without search and tracking."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from plait.adapters import import_adapter
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
+    Attach,
+    Detach,
+    Event,
+    Export,
+    GroupStep,
+    JobEnded,
+    JobProgress,
+    RunMicrobatches,
+    StepJob,
+    StepJobs,
+)
+from plait.core.plans import GlobalBatch, Microbatch
+from plait.core.samples import Split
+from plait.core.settings import RunSettings
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.devices import choose_device
+from plait.engine.ledger import Worker
+from plait.engine.order import DataOrder, training_batch
+from plait.engine.worker import LocalWorker
+from plait.models import BaseModel, inspect_model, load_model
+from plait.planner.packing import pack
+from plait.search.engine import check_engine, open_data
+from plait.utils.paths import cache_dir
+from plait_bench.progress import part
+
+
+@dataclass(slots=True, eq=False)
+class JointSide:
+    """A loaded model with its worker, and the data of the benchmark's jobs."""
+
+    settings: RunSettings
+    data: DataCatalogue
+    model: BaseModel
+    worker: Worker
+
+    def split(self, job: JobSpec) -> Split:
+        """The job's training samples."""
+        return self.data.of(job.data).train
+
+    def steps(self, job: JobSpec) -> int:
+        """Optimiser steps of the job's budget."""
+        return DataOrder.of(job.train, len(self.split(job))).steps
+
+    def batch(self, job: JobSpec, step: int) -> GlobalBatch:
+        """The global batch of one optimiser step; the budget's batches come round again."""
+        order = DataOrder.of(job.train, len(self.split(job)))
+        return training_batch(job, order, self.split(job), (step - 1) % order.steps + 1)
+
+    def pack(self, jobs: Sequence[JobSpec], step: int, capacity: int) -> tuple[Microbatch, ...]:
+        """One global batch of every job, in microbatches of at most ``capacity`` tokens."""
+        return pack([self.batch(job, step) for job in jobs], capacity=capacity)
+
+    def attach(self, job: JobSpec) -> None:
+        """Give the worker a job, fresh."""
+        self.worker.handle(Attach(job, self.data.of(job.data).digest))
+
+    def detach(self, job: JobSpec) -> None:
+        """Take a job from the worker."""
+        self.worker.handle(Detach(job.name))
+
+    def pass_through(self, microbatches: tuple[Microbatch, ...]) -> None:
+        """Forward and backward; gradients add up."""
+        self.worker.handle(RunMicrobatches(microbatches))
+
+    def step(self, jobs: Sequence[JobSpec], step: int) -> None:
+        """The optimiser step of every job."""
+        self.worker.handle(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
+
+    @contextmanager
+    def kernels(self, backend: str) -> Iterator[None]:
+        """Inside, ``backend`` computes the adapters' part."""
+        self.model.install(backend=backend)
+        try:
+            yield
+        finally:
+            self.model.install(backend=self.worker.facts.chosen["kernels"])
+
+    def warm_up(self, job: JobSpec) -> None:
+        """One forward and backward pass that leaves nothing behind, so that no first call is timed."""
+        self.attach(job)
+        self.pass_through(self.pack([job], 1, self.settings.engine.capacity_or_usual))
+        self.detach(job)
+
+    def initial_weights(self, job: JobSpec, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B of each site as a fresh job has them, by way of what Plait exports."""
+        self.attach(job)
+        self.worker.handle(Export(job.name, folder))
+        self.detach(job)
+        return import_adapter(folder).weights
+
+
+def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide:
+    """Tokenise the jobs' data and load the model.
+
+    Raises:
+        ConfigError: there are no jobs.
+        InputError: model or data cannot be used.
+    """
+    if not jobs:
+        raise ConfigError("no jobs", "A benchmark of training has at least one job.", "Raise search.trials.")
+    check_engine(settings)
+    # One capacity for every machine, whatever was profiled on it: figures are compared with each other.
+    engine = replace(settings.engine, capacity=settings.engine.capacity_or_usual)
+    settings = replace(settings, engine=engine, planner=settings.planner_of_search)
+    shape = inspect_model(settings.model, cache=cache_dir())
+    data = open_data(settings, shape.max_length, jobs).catalogue
+    part("loading the model")
+    model = load_model(settings.model, cache=cache_dir(), device=choose_device(settings.engine.device))
+    return JointSide(settings, data, model, LocalWorker(model, data, settings.engine))
+
+
+@dataclass(slots=True, eq=False)
+class JointRun:
+    """Jobs trained together, so far.
+
+    Attributes:
+        steps: optimiser steps of all jobs' budgets.
+        losses: of each optimiser step, by job.
+        tokens: real tokens that went through.
+        seconds: of the iterations: packing, microbatches and optimiser steps.
+    """
+
+    coordinator: Coordinator
+    steps: int
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, side: JointSide, jobs: Sequence[JobSpec], folder: Path) -> JointRun:
+        """Submit ``jobs``; nothing trains yet."""
+        coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
+        for job in jobs:
+            coordinator.submit(job)
+        return cls(coordinator, sum(map(side.steps, jobs)), {job.name: [] for job in jobs})
+
+    @property
+    def share(self) -> float:
+        """Optimiser steps done, of all."""
+        return sum(map(len, self.losses.values())) / self.steps
+
+    def advance(self, share: float) -> None:
+        """Train until ``share`` of all optimiser steps are done.
+
+        Raises:
+            PlaitError: a job failed.
+        """
+        while not self.coordinator.idle and self.share < share:
+            for event in self.coordinator.advance():
+                self._book(event)
+
+    def _book(self, event: Event) -> None:
+        match event:
+            case JobProgress():
+                self.losses[event.job].append(event.loss)
+            case GroupStep():
+                self.tokens += event.tokens
+                self.seconds += event.seconds
+            case JobEnded(state="failed" | "stopped"):
+                raise PlaitError(
+                    f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark finishes."
+                )

@@ -1,0 +1,198 @@
+"""Joint training against sequential transformers + PEFT: the same jobs, in one process, taking turns.
+
+Both sides have the same dense weights, initial adapters, samples in the same order, learning rates and
+optimiser. Sequential PEFT trains one adapter at a time; before each of them Plait goes on by its share of
+optimiser steps, so that a machine that grows slower or faster does so for both.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.engine.devices import choose_device
+from plait.models import load_model, load_tokeniser
+from plait.models.load import transformers_model
+from plait.utils.paths import cache_dir
+from plait_bench.backends import backend_figures, time_backends
+from plait_bench.capacity import CAPACITIES, capacity_figures, measure_capacities
+from plait_bench.figures import Figure, Report
+from plait_bench.joint_side import JointRun, JointSide, load_joint_side
+from plait_bench.memory import Footprint
+from plait_bench.peft_baseline import BaselineRun, PeftBaseline
+from plait_bench.progress import part
+from plait_bench.time_shares import share_figures, time_shares
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
+            loss; beyond it the benchmark fails, since sides that compute different things do not compare.
+        capacities: microbatch sizes at which the frozen model and the joint step are measured; none: skipped.
+        capacity_rounds: how often each is measured.
+        autocast: whether PEFT's side runs under autocast.
+        kernel_rounds: how often the joint step is measured with each of the kernels; 0: not at all.
+    """
+
+    loss_tolerance: float = 0.05
+    capacities: tuple[int, ...] = CAPACITIES
+    capacity_rounds: int = 3
+    autocast: bool = False
+    kernel_rounds: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """What both sides did, their peaks of memory, and what PEFT's side computes."""
+
+    joint: JointRun
+    baseline: tuple[BaselineRun, ...]
+    joint_bytes: int
+    baseline_bytes: int
+    described: str
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Train ``jobs`` on both sides and compare.
+
+    Raises:
+        ConfigError: no jobs, an unknown option, or another device than the processor.
+        PlaitError: a job failed, or the losses of both sides disagree.
+    """
+    asked = build(Options, options, "bench.options")
+    if choose_device(settings.engine.device).type != "cpu":
+        raise ConfigError(
+            f"engine.device={settings.engine.device}",
+            "This benchmark measures the processor's time and memory.",
+            "Give engine.device=cpu.",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
+    differences = loss_differences(race)
+    check_agreement(differences, asked.loss_tolerance)
+    figures = [*_race_figures(race), *_loss_figures(race, differences, asked.loss_tolerance)]
+    if asked.capacities:
+        base = load_model(settings.model, cache=cache_dir(), device="cpu")
+        points = measure_capacities(side, base, jobs, asked.capacities, asked.capacity_rounds)
+        figures += capacity_figures(points)
+    if asked.kernel_rounds:
+        figures += backend_figures(time_backends(side, jobs, asked.kernel_rounds))
+    figures += share_figures(time_shares(side, jobs))
+    return Report("joint_vs_peft", tuple(figures), _assumptions(settings, race, len(jobs)))
+
+
+def run_race(
+    settings: RunSettings, jobs: Sequence[JobSpec], folder: Path, *, autocast: bool = False
+) -> tuple[JointSide, Race]:
+    """Train every job on both sides, in turns."""
+    joint_memory, baseline_memory = Footprint(), Footprint()
+    with joint_memory:
+        side = load_joint_side(settings, jobs)
+        side.warm_up(jobs[0])
+        initial = {job.name: side.initial_weights(job, folder / "initial" / job.name) for job in jobs}
+        joint = JointRun.of(side, jobs, folder / "joint")
+    with baseline_memory:
+        pad = load_tokeniser(settings.model, cache=cache_dir())
+        baseline = PeftBaseline(
+            transformers_model(settings.model, cache=cache_dir()),
+            pad.eos_token_id if pad.pad_token_id is None else pad.pad_token_id,
+            autocast=autocast,
+        )
+        baseline.warm_up(jobs[0], side.split(jobs[0]))
+    runs = []
+    piece = part("training on both sides in turns", len(jobs))
+    for turn, job in enumerate(jobs, start=1):
+        piece(job.name)
+        with joint_memory:
+            joint.advance(turn / len(jobs))
+        with baseline_memory:
+            runs.append(baseline.train(job, side.split(job), initial[job.name]))
+    peaks = joint_memory.peak_bytes, baseline_memory.peak_bytes
+    return side, Race(joint, tuple(runs), *peaks, baseline.describe())
+
+
+def loss_differences(race: Race) -> dict[str, list[float]]:
+    """By job: |Plait's loss − PEFT's| of each optimiser step, as a share of the job's mean loss with PEFT."""
+    found = {}
+    for theirs in race.baseline:
+        mean = sum(theirs.losses) / len(theirs.losses)
+        ours = race.joint.losses[theirs.job]
+        found[theirs.job] = [abs(a - b) / mean for a, b in zip(ours, theirs.losses, strict=True)]
+    return found
+
+
+def check_agreement(differences: Mapping[str, Sequence[float]], tolerance: float) -> None:
+    """Raise a PlaitError where some step's losses differ by more than ``tolerance``."""
+    job, values = max(differences.items(), key=lambda item: max(item[1]))
+    largest = max(values)
+    if not largest <= tolerance:
+        raise PlaitError(
+            f"{job}, step {values.index(largest) + 1}: losses differ by {largest:.3g} of the job's mean loss",
+            f"At most {tolerance:g} may lie between Plait and PEFT (bench.options.loss_tolerance).",
+            "Without agreement no speed is reported: look for what changed on either side.",
+        )
+
+
+def _race_figures(race: Race) -> list[Figure]:
+    seconds = sum(run.seconds for run in race.baseline)
+    tokens = sum(run.tokens for run in race.baseline)
+    rates = tokens / seconds, race.joint.tokens / race.joint.seconds
+    return [
+        Figure("PEFT, one after another: training", seconds, "s", "measured"),
+        Figure("Plait, joint: training", race.joint.seconds, "s", "measured"),
+        Figure("PEFT: real tokens", rates[0], "tokens/s", "measured"),
+        Figure("Plait: real tokens", rates[1], "tokens/s", "measured"),
+        Figure("speed, Plait over PEFT", seconds / race.joint.seconds, "×", "measured"),
+        Figure("PEFT: peak memory", race.baseline_bytes / GIB, "GiB", "measured", note="one adapter"),
+        Figure(
+            "Plait: peak memory",
+            race.joint_bytes / GIB,
+            "GiB",
+            "measured",
+            note=f"{len(race.baseline)} adapters",
+        ),
+        Figure("memory, Plait over PEFT", race.joint_bytes / race.baseline_bytes, "×", "measured"),
+    ]
+
+
+def _loss_figures(race: Race, differences: Mapping[str, Sequence[float]], tolerance: float) -> list[Figure]:
+    last = [run.losses[-1] for run in race.baseline]
+    ours = [race.joint.losses[run.job][-1] for run in race.baseline]
+    limit = f"at most {100 * tolerance:g} % is allowed"
+    largest = max(max(values) for values in differences.values())
+    return [
+        Figure("PEFT: mean loss of the last steps", sum(last) / len(last), "nats", "measured"),
+        Figure("Plait: mean loss of the last steps", sum(ours) / len(ours), "nats", "measured"),
+        Figure(
+            "largest difference of a step's loss",
+            100 * largest,
+            "% of its job's mean",
+            "measured",
+            note=limit,
+        ),
+    ]
+
+
+def _assumptions(settings: RunSettings, race: Race, jobs: int) -> tuple[str, ...]:
+    tokens = sum(run.tokens for run in race.baseline)
+    padding = 1 - tokens / sum(run.positions for run in race.baseline)
+    return (
+        f"{jobs} adapters, {race.joint.steps} optimiser steps, {tokens} real tokens; {settings.model.dtype}, "
+        f"{torch.get_num_threads()} threads, capacity {settings.engine.capacity_or_usual}.",
+        f"PEFT pads: {padding:.0%} of its positions. Both sides took turns in one process; loading the model "
+        "and making adapters is not timed.",
+        race.described,
+    )

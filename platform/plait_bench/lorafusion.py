@@ -1,0 +1,264 @@
+"""LoRAFusion's figures in the simulator: idle shares, gains of merging and packing, planning time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile
+from plait.cost.replica import even_split
+from plait.cost.shapes import MicrobatchShape
+from plait.planner.grouping import JobLoad, group_jobs
+from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
+from plait.planner.schedule import turns
+from plait.planner.stages import balanced_split
+from plait.simulate.events import Pipeline
+from plait.simulate.report import Metrics, imbalance_floor, measure
+from plait.simulate.systems import Machine, lorapp, one_after_another, plan_schedule, planned_pipeline
+from plait.simulate.timeline import chrome_trace
+from plait.simulate.traces import Trace, global_batches
+from plait_bench.figures import Figure, Report
+from plait_bench.lorafusion_workload import (
+    Alternative,
+    Lengths,
+    Options,
+    machine,
+    read_options,
+    read_profile,
+)
+
+WHOLE = "whole microbatches merged"
+IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
+
+
+def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Idle shares of 1F1B, mLoRA, LoRAFusion with one to all adapters, and Plait, on one trace.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+    """
+    del jobs  # the trace holds the adapters
+    asked, profile = read_options(options), read_profile(settings)
+    trace = asked.lengths()
+    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    figures = [*_baselines(trace, even, asked)]
+    for count in range(1, len(trace) + 1):
+        some = {job: trace[job] for job in list(trace)[:count]}
+        figures.append(_idle(_named(count), _lorafusion(some, even, asked)))
+    for count in range(3, len(trace) + 1):
+        some = {job: trace[job] for job in list(trace)[:count]}
+        for how, merging in ((WHOLE, True), ("without merging", False)):
+            pipeline = _lorafusion(some, even, asked, merging=merging, filling=False)
+            figures.append(_idle(f"{_named(count)}, {how}", pipeline))
+    figures += _plait(trace, profile, asked)
+    for alternative in asked.alternatives:
+        figures += _under(alternative, profile, asked)
+    notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}", *asked.remarks)
+    return Report("lorafusion/bubble_ratio", tuple(figures), notes)
+
+
+def _named(adapters: int) -> str:
+    return f"LoRAFusion, {adapters} adapter{'s' if adapters > 1 else ''}"
+
+
+def _baselines(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
+    """Systems that do not pack: microbatches of so many samples in the order of the data."""
+    gpipe = one_after_another(trace, even, size=asked.samples, padded=False, gpipe=True)
+    figures = [_idle("GPipe, jobs one after another, packed", gpipe)]
+    for padded, how in ((False, "packed"), (True, "padded to the longest")):
+        one = one_after_another(trace, even, size=asked.samples, padded=padded, gpipe=False)
+        figures.append(_idle(f"1F1B, jobs one after another, {how}", one))
+        works = lorapp(trace, even, size=asked.samples, padded=padded).works
+        figures.append(_idle(f"mLoRA, {how}", even.in_order(works), note=IN_ORDER))
+    free = lorapp(trace, even, size=asked.samples, padded=False)
+    note = "backward first, as its paper has it; takes memory for more microbatches in flight"
+    figures.append(_idle("mLoRA, LoRAPP", free, note=note))
+    return figures
+
+
+def _lorafusion(
+    trace: Trace, even: Machine, asked: Options, *, merging: bool = True, filling: bool = True
+) -> Pipeline:
+    """LoRAFusion's schedule by Plait's packer, with its padding multiple, padding rows and equal stages."""
+    plan = plan_schedule(
+        trace,
+        stages=even.stages,
+        capacity=asked.capacity,
+        tile=asked.tile,
+        merging=merging,
+        filling=filling,
+    )
+    return planned_pipeline(plan, even, padding=True)
+
+
+def balanced(profile: ClusterProfile, asked: Options) -> tuple[int, ...]:
+    """Layers of each stage, the last one relieved of what head and loss cost at a full microbatch."""
+    full = MicrobatchShape.of([asked.capacity])
+    return balanced_split(profile.time, asked.stages, full)
+
+
+def planned(trace: Trace, on: Machine, asked: Options) -> Pipeline:
+    """Plait's own schedule."""
+    return planned_pipeline(plan_schedule(trace, stages=on.stages, capacity=asked.capacity), on)
+
+
+def _plait(trace: Trace, profile: ClusterProfile, asked: Options) -> list[Figure]:
+    split, equal = balanced(profile, asked), even_split(profile.time.layers, asked.stages)
+    pipeline = planned(trace, machine(profile, split), asked)
+    if asked.timeline:
+        _, run = measure({0: pipeline})
+        Path(asked.timeline).write_text(chrome_trace(run, {0: pipeline}), encoding="utf-8")
+    floor = imbalance_floor(pipeline.seconds)
+    return [
+        _idle("Plait", pipeline, note=f"layers {split}"),
+        _idle("Plait, equal layers", planned(trace, machine(profile, equal), asked), note=f"layers {equal}"),
+        Figure("floor of whole layers per stage", 100 * floor, "%", "computed", note=f"layers {split}"),
+    ]
+
+
+def _under(alternative: Alternative, profile: ClusterProfile, asked: Options) -> list[Figure]:
+    """The main figures under another assumption."""
+    trace, split = asked.drawn(alternative), balanced(profile, asked)
+    even = machine(profile, even_split(profile.time.layers, asked.stages), square=alternative.square)
+    first = {job: trace[job] for job in list(trace)[:1]}
+    pipelines = {
+        _named(1): _lorafusion(first, even, asked),
+        _named(len(trace)): _lorafusion(trace, even, asked),
+        "Plait": planned(trace, machine(profile, split, square=alternative.square), asked),
+    }
+    return [_idle(f"{name}; {alternative.label}", pipeline) for name, pipeline in pipelines.items()]
+
+
+def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:
+    metrics, _ = measure({0: pipeline})
+    parts = metrics.bubble
+    causes = (
+        f"fill, drain and waits {100 * parts.fill_and_drain:.2f}, imbalance {100 * parts.imbalance:.2f}, "
+        f"raggedness {100 * parts.raggedness:.2f}; {metrics.tokens_per_second:,.0f} tokens/s"
+    )
+    return Figure(name, 100 * parts.total, "%", "simulated", note="; ".join(filter(None, (note, causes))))
+
+
+def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Throughput that merging and the two-stage packer add, and how often the packer beats greedy.
+
+    Raises:
+        ConfigError: no described cluster, or an unknown option.
+    """
+    del jobs
+    asked, profile = read_options(options), read_profile(settings)
+    trace = asked.lengths()
+    even = machine(profile, even_split(profile.time.layers, asked.stages))
+    runs = {
+        (exact, merging): _throughput(trace, even, asked, exact=exact, merging=merging)
+        for exact in (False, True)
+        for merging in (False, True)
+    }
+    speed = {key: metrics.tokens_per_second for key, metrics in runs.items()}
+
+    def gain(after: tuple[bool, bool], before: tuple[bool, bool]) -> float:
+        return 100 * (speed[after] / speed[before] - 1)
+
+    whole = _throughput(trace, even, asked, exact=True, merging=True, filling=False)
+
+    def counts(key: tuple[bool, bool]) -> str:
+        return f"{runs[key].microbatches} microbatches, {100 * runs[key].padding_share:.2f} % padding"
+
+    best, greedy = (True, True), (False, True)
+    figures = (
+        Figure("merging", gain(best, (True, False)), "%", "simulated", note=counts((True, False))),
+        Figure(
+            "merging whole microbatches only",
+            100 * (whole.tokens_per_second / speed[True, False] - 1),
+            "%",
+            "simulated",
+            note=f"{whole.microbatches} microbatches",
+        ),
+        Figure(
+            "two-stage packing over greedy, merged",
+            gain(best, greedy),
+            "%",
+            "simulated",
+            note=f"{counts(best)}; greedy {counts(greedy)}",
+        ),
+        Figure(
+            "two-stage packing over greedy, not merged",
+            gain((True, False), (False, False)),
+            "%",
+            "simulated",
+            note=counts((False, False)),
+        ),
+        Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"),
+    )
+    return Report("lorafusion/packing_gain", figures, (*asked.assumptions(), *asked.remarks))
+
+
+def _throughput(
+    trace: Trace, even: Machine, asked: Options, *, exact: bool, merging: bool, filling: bool = True
+) -> Metrics:
+    plan = plan_schedule(
+        trace,
+        stages=even.stages,
+        capacity=asked.capacity,
+        tile=asked.tile,
+        limits=PackingLimits() if exact else GREEDY,
+        merging=merging,
+        filling=filling,
+    )
+    metrics, _ = measure({0: planned_pipeline(plan, even, padding=True)})
+    return metrics
+
+
+def _share_better(trace: Trace, asked: Options) -> float:
+    """Share of packings in which the two-stage packer's answer is used."""
+    better = total = 0
+    for turn in turns(global_batches(trace), _groups(trace, asked)):
+        packing = solve_packing([batch.lengths for batch in turn], capacity=asked.capacity, tile=asked.tile)
+        better += packing.method != "greedy"
+        total += 1
+    return 100 * better / total
+
+
+def _groups(trace: Trace, asked: Options) -> tuple[tuple[str, ...], ...]:
+    loads = [
+        JobLoad(job, sum(map(sum, own)) / sum(map(len, own)), asked.global_batch)
+        for job, own in trace.items()
+    ]
+    return group_jobs(loads, stages=asked.stages, capacity=asked.capacity)
+
+
+def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Seconds that planning takes here, by number of samples, packing over a pool of processes.
+
+    Raises:
+        ConfigError: an unknown option.
+    """
+    del jobs, settings
+    asked = read_options(options)
+    workers = min(asked.workers, os.cpu_count() or 1)
+    figures = []
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        _planning_seconds(asked.drawn(steps=4), asked, pool)  # starts the processes
+        for steps in asked.batches:
+            trace = asked.drawn(steps=steps)
+            samples = asked.adapters * steps * asked.global_batch
+            packing, whole = _planning_seconds(trace, asked, pool)
+            note = f"packing {1000 * packing / samples:.3f} ms a sample, {workers} processes"
+            figures.append(Figure(f"{samples} samples", whole, "s", "measured", note=note))
+    return Report("lorafusion/scheduler_time", tuple(figures), asked.assumptions())
+
+
+def _planning_seconds(trace: Lengths, asked: Options, pool: ProcessPoolExecutor) -> tuple[float, float]:
+    """Seconds of packing alone, and with grouping, merging, ordering and the verifier."""
+    order = list(turns(global_batches(trace), _groups(trace, asked)))
+    begin = perf_counter()
+    pack_all(order, capacity=asked.capacity, tile=asked.tile, pool=pool)
+    packing = perf_counter() - begin
+    plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile, pool=pool)
+    return packing, perf_counter() - begin - packing

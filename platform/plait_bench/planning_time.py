@@ -1,0 +1,189 @@
+"""Seconds that planning takes: deployment by devices, dispatch and bucketing by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter, sleep
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError
+from plait.core.jobs import JobSpec
+from plait.core.samples import Int64
+from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile
+from plait.planner.buckets import dynamic_buckets
+from plait.planner.deployment import deploy
+from plait.planner.dispatch import dispatch, spread
+from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
+from plait.planner.solver import Limits
+from plait_bench.figures import Figure, Report
+from plait_bench.lobra_workload import (
+    Assumption,
+    Rows,
+    Task,
+    Workload,
+    costs_of,
+    limits,
+    replicas,
+)
+from plait_bench.lorafusion_workload import read_profile
+
+SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
+SAMPLE_STEPS = 100
+WHOLE_STEP = "whole step (bucketing, search and by replica)"
+ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths; deployments are planned for each, dispatch is for the first.
+        devices: published seconds, None where there are none, by number of devices.
+        kinds: of replica, that the dispatch is to.
+        steps: drawn and dispatched.
+        step_seconds: that a step trains while the next one is planned.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    devices: dict[str, float | None]
+    kinds: Rows
+    steps: int
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.assumptions:
+            raise ConfigError("bench.options.assumptions=[]", "There must be one at least.")
+        for number in self.devices:
+            if not number.isdigit() or int(number) < 1:
+                raise ConfigError(f"bench.options.devices: {number}", "A number of devices is at least 1.")
+        if not 1 <= self.steps <= SAMPLE_STEPS:
+            raise ConfigError(f"bench.options.steps={self.steps}", f"It must lie in 1 to {SAMPLE_STEPS}.")
+        if not 0 <= self.step_seconds <= 60:
+            raise ConfigError(f"bench.options.step_seconds={self.step_seconds}", "It must lie in 0 to 60.")
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Planning seconds beside the published ones, with each plan's distance to its proved bound.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked = build(Options, options, "bench.options")
+    profile = read_profile(settings)
+    workloads = [Workload.draw(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions]
+    figures = []
+    for devices, theirs in asked.devices.items():
+        figures += _deployment_figures(profile, workloads, int(devices), theirs)
+    batches = workloads[0].batches[: asked.steps]
+    figures += _dispatch_figures(profile, batches, asked.kinds)
+    figures += _ahead_figures(profile, batches, asked.kinds, asked.step_seconds)
+    return Report(
+        "Planning time", tuple(figures), (*map(str, asked.assumptions), f"cost model: {profile.source}")
+    )
+
+
+def _deployment_figures(
+    profile: ClusterProfile, workloads: Sequence[Workload], devices: int, theirs: float | None
+) -> list[Figure]:
+    """One batch whatever the devices, as published, and a batch that grows with them: medians, the worst."""
+    figures = []
+    for name, share in (("one batch", profile.devices.count), ("batch by devices", devices)):
+        seconds, plans = [], []
+        for workload in workloads:
+            buckets = workload.buckets(profile)
+            costs = costs_of(profile, buckets.lengths, devices)
+            counts = [-(-count * share // profile.devices.count) for count in workload.expected(buckets)]
+            begin = perf_counter()
+            plans.append(deploy(costs, counts, devices))
+            seconds.append(perf_counter() - begin)
+        case, plan = f"deployment, {devices} devices, {name}", plans[0]
+        source = SOURCE if theirs is not None else ""
+        note = f"longest {max(seconds):.2f} s; " if len(plans) > 1 else ""
+        note += (
+            f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {plan.relaxation:.3f} s"
+        )
+        struck = sorted({each.limit_hit for each in plans if each.limit_hit})
+        note += f"; limit hit: {', '.join(struck)}" if struck else ""
+        gaps = [100.0 * each.gap for each in plans]
+        worst = f"worst {max(gaps):.2f} %" if len(plans) > 1 else ""
+        figures.append(Figure(case, median(seconds), "s", "measured", theirs, source, note=note))
+        figures.append(Figure(f"{case}: above the bound", median(gaps), "%", "computed", note=worst))
+    return figures
+
+
+def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> list[Figure]:
+    """Median milliseconds of a step's bucketing and dispatch, with the median distance to the bound."""
+    parts = ("bucketing", "search", "by replica")
+    seconds: dict[str, list[float]] = {name: [] for name in (*parts, WHOLE_STEP, "program")}
+    gaps: dict[str, list[float]] = {"search": [], "by replica": [], "program": []}
+    for batch in batches:
+        begin = perf_counter()
+        buckets = dynamic_buckets(batch, required=limits(profile))
+        seconds["bucketing"].append(perf_counter() - begin)
+        costs = costs_of(profile, buckets.lengths, _devices(rows))
+        kinds: list[ReplicaKind] = replicas(costs, rows)
+        begin = perf_counter()
+        found = dispatch(kinds, buckets.counts)
+        seconds["search"].append(perf_counter() - begin)
+        begin = perf_counter()
+        each = spread(kinds, buckets.counts, found)
+        seconds["by replica"].append(perf_counter() - begin)
+        seconds[WHOLE_STEP].append(sum(seconds[name][-1] for name in parts))
+        begin = perf_counter()
+        exact = dispatch(kinds, buckets.counts, ILP)
+        seconds["program"].append(perf_counter() - begin)
+        for name, result in (("search", found), ("by replica", each), ("program", exact)):
+            gaps[name].append(result.gap)
+    case = f"dispatch, {len(rows)} kinds of replica"
+    return [
+        *(Figure(f"{case}: {name}", 1e3 * median(each), "ms", "measured") for name, each in seconds.items()),
+        *(
+            Figure(f"{case}: {name} above the bound", 100.0 * median(each), "%", "computed")
+            for name, each in gaps.items()
+        ),
+    ]
+
+
+def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_seconds: float) -> list[Figure]:
+    """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead."""
+    costs = costs_of(profile, limits(profile), _devices(rows))
+    kinds = tuple((kind.cost.configuration, kind.count) for kind in replicas(costs, rows))
+    to = Replicas(kinds, profile.time)
+    steps = [[int(length) for length in batch] for batch in batches]
+    now, ahead = [], []
+    with ProcessPoolExecutor(1) as executor:
+        planner = StepPlanner(to, executor)
+        planner.prepare(steps[0])
+        planner.take(steps[0])  # the process starts, which is no step's time
+        for lengths in steps:
+            planner.prepare(lengths)
+            sleep(step_seconds)  # the step before trains
+            begin = perf_counter()
+            planner.take(lengths)
+            ahead.append(perf_counter() - begin)
+            begin = perf_counter()
+            plan_step(lengths, to)
+            now.append(perf_counter() - begin)
+    return [
+        Figure(
+            f"dispatch, a step waits: {name}",
+            1e3 * median(seconds),
+            "ms",
+            "measured",
+            note=f"longest {1e3 * max(seconds):.1f} ms; steps of {1e3 * step_seconds:.0f} ms, slept",
+        )
+        for name, seconds in (("planned when it begins", now), ("planned ahead", ahead))
+    ]
+
+
+def _devices(rows: Rows) -> int:
+    return sum(tp * pp * count for tp, pp, count in rows)

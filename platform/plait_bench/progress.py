@@ -1,0 +1,105 @@
+"""What a benchmark is doing, on standard error while it runs: what now, how long so far, how long still.
+
+A benchmark marks its parts with :func:`part` and each piece of work with the function that it gives; who runs
+the benchmark decides, with :func:`shown`, whether that is written anywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from plait.utils.durations import duration
+
+HEARTBEAT = 20.0  # seconds after which the last line is said again, with the time
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Lines about one benchmark.
+
+    Attributes:
+        name: of the benchmark.
+        out: where they go.
+        clock: seconds, rising.
+    """
+
+    name: str
+    out: TextIO
+    clock: Clock = time.monotonic
+    _started: float = field(init=False)
+    _now: str = ""
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
+
+    def say(self, text: str) -> None:
+        """One line: the time so far, and what runs now."""
+        self._now = text
+        print(f"{duration(self.clock() - self._started):>10}  {self.name}: {text}", file=self.out, flush=True)
+
+    def again(self) -> None:
+        """The last line once more: it still runs."""
+        self.say(self._now)
+
+
+_current: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+@contextmanager
+def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT) -> Iterator[None]:
+    """Inside, what the benchmark ``name`` does is written to ``out``, standard error by default."""
+    progress = Progress(name, out or sys.stderr)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(heartbeat):
+            progress.again()
+
+    progress.say("begins")
+    token = _current.set(progress)
+    thread = threading.Thread(target=beat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _current.reset(token)
+
+
+def part(text: str, pieces: int = 1) -> Callable[[str], None]:
+    """Say that a part of the benchmark begins.
+
+    Args:
+        text: what it does.
+        pieces: how many pieces of work, about as long as each other, it has.
+
+    Returns:
+        A function to call before each piece, with its name; from the second on it also says how long the rest
+        of the part will take, if the pieces go on as they went.
+    """
+    progress = _current.get()
+    if progress is None:
+        return lambda _: None
+    started, begun = progress.clock(), 0
+    if pieces == 1:
+        progress.say(text)
+
+    def piece(name: str) -> None:
+        nonlocal begun
+        begun += 1
+        spent = progress.clock() - started
+        left = spent / (begun - 1) * (pieces - begun + 1) if begun > 1 else None
+        rest = "" if left is None else f", about {duration(left)} left of this part"
+        progress.say(f"{text}: {begun} of {pieces} ({name}){rest}")
+
+    return piece

@@ -1,0 +1,166 @@
+"""Learning curves of trials that were all trained to their ends, with what each part of them cost.
+
+Recorded once from real training and kept small, so that rules that end trials early can be judged by replay
+in no time (``plait_bench.replay``).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.config.fields import build
+from plait.core.errors import DataError
+from plait.core.space import Value
+
+SCHEMA = 1
+DIGITS = 6  # significant ones in the file
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One evaluation of one trial.
+
+    Attributes:
+        step: optimiser steps done.
+        loss: over the validation split.
+        training_seconds: device time of the trial's training so far, without evaluations.
+        evaluation_seconds: of this evaluation.
+        train_loss: of the step just done.
+    """
+
+    step: int
+    loss: float
+    training_seconds: float
+    evaluation_seconds: float
+    train_loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A trial from its first evaluation to its last, which is at the end of its budget."""
+
+    parameters: Mapping[str, Value]
+    points: tuple[Point, ...]
+
+    def __post_init__(self) -> None:
+        steps = [point.step for point in self.points]
+        seconds = [point.training_seconds for point in self.points]
+        if not steps or steps[0] < 1 or steps != sorted(set(steps)) or seconds != sorted(seconds):
+            raise DataError(
+                f"a curve over the steps {steps}", "It needs points, and steps and seconds that rise."
+            )
+
+    @property
+    def last(self) -> Point:
+        """At the end of the budget."""
+        return self.points[-1]
+
+    def at(self, step: int) -> Point | None:
+        """The evaluation after ``step`` optimiser steps."""
+        return next((point for point in self.points if point.step == step), None)
+
+    def training_seconds(self, step: int) -> float:
+        """Device time of the training of the first ``step`` steps; between two points in proportion."""
+        index = bisect_left([point.step for point in self.points], step)
+        after = self.points[index]
+        first, spent = (0, 0.0) if index == 0 else (self._edge(index - 1))
+        share = (step - first) / (after.step - first)
+        return spent + share * (after.training_seconds - spent)
+
+    def _edge(self, index: int) -> tuple[int, float]:
+        return self.points[index].step, self.points[index].training_seconds
+
+    @property
+    def seconds(self) -> float:
+        """Device time of the whole trial, with one evaluation at its end."""
+        return self.last.training_seconds + self.last.evaluation_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCurves:
+    """The curves of all trials, and what they were recorded on.
+
+    Attributes:
+        curves: of trials with one budget and the same evaluations.
+        facts: model, data, device, versions, commit.
+    """
+
+    curves: tuple[Curve, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.curves or any(self._steps(curve) != self.steps for curve in self.curves):
+            raise DataError("recorded curves", "There must be some, all with points at the same steps.")
+
+    @staticmethod
+    def _steps(curve: Curve) -> tuple[int, ...]:
+        return tuple(point.step for point in curve.points)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """After which the trials were evaluated; the last one is the budget."""
+        return self._steps(self.curves[0])
+
+    @property
+    def best(self) -> float:
+        """The lowest loss at the end of any trial."""
+        return min(curve.last.loss for curve in self.curves)
+
+    @property
+    def seconds(self) -> float:
+        """Device time of all trials, each evaluated at its end alone."""
+        return sum(curve.seconds for curve in self.curves)
+
+
+def write_curves(recorded: RecordedCurves, path: Path) -> None:
+    """Write as JSON, one line for each trial."""
+    lines = []
+    for curve in recorded.curves:
+        columns = {
+            name: [_rounded(asdict(point)[name]) for point in curve.points]
+            for name in ("loss", "training_seconds", "evaluation_seconds", "train_loss")
+        }
+        lines.append(json.dumps({"parameters": dict(curve.parameters)} | columns))
+    facts = ",\n".join(f"  {json.dumps(key)}: {json.dumps(fact)}" for key, fact in recorded.facts.items())
+    trials = ",\n".join(f"  {line}" for line in lines)
+    text = (
+        f'{{\n "schema": {SCHEMA},\n "facts": {{\n{facts}\n }},\n'
+        f' "steps": {json.dumps(recorded.steps)},\n "trials": [\n{trials}\n ]\n}}\n'
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def read_curves(path: Path) -> RecordedCurves:
+    """Curves as :func:`write_curves` wrote them.
+
+    Raises:
+        DataError: the file cannot be read, or is no such record.
+    """
+    rule = f"It must be a record of curves, schema {SCHEMA}, as `plait bench record_curves` writes it."
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != SCHEMA:
+            raise DataError(f"{path}: schema {content['schema']}", rule)
+        curves = [_curve(item, content["steps"]) for item in content["trials"]]
+        return RecordedCurves(tuple(curves), content["facts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: {error}", rule) from error
+
+
+def _curve(item: Mapping[str, Any], steps: Sequence[int]) -> Curve:
+    columns = {name: values for name, values in item.items() if name != "parameters"}
+    rows = zip(steps, *columns.values(), strict=True)
+    points = [
+        build(Point, dict(zip(("step", *columns), row, strict=True)), "trials[].points") for row in rows
+    ]
+    return Curve(item["parameters"], tuple(points))

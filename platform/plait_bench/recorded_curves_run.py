@@ -1,0 +1,252 @@
+"""``plait bench record_curves``: every trial of a grid to its end, with evaluations; then a pruned search."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
+    Command,
+    Evaluate,
+    JobEnded,
+    JobEvaluated,
+    JobProgress,
+    MicrobatchDone,
+    StepDone,
+    WorkerEvent,
+)
+from plait.core.settings import RunSettings
+from plait.engine.admission import WorkerFacts
+from plait.engine.coordinator import Coordinator
+from plait.engine.ledger import Worker
+from plait.engine.live import AT_RUNG
+from plait.tracking.facts import git_state, hardware
+from plait_bench.figures import Figure, Report
+from plait_bench.joint_side import JointSide, load_joint_side
+from plait_bench.progress import part
+from plait_bench.recorded_curves import Curve, Point, RecordedCurves, write_curves
+from plait_bench.replay_study import parameters_apart
+from plait_bench.search_vs_sequential_joint import JointSearch, search_together
+
+PACKAGES = ("torch", "transformers", "optuna", "numpy", "reasoning-gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the recording.
+
+    Attributes:
+        path: of the record; None: ``curves.json`` below ``tracking.root``.
+        steps: after which each trial is evaluated; its end is added.
+        search: whether the search that ``search.stopping`` asks for is run as well, on the same jobs.
+        processor_time: count the processor's seconds of this process instead of the clock's, so that what
+            else runs on the machine does not count; meant for one thread.
+    """
+
+    path: Path | None = None
+    steps: tuple[int, ...] = ()
+    search: bool = True
+    processor_time: bool = False
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
+
+    Raises:
+        ConfigError: no jobs, jobs of different budgets, steps outside of them, or an unknown option.
+        PlaitError: a job failed.
+    """
+    asked = build(Options, options, "bench.options")
+    side = load_joint_side(settings, jobs)
+    steps = _steps(asked.steps, {side.steps(job) for job in jobs})
+    side.warm_up(jobs[0])
+    clock = process_time if asked.processor_time else perf_counter
+    with tempfile.TemporaryDirectory() as folder:
+        curves = record(side, jobs, steps, Path(folder), clock)
+    seconds = "of the processor" if asked.processor_time else "of the clock"
+    recorded = RecordedCurves(tuple(curves), facts(settings, jobs) | {"seconds": seconds})
+    path = asked.path or settings.tracking.root / "curves.json"
+    write_curves(recorded, path)
+    figures = _figures(recorded)
+    if asked.search and settings.search.stopping.kind != "none":
+        part(f"the same jobs searched with {settings.search.stopping.kind}")
+        meter = Meter(side.worker, clock)
+        with tempfile.TemporaryDirectory() as folder:
+            found = search_together(replace(side, worker=meter), jobs, settings.search, Path(folder))
+        figures += _search_figures(recorded, found, meter.total)
+    return Report("record_curves", tuple(figures), (f"The curves are in {path}.",))
+
+
+def _steps(asked: Sequence[int], budgets: set[int]) -> tuple[int, ...]:
+    if len(budgets) > 1:
+        raise ConfigError(f"budgets of {sorted(budgets)} steps", "All jobs of a record have the same.")
+    (budget,) = budgets
+    steps = tuple(sorted({*asked, budget}))
+    if steps[0] < 1 or steps[-1] > budget:
+        raise ConfigError(
+            f"bench.options.steps={list(asked)}", f"They must lie between 1 and {budget}, the budget."
+        )
+    return steps
+
+
+@dataclass(slots=True)
+class Meter:
+    """A worker whose time is counted by job, training and evaluations apart.
+
+    The time of a command is shared out to its jobs by their tokens, that of optimiser steps as the worker
+    says.
+
+    Attributes:
+        worker: carries out the commands.
+        clock: seconds, rising.
+        training, evaluation: seconds by job.
+        total: of all commands, those for taking in, saving and exporting included.
+    """
+
+    worker: Worker
+    clock: Callable[[], float]
+    training: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Of the worker."""
+        return self.worker.facts
+
+    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+        """Hand a command on, and count."""
+        began = self.clock()
+        events = self.worker.handle(command)
+        spent = self.clock() - began
+        self.total += spent
+        weights: dict[str, float] = {}
+        for event in events:
+            if isinstance(event, StepDone):
+                weights[event.job] = event.seconds
+            elif isinstance(event, MicrobatchDone):
+                for loss in event.losses:
+                    weights[loss.job] = weights.get(loss.job, 0.0) + loss.tokens
+        whole = sum(weights.values()) or 1.0
+        into = self.evaluation if isinstance(command, Evaluate) else self.training
+        for job, weight in weights.items():
+            into[job] = into.get(job, 0.0) + spent * weight / whole
+        return events
+
+
+def record(
+    side: JointSide,
+    jobs: Sequence[JobSpec],
+    steps: Sequence[int],
+    folder: Path,
+    clock: Callable[[], float],
+) -> list[Curve]:
+    """Train ``jobs`` together to their ends; the curve of each, in their order.
+
+    Args:
+        side: model and data.
+        jobs: of one budget.
+        steps: after which each is evaluated; the last is the budget.
+        folder: for adapters.
+        clock: of device time, in seconds.
+
+    Raises:
+        PlaitError: a job failed.
+    """
+    meter = Meter(side.worker, clock)
+    coordinator = Coordinator(meter, side.data, side.settings, folder=folder)
+    points: dict[str, list[Point]] = {job.name: [] for job in jobs}
+    losses: dict[str, float] = {}
+    for job in jobs:
+        coordinator.submit(job, rungs=steps[:-1], measured=True)
+    piece = part(f"{len(jobs)} jobs together", len(steps))
+    piece(f"to step {steps[0]}")
+    while not coordinator.idle:
+        for event in coordinator.advance():
+            match event:
+                case JobProgress():
+                    losses[event.job] = event.loss
+                case JobEvaluated():
+                    taken = points[event.job]
+                    before = sum(point.evaluation_seconds for point in taken)
+                    taken.append(
+                        Point(
+                            event.step,
+                            event.loss,
+                            meter.training[event.job],
+                            meter.evaluation[event.job] - before,
+                            losses[event.job],
+                        )
+                    )
+                    if event.step < steps[-1]:
+                        coordinator.unpark(event.job, AT_RUNG)
+                    if event.job == jobs[-1].name and event.step < steps[-1]:
+                        piece(f"to step {steps[len(taken)]}")
+                case JobEnded(state="failed" | "stopped"):
+                    raise PlaitError(
+                        f"{event.job} {event.state}: {event.reason}", "Every job of a record finishes."
+                    )
+    return [
+        Curve(point, tuple(points[job.name])) for job, point in zip(jobs, parameters_apart(jobs), strict=True)
+    ]
+
+
+def facts(settings: RunSettings, jobs: Sequence[JobSpec]) -> dict[str, Any]:
+    """What curves of these jobs depend on."""
+    apart = parameters_apart(jobs)[0].keys()
+    git = git_state(Path(__file__).parent)
+    machine = hardware()
+    return {
+        "date": date.today().isoformat(),
+        "commit": git.commit,
+        "changed since": git.dirty,
+        "machine": {name: machine[name] for name in ("processor", "cpus", "memory_bytes", "python")},
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "model": {"kind": settings.model.kind, "dtype": settings.model.dtype},
+        "capacity": settings.engine.capacity_or_usual,
+        "together": len(jobs),
+        "job": {key: value for key, value in jobs[0].parameters().items() if key not in apart},
+    }
+
+
+def _figures(recorded: RecordedCurves) -> list[Figure]:
+    count = len(recorded.curves)
+    evaluations = sum(point.evaluation_seconds for curve in recorded.curves for point in curve.points[:-1])
+    best = min(recorded.curves, key=lambda curve: curve.last.loss)
+    return [
+        Figure("trials of the full grid", count, "", "measured", note=f"evaluated at {list(recorded.steps)}"),
+        Figure("full grid: best loss", recorded.best, "nats", "measured", note=str(dict(best.parameters))),
+        Figure("full grid: device time", recorded.seconds, "s", "measured", note="each evaluated at its end"),
+        Figure("its earlier evaluations", evaluations, "s", "measured"),
+    ]
+
+
+def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float) -> list[Figure]:
+    name = min(found.finished, key=lambda job: found.finished[job])
+    chosen = recorded.curves[found.names.index(name)]
+    share = 100 * seconds / recorded.seconds
+    gap = 100 * (chosen.last.loss / recorded.best - 1)
+    return [
+        Figure(
+            "real pruned search: best loss",
+            found.finished[name],
+            "nats",
+            "measured",
+            note=f"{dict(chosen.parameters)}; {len(found.finished)} trials to their ends",
+        ),
+        Figure("what it chose, in the full grid: above the best", gap, "%", "measured"),
+        Figure("its device time", seconds, "s", "measured", note="states and adapters included"),
+        Figure("its device time, of the full grid's", share, "%", "measured"),
+    ]

@@ -1,0 +1,318 @@
+"""What tracking costs a search of many adapters: the tracker's calls, to a SQLite file and to a server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, TrackingSettings
+from plait.tracking import SearchFacts, Tracker, locate, ui_command
+from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
+from plait.tracking.store import Store
+from plait.utils.durations import duration
+from plait.utils.paths import search_folder
+from plait_bench.figures import Figure, Report
+from plait_bench.joint_side import load_joint_side
+from plait_bench.progress import part
+from plait_bench.tracking_calls import Script, Teller
+
+STORES = ("sqlite", "server")
+MEASURED_STEPS = 5
+START_SECONDS = 120.0
+ADAPTER_BYTES = 2**16
+USUAL_SECONDS = {"sqlite": 2.5e-4, "server": 3.5e-4}  # for a step of one adapter: what is said beforehand
+SHARE = 2  # % of a run's time that tracking may take
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the benchmark.
+
+    Attributes:
+        adapters: in all.
+        steps: of each.
+        together: adapters of one group.
+        edge: how many of the first and of the last adapters are compared.
+        stores: "sqlite" (the default store), "server" (an MLflow server's process on this machine).
+        step_seconds: what one adapter's step takes; None: the jobs are trained for some steps here and the
+            fastest joint step is shared out among them. On a machine that does other things it comes out
+            too long.
+    """
+
+    adapters: int = 500
+    steps: int = 1000
+    together: int = 8
+    edge: int = 100
+    stores: tuple[str, ...] = STORES
+    step_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("adapters", "steps", "together", "edge"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"bench.options.{key}={getattr(self, key)}", "It must be at least 1.")
+        if 2 * self.edge > self.adapters:
+            raise ConfigError(
+                f"bench.options.edge={self.edge}", "First and last adapters must not be the same ones."
+            )
+        for store in self.stores:
+            if store not in STORES:
+                rule = f"Each must be one of {choices(STORES)}."
+                raise ConfigError(f"bench.options.stores: {store!r}", rule)
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds so far: of the thread that trains, of the writer's CPU, of the server's CPU, of the clock."""
+
+    calls: float = 0.0
+    writer: float = 0.0
+    server: float = 0.0
+    clock: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """What a search has less of."""
+        return self.calls + self.writer + self.server
+
+    def since(self, before: Cost) -> Cost:
+        """The difference."""
+        mine, other = self, before
+        return Cost(
+            mine.calls - other.calls,
+            mine.writer - other.writer,
+            mine.server - other.server,
+            mine.clock - other.clock,
+        )
+
+
+def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Tell the tracker of every step, wait until the store has it all, and check that it has.
+
+    Raises:
+        ConfigError: an option that is unknown or out of range.
+        StorageError: the store does not hold what was sent.
+    """
+    asked = build(Options, options, "bench.options")
+    step_seconds = asked.step_seconds or _step_seconds(settings, jobs[: asked.together])
+    figures = [
+        Figure(
+            "one step of one adapter",
+            1000 * step_seconds,
+            "ms",
+            "computed" if asked.step_seconds else "measured",
+            note="as given" if asked.step_seconds else "fastest joint step, shared out",
+        )
+    ]
+    whole = sum(USUAL_SECONDS[store] for store in asked.stores) * asked.adapters * asked.steps
+    part(f"about {duration(whole)} in all, on two cores that do nothing else")
+    for store in asked.stores:
+        with tempfile.TemporaryDirectory(prefix="plait-tracking-") as folder:
+            figures += _measure(settings, jobs, asked, store, Path(folder), step_seconds)
+    hours = asked.adapters * asked.steps * step_seconds / 3600
+    return Report(
+        "tracking_scale",
+        tuple(figures),
+        (
+            f"{asked.adapters} adapters of {asked.steps} steps, {asked.together} at once; "
+            f"tracking.points={settings.tracking.points}.",
+            f"Shares are of a run of {hours:.1f} hours: all steps at the seconds above, one after the other. "
+            "The calls are real and made without pause; no training runs beside them.",
+            f"An adapter's folder holds {ADAPTER_BYTES // 1024} KiB here.",
+        ),
+    )
+
+
+def _step_seconds(settings: RunSettings, jobs: Sequence[JobSpec]) -> float:
+    """Seconds that one adapter adds to a joint step, here and now."""
+    side = load_joint_side(settings, jobs)
+    for job in jobs:
+        side.attach(job)
+    fastest = float("inf")
+    for step in range(1, MEASURED_STEPS + 2):
+        microbatches = side.pack(jobs, step, settings.engine.capacity_or_usual)
+        started = time.perf_counter()
+        side.pass_through(microbatches)
+        side.step(jobs, step)
+        if step > 1:
+            fastest = min(fastest, time.perf_counter() - started)
+    return fastest / len(jobs)
+
+
+def _measure(
+    settings: RunSettings,
+    jobs: Sequence[JobSpec],
+    asked: Options,
+    store: str,
+    folder: Path,
+    step_seconds: float,
+) -> list[Figure]:
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(ADAPTER_BYTES))
+    script = Script(asked.adapters, asked.steps, asked.together, adapter)
+    with _served(folder) if store == "server" else _file(folder) as (uri, server):
+        tracking = replace(settings.tracking, uri=uri, root=folder / "runs", experiment="tracking_scale")
+        chosen = replace(settings, tracking=tracking)
+        edges = _tell(chosen, jobs, script, asked.edge, store, server)
+        part(f"{store}: reading all back")
+        values = _check(tracking, script)
+    return _figures(store, edges, values, asked, step_seconds)
+
+
+def _tell(
+    settings: RunSettings,
+    jobs: Sequence[JobSpec],
+    script: Script,
+    edge: int,
+    store: str,
+    server: psutil.Process | None,
+) -> list[Cost]:
+    """What it took until the store had the first ``edge`` adapters, those between and the last ``edge``, each
+    with what was before; the beginning first."""
+    costs: list[Cost] = []
+    with Tracker(settings.tracking) as tracker:
+        tracker.start_search(SearchFacts("tracking_scale", settings))
+        tracker.flush()
+        teller = Teller(tracker, jobs, script, search_folder(settings.tracking.root, "tracking_scale"))
+        costs.append(Cost(0.0, tracker.writer_seconds, _cpu(server), time.perf_counter()))
+        pace = USUAL_SECONDS[store] * script.steps  # seconds for one adapter
+        for start, stop in _parts(script.adapters, edge):
+            left = duration(pace * (script.adapters - start))
+            part(f"{store}: adapters {start} to {stop} of {script.adapters}, about {left} left of this store")
+            teller.tell(start, stop)
+            tracker.flush()
+            seconds = teller.seconds
+            costs.append(Cost(seconds, tracker.writer_seconds, _cpu(server), time.perf_counter()))
+            pace = (costs[-1].clock - costs[0].clock) / stop
+    return costs
+
+
+def _parts(adapters: int, edge: int) -> list[tuple[int, int]]:
+    return [(0, edge), (edge, adapters - edge), (adapters - edge, adapters)]
+
+
+def _cpu(server: psutil.Process | None) -> float:
+    """CPU seconds of a server's processes."""
+    if server is None:
+        return 0.0
+    times = [each.cpu_times() for each in (server, *server.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _check(tracking: TrackingSettings, script: Script) -> int:
+    """Make sure that the store has every run, every point of its loss and its last values.
+
+    Returns:
+        Metric values of training losses in the store.
+
+    Raises:
+        StorageError: it has not.
+    """
+    store = Store(locate(tracking), tracking.experiment)
+    (parent,) = store.searches("tracking_scale")
+    children = store.children(parent.info.run_id)
+    kept, values = script.kept(tracking.points), 0
+    for adapter in range(script.adapters):
+        run = children[adapter]
+        history = store.client.get_metric_history(run.info.run_id, TRAIN_LOSS)
+        wanted = {step: script.loss(adapter, step) for step in kept | {script.best(adapter)}}
+        last = script.loss(adapter, script.steps)
+        shown = [run.data.metrics.get(key) for key in (TRAIN_LOSS, EVAL_LOSS, OBJECTIVE)]
+        found = {point.step: point.value for point in history}
+        if found != wanted or len(history) != len(wanted) or shown != [last, last + 0.2, last + 0.2]:
+            raise StorageError(
+                f"{run.info.run_name}: {len(history)} points of {len(wanted)}, last values {shown}",
+                "The store must hold what was sent.",
+            )
+        values += len(history)
+    return values
+
+
+def _figures(
+    store: str, costs: Sequence[Cost], values: int, asked: Options, step_seconds: float
+) -> list[Figure]:
+    start, whole = costs[0], costs[-1]
+    first, last = costs[1].since(start), costs[-1].since(costs[-2])
+    seconds = asked.adapters * asked.steps * step_seconds
+    times = [
+        ("the thread that trains", whole.calls - start.calls),
+        ("the writer's CPU", whole.writer - start.writer),
+        *([("the server's CPU", whole.server - start.server)] if store == "server" else []),
+        ("tracking in all", whole.total - start.total),
+    ]
+    figures = [
+        Figure(f"{store}: {name}", 100 * each / seconds, "% of the run", "measured") for name, each in times
+    ]
+    figures += [Figure(f"{store}: {name}", each, "s", "measured") for name, each in times]
+    steps = asked.adapters * asked.steps
+    return [
+        *figures,
+        Figure(f"{store}: calls of one step", 1e6 * (whole.calls - start.calls) / steps, "µs", "measured"),
+        Figure(f"{store}: until all was sent", whole.clock - start.clock, "s", "measured"),
+        Figure(
+            f"{store}: shortest step of which it takes {SHARE} %",
+            1000 * (whole.total - start.total) / steps / (SHARE / 100),
+            "ms",
+            "measured",
+        ),
+        Figure(
+            f"{store}: last {asked.edge} adapters over first {asked.edge}",
+            last.total / first.total,
+            "times the cost",
+            "measured",
+        ),
+        Figure(
+            f"{store}: losses in the store", values, "points", "measured", note=f"of {steps:,} steps; checked"
+        ),
+    ]
+
+
+@contextmanager
+def _file(folder: Path) -> Iterator[tuple[str, None]]:
+    """The address of a SQLite file."""
+    yield f"sqlite:///{folder / 'mlflow.db'}", None
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of an MLflow server in a process of its own, with a SQLite file behind it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["--port", str(port), "--artifacts-destination", str(folder / "kept")]
+    command = ui_command(TrackingSettings(uri=f"sqlite:///{folder / 'mlflow.db'}", root=folder), arguments)
+    environment = os.environ | command.environment
+    environment.pop("MLFLOW_DEFAULT_ARTIFACT_ROOT", None)  # it keeps artifacts itself
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command.command, env=environment, stdout=log, stderr=log)
+        try:
+            _wait_for(command.url, process, folder / "log")
+            yield command.url, psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    words = log.read_text(errors="replace").strip().splitlines()
+    raise StorageError(f"{url}: no answer ({words[-1] if words else ''})", "MLflow's server must start here.")
