@@ -103,7 +103,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"train": {"betas": [0.9]}}, "train.betas", "a list of 2"),
         ({"train": {"schedule": "cubic"}}, "train.schedule='cubic'", "constant, cosine, linear"),
         ({"train": {"lr": "fast"}}, "train.lr='fast'", "a number"),
-        ({"train": {"steps": None}}, "train.steps=", "not both"),
+        ({"train": {"steps": None}}, "train.steps=", "Exactly one"),
         ({"train": {"seed": -1}}, "train.seed=-1", "between 0 and"),
         ({"data": {"source": "???"}}, "data.source is not set", "must have a value"),
         ({"data": {"source": "jsonl", "path": "???"}}, "data.path is not set", "must have a value"),

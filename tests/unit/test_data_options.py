@@ -33,7 +33,7 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
             DataSpec.of("jsonl", path="x", tsak=1), ["data.tsak", "data.separator, data.size"], id="option"
         ),
         pytest.param(DataSpec.of("reasoning_gym", tsk="x"), ["Did you mean data.task?"], id="close-option"),
-        pytest.param(DataSpec("jsonl"), ["data.path=''"], id="no-path"),
+        pytest.param(DataSpec("jsonl"), ["data has no path"], id="no-path"),
         pytest.param(DataSpec.of("jsonl", path="???"), ["data.path is not set"], id="path-not-set"),
         pytest.param(DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number"], id="type"),
         pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number"], id="bool"),
@@ -53,7 +53,7 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         pytest.param(DataSpec.of("reasoning_gym", seed=-1), ["data.seed=-1", "between 0"], id="seed"),
         pytest.param(DataSpec.of("reasoning_gym", difficulty=-1), ["data.difficulty=-1"], id="difficulty"),
         pytest.param(
-            DataSpec.of("reasoning_gym", size=None), ["data.size=None", "to generate"], id="no-size"
+            DataSpec.of("reasoning_gym", size=None), ["data.size=None", "a whole number"], id="no-size"
         ),
         pytest.param(
             DataSpec.of("jsonl", path="x", prompt_field="q"), ["completion_field=None"], id="one-field"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import cos, pi
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core.jobs import SCHEDULES, TrainSpec
+from plait.core.jobs import Schedule, TrainSpec
 from plait.engine.accounting import nanoseconds, share
 from plait.engine.rates import learning_rate, warmup_steps
 
@@ -38,7 +39,7 @@ def test_a_warmup_longer_than_the_budget_fills_it() -> None:
 @given(
     steps=st.integers(1, 200),
     warmup=st.one_of(st.floats(0, 0.99), st.integers(1, 50).map(float)),
-    schedule=st.sampled_from(SCHEDULES),
+    schedule=st.sampled_from(get_args(Schedule)),
 )
 def test_no_step_is_without_effect_and_none_above_the_peak(steps: int, warmup: float, schedule: str) -> None:
     found = rates(steps, schedule=schedule, warmup_steps=warmup)

@@ -2,7 +2,9 @@
 
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf, nan
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core import errors
+from plait.core.checks import LARGEST, Rule, above, at_least, check
 from plait.core.errors import ConfigError, InputError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.plans import Group, Microbatch, OptimiserStep, Plan, Prediction, Replica, Segment
@@ -19,6 +22,7 @@ from plait.core.settings import (
     ModelSettings,
     PlannerSettings,
     SearchSettings,
+    StoppingSettings,
     TrackingSettings,
 )
 
@@ -62,6 +66,61 @@ from plait.core.settings import (
 def test_a_value_that_cannot_be_is_refused_with_its_key(make: Callable[[], object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         make()
+
+
+CHECKED = (
+    *(AdapterSpec, TrainSpec, ModelSettings, EngineSettings, PlannerSettings, TrackingSettings),
+    *(SearchSettings, StoppingSettings),
+)
+NUMBERS = [
+    pytest.param(kind, name, id=f"{kind.__name__}.{name}")
+    for kind in CHECKED
+    for name, hint in get_type_hints(kind).items()
+    if hint in (int, float, int | None, float | None)
+]
+
+
+@pytest.mark.parametrize("absurd", [nan, inf, -inf, 10**30, -(10**30)])
+@pytest.mark.parametrize(("kind", "name"), NUMBERS)
+def test_every_number_is_finite_and_of_a_sane_size(kind: type, name: str, absurd: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={absurd}"):
+        kind(**{name: absurd})
+
+
+@dataclass(frozen=True)
+class Dial:
+    level: Annotated[float, above(0), Rule("at most 1", lambda value: value <= 1)] = 0.5
+    even: Annotated[int | None, Rule("even", lambda value: value % 2 == 0)] = None
+    pair: Annotated[tuple[float, ...], at_least((0, 0))] = (1.0, 2.0)  # type: ignore[arg-type]
+    free: Any = None
+
+    def __post_init__(self) -> None:
+        check(self, "dial")
+
+
+def test_a_rule_beside_a_field_is_checked_and_told_with_value_and_default() -> None:
+    assert Dial(1, even=4, pair=(LARGEST, 0), free=nan_in_a_list()).even == 4
+    for wrong, said in (
+        ({"level": 0}, "dial.level=0\ndial.level must be above 0 and at most 1.\nThe default is 0.5."),
+        ({"even": 3}, "dial.even=3\ndial.even must be even.\nThe default is null."),
+        (
+            {"pair": (0.0, nan)},
+            "dial.pair=(0.0, nan)\ndial.pair must be at least (0, 0) and finite.\nThe default is [1.0, 2.0].",
+        ),
+        (
+            {"pair": (1, LARGEST + 1)},
+            f"dial.pair=(1, {LARGEST + 1})\ndial.pair must be at least (0, 0) and at most {LARGEST}.\n"
+            "The default is [1.0, 2.0].",
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Dial(**wrong)  # type: ignore[arg-type]
+        assert str(caught.value) == said
+
+
+def nan_in_a_list() -> object:
+    """Options for another library are its own to check."""
+    return {"value": nan}
 
 
 def test_a_wrong_choice_lists_the_right_ones() -> None:

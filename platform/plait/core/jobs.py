@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from math import inf
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from plait.core.errors import ConfigError, choices
+from plait.core.checks import FRACTION, NOT_EMPTY, Rule, above, at_least, between, check
+from plait.core.errors import ConfigError
 
 Schedule = Literal["constant", "linear", "cosine"]
-SCHEDULES = ("constant", "linear", "cosine")
 Keep = Literal["last", "best"]
-KEEP = ("last", "best")
 MAX_SEED = 2**32 - 1  # seeds are the 32-bit key of the dropout mask (plait_kernels.dropout)
-
-
-def _check(ok: bool, key: str, value: object, rule: str, remedy: str = "") -> None:
-    if not ok:
-        raise ConfigError(f"{key}={value!r}", f"{key} must be {rule}.", remedy)
+Seed = Annotated[int, between(0, MAX_SEED)]
+BETAS = Rule(
+    "two numbers in [0, 1)",
+    lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +37,14 @@ class AdapterSpec:
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
     """
 
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    rank: Annotated[int, at_least(1)] = 16
+    alpha: Annotated[float | None, above(0)] = None
+    dropout: Annotated[float, FRACTION] = 0.0
+    target_modules: Annotated[str | tuple[str, ...], NOT_EMPTY] = ("q_proj", "k_proj", "v_proj", "o_proj")
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.rank >= 1, "adapter.rank", self.rank, "at least 1")
-        _check(
-            self.alpha is None or 0 < self.alpha < inf,
-            "adapter.alpha",
-            self.alpha,
-            "above 0 and finite, or null for 2·rank",
-        )
-        _check(0.0 <= self.dropout < 1.0, "adapter.dropout", self.dropout, "in [0, 1)")
-        _check(
-            len(self.target_modules) > 0,
-            "adapter.target_modules",
-            self.target_modules,
-            "a list of module names, a regular expression or 'all-linear'",
-        )
+        check(self, "adapter")
 
     @property
     def scale(self) -> float:
@@ -86,60 +71,31 @@ class TrainSpec:
             lowest validation loss.
     """
 
-    lr: float = 2e-4
-    lora_plus_ratio: float = 1.0
+    lr: Annotated[float, above(0)] = 2e-4
+    lora_plus_ratio: Annotated[float, above(0)] = 1.0
     schedule: Schedule = "constant"
-    warmup_steps: float = 0.0
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    clip_norm: float | None = 1.0
-    batch_size: int = 4
-    accumulation: int = 1
-    steps: int | None = 40
-    epochs: float | None = None
-    eval_every: int = 0
-    seed: int = 0
+    warmup_steps: Annotated[float, at_least(0)] = 0.0
+    weight_decay: Annotated[float, at_least(0)] = 0.0
+    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
+    eps: Annotated[float, above(0)] = 1e-8
+    clip_norm: Annotated[float | None, above(0)] = 1.0
+    batch_size: Annotated[int, at_least(1)] = 4
+    accumulation: Annotated[int, at_least(1)] = 1
+    steps: Annotated[int | None, at_least(1)] = 40
+    epochs: Annotated[float | None, above(0)] = None
+    eval_every: Annotated[int, at_least(0)] = 0
+    seed: Seed = 0
     priority: int = 0
     keep: Keep = "last"
 
     def __post_init__(self) -> None:
-        _check(0 < self.lr < inf, "train.lr", self.lr, "above 0 and finite")
-        _check(
-            0 < self.lora_plus_ratio < inf,
-            "train.lora_plus_ratio",
-            self.lora_plus_ratio,
-            "above 0 and finite",
-        )
-        _check(self.schedule in SCHEDULES, "train.schedule", self.schedule, f"one of {choices(SCHEDULES)}")
-        _check(0 <= self.warmup_steps < inf, "train.warmup_steps", self.warmup_steps, "0 or more and finite")
-        _check(0 <= self.weight_decay < inf, "train.weight_decay", self.weight_decay, "0 or more and finite")
-        _check(
-            len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas),
-            "train.betas",
-            self.betas,
-            "two numbers in [0, 1)",
-        )
-        _check(0 < self.eps < inf, "train.eps", self.eps, "above 0 and finite")
-        _check(
-            self.clip_norm is None or self.clip_norm > 0, "train.clip_norm", self.clip_norm, "above 0 or null"
-        )
-        _check(self.batch_size >= 1, "train.batch_size", self.batch_size, "at least 1")
-        _check(self.accumulation >= 1, "train.accumulation", self.accumulation, "at least 1")
-        _check(
-            (self.steps is None) != (self.epochs is None),
-            "train.steps",
-            f"{self.steps}, train.epochs={self.epochs}",
-            "set, or train.epochs, and not both",
-            "Set one of them and give null to the other.",
-        )
-        _check(self.steps is None or self.steps >= 1, "train.steps", self.steps, "at least 1")
-        _check(
-            self.epochs is None or 0 < self.epochs < inf, "train.epochs", self.epochs, "above 0 and finite"
-        )
-        _check(self.eval_every >= 0, "train.eval_every", self.eval_every, "0 or more")
-        _check(self.keep in KEEP, "train.keep", self.keep, f"one of {choices(KEEP)}")
-        _check(0 <= self.seed <= MAX_SEED, "train.seed", self.seed, f"between 0 and {MAX_SEED}")
+        check(self, "train")
+        if (self.steps is None) == (self.epochs is None):
+            raise ConfigError(
+                f"train.steps={self.steps}, train.epochs={self.epochs}",
+                "Exactly one of the two must be set.",
+                "Set one of them and set the other to null.",
+            )
 
     @property
     def global_batch(self) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from plait.core.errors import ConfigError, choices
+from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, one_of
+from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
@@ -19,6 +20,10 @@ KERNELS = ("auto", "reference", "grouped", "triton")
 USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
 SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
 DIRECTIONS = ("minimize", "maximize")
+EACH_DIRECTION = Rule(
+    "maximize, minimize or a list of them",
+    lambda given: {given} <= set(DIRECTIONS) if isinstance(given, str) else set(given) <= set(DIRECTIONS),
+)
 STOPPING = (
     "none",
     "successive_halving",
@@ -32,16 +37,6 @@ STOPPING = (
 )
 
 
-def _one_of(key: str, value: str, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ConfigError(f"{key}={value!r}", f"{key} must be one of {choices(names)}.")
-
-
-def _at_least(key: str, value: float | None, least: float) -> None:
-    if value is not None and value < least:
-        raise ConfigError(f"{key}={value!r}", f"{key} must be at least {least}.")
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which frozen base model.
@@ -52,25 +47,23 @@ class ModelSettings:
         path: file (gguf).
         family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
             gpt_neox, gpt2.
-        dtype: of the frozen weights and of the arithmetic.
-        max_length: longest sample in tokens; None takes the model's own limit.
+        dtype: type of the frozen weights and of the arithmetic.
+        max_length: longest sample in tokens; None: the model's own limit.
         revision: hub revision (hf).
-        seed: of a tiny model's random weights.
+        seed: seed of a tiny model's random weights.
     """
 
-    kind: str = "smollm2"
+    kind: Annotated[str, one_of(*MODEL_KINDS)] = "smollm2"
     id: str | None = None
     path: str | None = None
     family: str = "llama"
-    dtype: str = "bfloat16"
-    max_length: int | None = None
+    dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
+    max_length: Annotated[int | None, at_least(2)] = None
     revision: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("model.kind", self.kind, MODEL_KINDS)
-        _one_of("model.dtype", self.dtype, DTYPES)
-        _at_least("model.max_length", self.max_length, 2)
+        check(self, "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +71,28 @@ class EngineSettings:
     """How microbatches are executed.
 
     Attributes:
-        kernels: backend of the LoRA part.
-        capacity: most tokens of one microbatch; None: as the stored profile found best, else
+        kernels: kernel backend of the LoRA part.
+        capacity: most tokens of one microbatch; None: the best one of the stored profile, else
             ``USUAL_CAPACITY``, and at least the longest sample.
-        threads: CPU threads; None takes all cores.
+        threads: CPU threads; None: all cores.
         checkpointing: recompute activations in the backward pass.
         device: "auto", "cpu" or "cuda".
-        checkpoint_steps: a job's state is saved every so many of its steps; None: not by steps.
-        checkpoint_minutes: and when the last state is so many minutes old; None: not by time.
-        checkpoint_keep: states of a job that are kept, so that a damaged one has one before it.
+        checkpoint_steps: steps of a job between its checkpoints; None: not by steps.
+        checkpoint_minutes: minutes between a job's checkpoints; None: not by time.
+        checkpoint_keep: checkpoints kept of each job: an earlier one serves where the last is damaged.
     """
 
-    kernels: str = "auto"
-    capacity: int | None = None
-    threads: int | None = None
+    kernels: Annotated[str, one_of(*KERNELS)] = "auto"
+    capacity: Annotated[int | None, at_least(2)] = None
+    threads: Annotated[int | None, at_least(1)] = None
     checkpointing: bool = False
-    device: str = "auto"
-    checkpoint_steps: int | None = None
-    checkpoint_minutes: float | None = 5.0
-    checkpoint_keep: int = 2
+    device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
+    checkpoint_steps: Annotated[int | None, at_least(1)] = None
+    checkpoint_minutes: Annotated[float | None, at_least(0)] = 5.0
+    checkpoint_keep: Annotated[int, at_least(1)] = 2
 
     def __post_init__(self) -> None:
-        _one_of("engine.kernels", self.kernels, KERNELS)
-        _one_of("engine.device", self.device, ("auto", "cpu", "cuda"))
-        _at_least("engine.capacity", self.capacity, 2)
-        _at_least("engine.threads", self.threads, 1)
-        _at_least("engine.checkpoint_steps", self.checkpoint_steps, 1)
-        _at_least("engine.checkpoint_minutes", self.checkpoint_minutes, 0.0)
-        _at_least("engine.checkpoint_keep", self.checkpoint_keep, 1)
+        check(self, "engine")
 
     @property
     def capacity_or_usual(self) -> int:
@@ -118,31 +105,23 @@ class PlannerSettings:
     """How jobs are admitted and packed.
 
     Attributes:
-        max_jobs: most jobs that train at once; None leaves it to memory.
+        max_jobs: most jobs that train at once; None: as many as fit into memory.
         memory_share: share of the device's memory that may be used.
-        min_fill: share of the microbatches' capacity below which some jobs rest for an iteration, so that
-            the others' are fuller; 0 lets nobody rest. Nor does anybody where all trials train at once.
+        min_fill: share of the microbatches' capacity below which some jobs skip an iteration, so that those
+            of the others are fuller; 0: no job skips one, and none does where all trials train at once.
     """
 
-    max_jobs: int | None = None
-    memory_share: float = 0.8
-    min_fill: float = 0.0
+    max_jobs: Annotated[int | None, at_least(1)] = None
+    memory_share: Annotated[float, POSITIVE_SHARE] = 0.8
+    min_fill: Annotated[float, between(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
-        _at_least("planner.max_jobs", self.max_jobs, 1)
-        if not 0 < self.memory_share <= 1:
-            raise ConfigError(f"planner.memory_share={self.memory_share}", "It must lie in (0, 1].")
-        if not 0 <= self.min_fill <= 1:
-            raise ConfigError(
-                f"planner.min_fill={self.min_fill}",
-                "It must lie in [0, 1].",
-                "Give 0.95, or 0 so that every job takes part in every iteration.",
-            )
+        check(self, "planner")
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The machine: "local" is found out."""
+    """The machine: "local" is this one, "described" is simulated."""
 
     kind: str = "local"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -155,42 +134,41 @@ class TrackingSettings:
     Attributes:
         uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
         experiment: MLflow experiment.
-        flush_seconds: time that a point waits so that several are sent together; longer where sending would
-            take more than 2 % of the time.
-        points: about how many steps of each curve are sent; evaluations and objectives are all sent.
+        flush_seconds: longest delay of a point, so that several are sent together; more where sending would
+            take over 2 % of the time.
+        points: about how many steps of each curve are sent; evaluations and objectives are sent in full.
         root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
     """
 
     uri: str | None = None
     experiment: str = "plait"
-    flush_seconds: float = 2.0
-    points: int = 320
+    flush_seconds: Annotated[float, at_least(0)] = 2.0
+    points: Annotated[int, at_least(1)] = 320
     root: Path = Path("plait-runs")
 
     def __post_init__(self) -> None:
-        _at_least("tracking.flush_seconds", self.flush_seconds, 0.0)
-        _at_least("tracking.points", self.points, 1)
+        check(self, "tracking")
 
 
 @dataclass(frozen=True, slots=True)
 class StoppingSettings:
-    """Which trials end early, judged at rungs (``plait.search.stopping``).
+    """Which trials end early: a rule decides at rungs (``plait.search.stopping``).
 
-    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; what is None is made of
-    the smallest budget.
+    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; where none is
+    set, from the smallest budget.
 
     Attributes:
         kind: the rule; "none" has no rungs.
-        metric: judged at rungs; None takes ``search.metric``.
-        direction: None takes ``search.direction`` for ``search.metric``, else the metric's natural one.
+        metric: compared at rungs; None: ``search.metric``.
+        direction: None: ``search.direction`` for ``search.metric``, else the metric's natural one.
         rungs: optimiser steps.
         every: optimiser steps from rung to rung.
         min_steps: the first rung.
         max_steps: no rung comes later.
-        eta: one of eta is kept, and a rung lies at eta times the steps of the one before.
-        cohort: trials that are compared with each other; None takes eta to the number of rungs.
-        patience: rungs in a row without improvement.
-        min_delta: what counts as improvement.
+        eta: the best 1/eta continue, and each rung lies at eta times the steps of the one before.
+        cohort: trials compared with each other; None: eta to the power of the number of rungs.
+        patience: rungs without improvement, in a row, after which a trial ends.
+        min_delta: smallest change that counts as improvement.
         lower, upper: the metric must stay between them.
         divergence: a loss above this many times its best (or its first) at a rung has diverged.
         divergence_from: "best" or "start".
@@ -198,94 +176,84 @@ class StoppingSettings:
         options: its keyword arguments.
     """
 
-    kind: str = "none"
+    kind: Annotated[str, one_of(*STOPPING)] = "none"
     metric: str | None = None
-    direction: str | None = None
+    direction: Annotated[str | None, one_of(*DIRECTIONS)] = None
     rungs: tuple[int, ...] | None = None
-    every: int | None = None
-    min_steps: int | None = None
-    max_steps: int | None = None
-    eta: int = 2
-    cohort: int | None = None
-    patience: int = 3
-    min_delta: float = 0.0
+    every: Annotated[int | None, at_least(1)] = None
+    min_steps: Annotated[int | None, at_least(1)] = None
+    max_steps: Annotated[int | None, at_least(1)] = None
+    eta: Annotated[int, at_least(2)] = 2
+    cohort: Annotated[int | None, at_least(2)] = None
+    patience: Annotated[int, at_least(1)] = 3
+    min_delta: Annotated[float, at_least(0)] = 0.0
     lower: float | None = None
     upper: float | None = None
-    divergence: float | None = None
-    divergence_from: str = "best"
+    divergence: Annotated[float | None, above(1)] = None
+    divergence_from: Annotated[str, one_of("best", "start")] = "best"
     pruner: str = "MedianPruner"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        _one_of("search.stopping.kind", self.kind, STOPPING)
-        _one_of("search.stopping.divergence_from", self.divergence_from, ("best", "start"))
-        if self.direction is not None:
-            _one_of("search.stopping.direction", self.direction, DIRECTIONS)
-        least = {
-            "every": 1,
-            "min_steps": 1,
-            "max_steps": 1,
-            "eta": 2,
-            "cohort": 2,
-            "patience": 1,
-            "min_delta": 0,
-        }
-        for key, value in least.items():
-            _at_least(f"search.stopping.{key}", getattr(self, key), value)
-        if self.divergence is not None and self.divergence <= 1:
-            raise ConfigError(
-                f"search.stopping.divergence={self.divergence}", "It must be above 1: times the loss's best."
-            )
+        check(self, "search.stopping")
         given = [key for key in ("rungs", "every", "min_steps") if getattr(self, key) is not None]
         if len(given) > 1:
             raise ConfigError(
                 " and ".join(f"search.stopping.{key}={getattr(self, key)}" for key in given),
-                "Each of them says where the rungs are.",
-                "Give one of them.",
+                "Each of them places the rungs.",
+                "Set only one of them.",
             )
         if self.kind == "threshold" and self.lower is None and self.upper is None:
-            raise ConfigError("search.stopping.kind=threshold", "It needs search.stopping.lower or upper.")
+            raise ConfigError(
+                "search.stopping.kind=threshold",
+                "It needs a bound.",
+                "Set search.stopping.lower, search.stopping.upper or both.",
+            )
         if self.kind == "divergence" and self.divergence is None:
-            raise ConfigError("search.stopping.kind=divergence", "It needs search.stopping.divergence.")
+            raise ConfigError(
+                "search.stopping.kind=divergence",
+                "It needs the multiple of the best loss from which a trial has diverged.",
+                "Set search.stopping.divergence, for example to 2.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """The search: how many trials, drawn how, judged by what.
+    """The search: how many trials, suggested by which sampler, for which objectives.
 
     Attributes:
-        name: names the search; None takes a digest of job space and run settings.
+        name: name of the search; None: a digest of job space and run settings.
         trials: how many trials in all.
         parallel: most trials that train at once (one joint group).
         sampler: tpe, random, grid, cmaes, qmc, gp or nsgaii.
         sampler_options: keyword arguments of the Optuna sampler.
-        seed: of the sampler.
-        direction: "minimize" or "maximize": for every objective, or a list with one for each.
+        seed: seed of the sampler.
+        direction: "minimize" or "maximize" for every objective, or a list with one for each.
         metric: the objective: a metric of ``plait.tracking.names``, "eval/loss" by default, or a numeric
             config key of the job; a list for several.
         constraints: "<= 32" or ">= 4", by metric or numeric config key: a trial that breaks one is never
             called best.
-        enqueue: points that come first, by config key, as override text; the sampler draws what they leave
-            out.
-        prior: an earlier study whose finished trials the sampler knows of.
-        prior_storage: of that study; None: the same as this one's.
+        enqueue: points to try first, by config key, as override text; the sampler suggests the keys that they
+            leave out.
+        prior: an earlier study whose finished trials warm-start the sampler.
+        prior_storage: where that study is stored; None: in ``storage``.
         storage: None (a journal file under ``tracking.root``), a path or a database URL.
         params: search space in override syntax, by config key.
         default_params: the space used where neither the command line nor ``params`` gives one.
-        fresh: start the search anew under the same name.
-        failed: what becomes of trials that failed: "keep", "retry" (when the search goes on, each is tried
-            once more as a trial of its own) or "drop" (others are drawn in their place).
-        max_failure_rate: the search ends early when more than this share of its trials failed.
+        fresh: discard what the search of this name has done, and start again.
+        failed: what happens to failed trials: "keep", "retry" (on resume, each is tried once more, as a new
+            trial) or "drop" (new trials replace them).
+        max_failure_rate: the search ends early when a larger share of its trials has failed.
         stopping: which trials end early.
     """
 
     name: str | None = None
-    trials: int = 8
-    parallel: int = 8
-    sampler: str = "tpe"
+    trials: Annotated[int, at_least(1)] = 8
+    parallel: Annotated[int, at_least(1)] = 8
+    sampler: Annotated[str, one_of(*SAMPLERS)] = "tpe"
     sampler_options: dict[str, Any] = field(default_factory=dict, hash=False)
     seed: int = 0
-    direction: str | tuple[str, ...] = "minimize"
+    direction: Annotated[str | tuple[str, ...], EACH_DIRECTION] = "minimize"
     metric: str | tuple[str, ...] = "eval/loss"
     constraints: dict[str, str] = field(default_factory=dict, hash=False)
     enqueue: tuple[dict[str, str], ...] = field(default=(), hash=False)
@@ -295,23 +263,18 @@ class SearchSettings:
     params: dict[str, str] = field(default_factory=dict, hash=False)
     default_params: dict[str, str] = field(default_factory=dict, hash=False)
     fresh: bool = False
-    failed: str = "keep"
-    max_failure_rate: float = 1.0
+    failed: Annotated[str, one_of("keep", "retry", "drop")] = "keep"
+    max_failure_rate: Annotated[float, between(0, 1)] = 1.0
     stopping: StoppingSettings = field(default_factory=StoppingSettings)
 
     def __post_init__(self) -> None:
-        _one_of("search.sampler", self.sampler, SAMPLERS)
+        check(self, "search")
         self._check_objectives()
-        _one_of("search.failed", self.failed, ("keep", "retry", "drop"))
-        _at_least("search.trials", self.trials, 1)
-        _at_least("search.parallel", self.parallel, 1)
-        if not 0 <= self.max_failure_rate <= 1:
-            raise ConfigError(f"search.max_failure_rate={self.max_failure_rate}", "It must lie in [0, 1].")
         if len(self.enqueue) > self.trials:
             raise ConfigError(
                 f"search.enqueue has {len(self.enqueue)} points, search.trials={self.trials}",
-                "Points that come first are trials of the search.",
-                f"Give search.trials={len(self.enqueue)} or more, or fewer points.",
+                "Enqueued points count as trials.",
+                f"Set search.trials={len(self.enqueue)} or more, or enqueue fewer points.",
             )
 
     def _check_objectives(self) -> None:
@@ -320,15 +283,16 @@ class SearchSettings:
             if isinstance(value, tuple) and len(value) == 1:
                 object.__setattr__(self, key, value[0])
         metrics, directions = self._metrics, self._directions
-        for direction in directions:
-            _one_of("search.direction", direction, DIRECTIONS)
         if not metrics or len(set(metrics)) < len(metrics):
-            raise ConfigError(f"search.metric={list(metrics)}", "Each objective is named once.")
+            raise ConfigError(
+                f"search.metric={list(metrics)}",
+                "There must be at least one objective, each named once.",
+            )
         if len(directions) != len(metrics):
             raise ConfigError(
                 f"search.direction={list(directions)} with search.metric={list(metrics)}",
-                "There is one direction for each objective, or one for all.",
-                f"Give search.direction=[{','.join(['minimize'] * len(metrics))}], for example.",
+                "There must be one direction for each objective, or one for all.",
+                f"Set search.direction=[{','.join(['minimize'] * len(metrics))}], for example.",
             )
         for metric, text in self.constraints.items():
             Constraint.read(metric, text)
@@ -344,7 +308,7 @@ class SearchSettings:
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
-        """What is optimised; the first one is what rungs judge by default."""
+        """What is optimised; rungs compare the first one by default."""
         return tuple(map(Objective, self._metrics, self._directions))
 
     @property
@@ -366,10 +330,10 @@ class RunSettings:
 
     @property
     def planner_of_search(self) -> PlannerSettings:
-        """The planner's, for the trials of the search.
+        """The planner's settings for the trials of the search.
 
-        Where all train at once nobody rests: without a queue nothing takes the place of one that comes to its
-        rung before the others, and it would be parked for nothing.
+        Where all train at once no job skips an iteration: without a queue nothing could use the slot of one
+        that reaches its rung before the others, and it would be paused for nothing.
         """
         queue = self.search.trials > self.search.parallel
         return self.planner if queue else replace(self.planner, min_fill=0.0)

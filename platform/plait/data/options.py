@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from plait.config.fields import build
+from plait.core.checks import NOT_EMPTY, Rule, at_least, check
 from plait.core.errors import ConfigError, choices
-from plait.core.jobs import DataSpec
+from plait.core.jobs import DataSpec, Seed
 
 Loss = Literal["completion", "all"]
 Template = Literal["plain", "chat"]
 Overlong = Literal["error", "drop", "truncate"]
-
-LARGEST_SEED = 2**32 - 1
+VALIDATION = Rule(
+    "a share of the rows in [0, 1) or a whole number of rows",
+    lambda share: 0 <= share < 1 or share == int(share) >= 1,
+)
+OWN_KEYS = Rule("without size and seed: use data.size and data.seed", {"size", "seed"}.isdisjoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,24 +35,16 @@ class CommonOptions:
         overlong: what becomes of a sample longer than model and capacity allow.
     """
 
-    size: int | None = None
-    validation: float | None = None
-    seed: int = 0
+    size: Annotated[int | None, at_least(1)] = None
+    validation: Annotated[float | None, VALIDATION] = None
+    seed: Seed = 0
     loss: Loss = "completion"
     template: Template = "plain"
     separator: str | None = None
     overlong: Overlong = "error"
 
     def __post_init__(self) -> None:
-        _require(self.size is None or self.size >= 1, "size", self.size, "at least 1, or null for all rows")
-        _require(0 <= self.seed <= LARGEST_SEED, "seed", self.seed, f"between 0 and {LARGEST_SEED}")
-        share = self.validation
-        _require(
-            share is None or 0 <= share < 1 or (share >= 1 and share == int(share)),
-            "validation",
-            share,
-            "a share of the rows in [0, 1) or a whole number of rows",
-        )
+        check(self, "data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +60,21 @@ class TaskOptions(CommonOptions):
     """
 
     task: str = "gsm_symbolic"
-    size: int | None = 500
-    validation: float | None = 32
-    difficulty: int | None = None
-    task_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    size: Annotated[int, at_least(1)] = 500
+    validation: Annotated[float | None, VALIDATION] = 32
+    difficulty: Annotated[int | None, at_least(0)] = None
+    task_options: Annotated[dict[str, Any], OWN_KEYS] = field(default_factory=dict, hash=False)
     generate: bool = False
-    max_new_tokens: int = 32
+    max_new_tokens: Annotated[int, at_least(1)] = 32
 
     def __post_init__(self) -> None:
         CommonOptions.__post_init__(self)
-        _require(self.size is not None, "size", self.size, "a number of rows to generate")
-        _require(self.difficulty is None or self.difficulty >= 0, "difficulty", self.difficulty, "0 or more")
-        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(
-            not self.generate or self.loss == "completion",
-            "loss",
-            self.loss,
-            "completion where data.generate=true: an answer goes on from what is not labelled",
-        )
-        own = {"size", "seed"} & self.task_options.keys()
-        _require(
-            not own,
-            "task_options",
-            self.task_options,
-            "free of size and seed, which are data.size, data.seed",
-        )
+        if self.generate and self.loss != "completion":
+            raise ConfigError(
+                f"data.loss={self.loss!r} with data.generate=true",
+                "Answers can only be generated where the prompt is not part of the loss.",
+                "Set data.loss=completion or data.generate=false.",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +89,19 @@ class JsonlOptions(CommonOptions):
         completion_field: names the field that holds the completion.
     """
 
-    path: str = ""
+    path: Annotated[str, NOT_EMPTY]
     validation_path: str | None = None
     prompt_field: str | None = None
     completion_field: str | None = None
 
     def __post_init__(self) -> None:
         CommonOptions.__post_init__(self)
-        _require(bool(self.path), "path", self.path, "the path of a file with one JSON object a line")
-        _require(
-            (self.prompt_field is None) == (self.completion_field is None),
-            "prompt_field",
-            f"{self.prompt_field}, data.completion_field={self.completion_field}",
-            "given together with data.completion_field, or neither",
-        )
+        if (self.prompt_field is None) != (self.completion_field is None):
+            raise ConfigError(
+                f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
+                "Fields are named in pairs.",
+                "Set both or neither.",
+            )
 
 
 SourceOptions = TaskOptions | JsonlOptions
@@ -137,8 +122,3 @@ def parse_options(spec: DataSpec) -> SourceOptions:
             f"data.source={spec.source!r}", "No such source of data.", f"Choose one of {choices(SOURCES)}."
         )
     return build(SOURCES[spec.source], spec.mapping(), "data")
-
-
-def _require(ok: bool, key: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"data.{key}={value!r}", f"data.{key} must be {rule}.")

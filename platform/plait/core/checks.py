@@ -1,0 +1,108 @@
+"""The one validator: rules written beside the fields of a dataclass, checked where an instance is made.
+
+``rank: Annotated[int, at_least(1)] = 16`` and ``check(self, "adapter")`` in ``__post_init__``. Apart from the
+rules of its own field, every number must be finite and at most ``LARGEST`` in size, and a ``Literal`` must be
+one of its choices. None passes: whether a field may be None is for its type to say (``plait.config.fields``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from plait.core.errors import ConfigError, choices
+
+LARGEST = 2**53  # above it whole numbers are not exact as floats, and no setting needs them
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a value must be, in words that follow "must be", and the function that tells."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(least: float) -> Rule:
+    """The value or more."""
+    return Rule(f"at least {least}", lambda value: value >= least)
+
+
+def above(bound: float) -> Rule:
+    """More than the bound."""
+    return Rule(f"above {bound}", lambda value: value > bound)
+
+
+def between(least: float, most: float) -> Rule:
+    """From ``least`` to ``most``, both included."""
+    return Rule(f"between {least} and {most}", lambda value: least <= value <= most)
+
+
+def one_of(*names: str) -> Rule:
+    """A choice by name."""
+    return Rule(f"one of {choices(names)}", lambda value: value in names)
+
+
+FRACTION = Rule("in [0, 1)", lambda value: 0 <= value < 1)
+POSITIVE_SHARE = Rule("in (0, 1]", lambda value: 0 < value <= 1)
+NOT_EMPTY = Rule("non-empty", lambda value: len(value) > 0)
+_FINITE = Rule("finite", lambda value: all(map(math.isfinite, _numbers(value))))
+_NOT_ABSURD = Rule(f"at most {LARGEST}", lambda value: all(abs(each) <= LARGEST for each in _numbers(value)))
+
+
+def check(settings: object, group: str) -> None:
+    """Check every field of a dataclass instance.
+
+    Args:
+        settings: the instance.
+        group: the config key of the whole, such as "train".
+
+    Raises:
+        ConfigError: a value breaks a rule; the message has the rules of its field and its default.
+    """
+    kind: Any = type(settings)
+    for name, rules, default in _rules_of(kind):
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        absurd = [rule for rule in (_FINITE, _NOT_ABSURD) if not rule.holds(value)][:1]
+        if absurd or not all(rule.holds(value) for rule in rules):
+            wanted = " and ".join(rule.words for rule in (*rules, *absurd))
+            key = f"{group}.{name}"
+            raise ConfigError(
+                f"{key}={value!r}",
+                f"{key} must be {wanted}.",
+                "" if default is MISSING else f"The default is {_as_yaml(default)}.",
+            )
+
+
+@cache
+def _rules_of(kind: type[Any]) -> list[tuple[str, list[Rule], object]]:
+    """Name, rules and default of each field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return [(each.name, list(_declared(hints[each.name])), each.default) for each in fields(kind)]
+
+
+def _declared(hint: Any) -> Iterator[Rule]:
+    if get_origin(hint) is Annotated:
+        yield from (each for each in hint.__metadata__ if isinstance(each, Rule))
+        hint = hint.__origin__
+    literals = [each for each in (hint, *get_args(hint)) if get_origin(each) is Literal]
+    yield from (one_of(*get_args(each)) for each in literals)
+
+
+def _numbers(value: object) -> Iterator[float]:
+    if isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+
+
+def _as_yaml(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{', '.join(map(_as_yaml, value))}]" if isinstance(value, (list, tuple)) else str(value)
