@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import torch
 from postgresql import PostgresqlServer, postgresql_server
@@ -13,6 +14,10 @@ from postgresql import PostgresqlServer, postgresql_server
 # Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What a machine under load takes for an example says nothing about Plait.
+hypothesis.settings.register_profile("plait", deadline=None)
+hypothesis.settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def test_a_good_trial_that_starts_badly_is_lost():
     assert replay(curves, HALVING).best == 5
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     losses=st.lists(st.lists(st.floats(0.1, 9), min_size=4, max_size=4), min_size=2, max_size=10),
     seed=st.integers(0, 5),

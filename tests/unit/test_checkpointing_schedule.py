@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.errors import StorageError
@@ -145,7 +145,6 @@ def test_a_full_disk_stops_nobody_and_is_said_once_for_each_attempt(tmp_path: Pa
     assert [path.name for path in states(tmp_path / "a")] == ["step-00000020", "step-00000005"]
 
 
-@settings(deadline=None)
 @given(
     present=st.sets(st.integers(1, 30), min_size=1),
     keep=st.integers(1, 4),

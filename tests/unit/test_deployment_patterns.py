@@ -87,7 +87,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
     st.floats(1.0, 30.0),
     st.sampled_from(PRECISIONS),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pricing_finds_what_is_worth_most(
     seed: int, prices: list[float], tau: float, precision: object
 ) -> None:

@@ -37,7 +37,6 @@ def _yaml(path: str) -> dict[str, Any]:
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
-@settings(deadline=None)
 def test_buckets_pad_least(lengths: list[int], buckets: int) -> None:
     found = dynamic_buckets(lengths, buckets=buckets, interval=4)
     edges = sorted({-(-length // 4) * 4 for length in lengths})
@@ -55,7 +54,6 @@ def test_buckets_pad_least(lengths: list[int], buckets: int) -> None:
 
 
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=60))
-@settings(deadline=None)
 def test_no_bucket_crosses_a_required_boundary(lengths: list[int]) -> None:
     found = dynamic_buckets(lengths, buckets=6, required=(2048, 4096, 9000))
     for limit in (2048, 4096, 9000):
@@ -75,7 +73,7 @@ def test_buckets_refuse_what_they_cannot_hold() -> None:
 
 
 @given(st.lists(st.integers(1, 16384), min_size=1, max_size=80))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_every_sample_goes_to_a_replica_that_takes_it(lengths: list[int]) -> None:
     plan = plan_step(lengths, REPLICAS)
     limits = [configuration.max_tokens for configuration, count in REPLICAS.kinds for _ in range(count)]

@@ -107,7 +107,7 @@ def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
     assert [e.jobs for e in of(GroupStep, events)] == [("a", "b")] * 2 + [("b",)] * 3
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     jobs=st.lists(
         st.tuples(st.lists(st.integers(1, 16), min_size=1, max_size=6), st.integers(1, 4), st.integers(1, 5)),

@@ -30,7 +30,7 @@ def test_where_nothing_is_saved_first_fit_stays() -> None:
     assert pack_step(batches, capacity=12).microbatches == pack(batches, capacity=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_every_sample_once_within_capacity_and_no_more_microbatches_than_first_fit(
     lengths: list[list[int]],

@@ -25,7 +25,7 @@ def test_equal_lengths_are_one_bucket() -> None:
     assert bucket_samples([7] * 9) == [list(range(9))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LENGTHS, st.sampled_from([(1, 1), (4, 2), (6, 2), (3, 3)]))
 def test_indices_lead_there_and_back(lengths: list[int], heads: tuple[int, int]) -> None:
     query, shared = heads

@@ -1,7 +1,7 @@
 """First-fit decreasing: every sample once, in order, within capacity; refusals that name the sample."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
@@ -15,7 +15,6 @@ def batch(job: str, lengths: list[int], *, step: int = 0, first: int = 0) -> Glo
     return GlobalBatch(job, step, samples, tuple(range(count)), tuple(lengths), 1.0 / sum(lengths))
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=12), min_size=1, max_size=4),
     st.integers(1, 16),

@@ -83,7 +83,7 @@ def test_nobody_rests_in_a_search_without_a_queue() -> None:
         assert run.planner_of_search == PlannerSettings(max_jobs=3, min_fill=wanted)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.integers(1, 230), min_size=1, max_size=8),
     min_fill=st.sampled_from([0.5, 0.9, 0.95, 1.0]),
@@ -119,7 +119,7 @@ def test_what_is_wanted_is_reached_whenever_a_set_of_all_reaches_it(
         assert len(found.packed) < together
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     jobs=st.lists(
         st.tuples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
@@ -38,7 +38,6 @@ def rows(parts: dict[int, tuple[GlobalBatch, ...]]) -> list[tuple[str, int, int,
     )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),

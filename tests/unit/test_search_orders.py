@@ -229,7 +229,7 @@ def test_interrupting_a_pause_saves_all_and_goes_on_later(tmp_path: Path) -> Non
         assert steps_of(again, name)[:1] == [3] or not steps_of(again, name)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(["successive_halving", "hyperband", "median"]),
     pauses=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 4)), max_size=4),
@@ -256,7 +256,7 @@ def test_pauses_change_no_decision_and_no_step(
         assert steps_of(bench, name) == steps_of(undisturbed, name)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     modes=st.lists(
         st.tuples(st.integers(1, 5), st.sampled_from(["running", "paused", "stopping"])), max_size=8

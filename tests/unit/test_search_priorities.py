@@ -130,7 +130,7 @@ def test_one_that_is_let_past_its_rung_takes_the_place_of_one_that_is_too(tmp_pa
     assert bench.of(JobParked)[-1] == JobParked("trial-0003", 2, DISPLACED)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     added=st.lists(st.tuples(st.integers(0, 20), st.integers(-1, 3)), max_size=6),
     parallel=st.integers(1, 3),

@@ -205,7 +205,7 @@ def test_a_free_place_is_filled_at_the_next_iteration() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_random_search_gives_the_same_result_however_many_train_at_once(parallel: int, most: int) -> None:
     alone = Bench(replace(Bench().search, parallel=1))
     together = Bench(replace(Bench().search, parallel=parallel), Engine(most=most))

@@ -226,7 +226,7 @@ def test_a_member_that_cannot_be_composed_does_not_hold_up_its_cohort(tmp_path: 
     assert Counter(state.name for state, _ in states(bench)) == {"COMPLETE": 1, "FAIL": 1, "PRUNED": 2}
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(KINDS),
     trials=st.integers(1, 14),
@@ -274,7 +274,7 @@ def test_a_search_always_ends(
 # ---- killed ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(["successive_halving", "hyperband", "median", "patience"]),
     lives=st.lists(st.integers(1, 7), min_size=1, max_size=12),

@@ -120,7 +120,7 @@ DOMAINS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), domains=st.lists(DOMAINS, min_size=1, max_size=3))
 def test_whatever_is_enqueued_and_added_each_point_is_drawn_once(
     data: st.DataObject, domains: list[Any]

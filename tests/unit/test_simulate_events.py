@@ -78,7 +78,7 @@ def test_noops_let_the_list_go_on() -> None:
     assert (metrics.microbatches, metrics.noops) == (2, 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.integers(1, 4),

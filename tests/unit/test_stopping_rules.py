@@ -168,7 +168,7 @@ def test_maximising_keeps_the_highest() -> None:
     assert actions(made, (0, 1), 4, table({0: {4: 1.0}, 1: {4: 2.0}}, 2)) == {0: "stop", 1: "go"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_decisions_of_cohorts_do_not_depend_on_the_order_of_arrival(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(["successive_halving", "hyperband", "median"]))
@@ -183,7 +183,7 @@ def test_decisions_of_cohorts_do_not_depend_on_the_order_of_arrival(data: st.Dat
     assert results[0] == results[1]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_where_no_more_are_drawn_nobody_waits_for_numbers_in_between(data: st.DataObject) -> None:
     """Trials of higher priority are drawn before those that wait with lower numbers."""

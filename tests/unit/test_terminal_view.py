@@ -329,7 +329,7 @@ class Played:
         self.stage.board.judge(Verdict(name, "finished" if step == self.steps else "pruned", 1.0, ""))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(trials=st.integers(1, 12), parallel=st.integers(1, 5), steps=st.integers(6, 40))
 def test_time_left_is_exact_at_a_constant_pace_where_all_come_to_their_ends(
     trials: int, parallel: int, steps: int
@@ -341,7 +341,7 @@ def test_time_left_is_exact_at_a_constant_pace_where_all_come_to_their_ends(
     assert [left for _, left in told] == pytest.approx([truth for truth, _ in told], abs=1e-6)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from([5, 10, 20, 40]), min_size=12, max_size=40), st.integers(1, 6))
 def test_time_left_is_no_more_than_if_nobody_were_pruned(lengths: list[int], parallel: int) -> None:
     """It may rise: a trial that comes further than all before it tells that the others may, too."""

@@ -270,7 +270,7 @@ deaths = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @example([2.0] * 12 + [1.0] + [2.0] * 47, 5, [(25, {20}, 0, False)])  # its best lies before the checkpoint
 @given(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=1, max_size=60), st.integers(1, 30), deaths)
 def test_killed_at_any_moment_every_point_is_written_once(

@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, *, replicas: int = 2, jobs: int = 4) -> Case:
     return Case(every, stages, capacity, tile, items)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(cases())
 def test_every_schedule_passes(case: Case) -> None:
     assert case.faults(case.items) == []
@@ -270,7 +270,7 @@ FAULTS: dict[str, Callable[[Case, st.DataObject], Planted]] = {
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_every_planted_fault_is_found(name: str, data: st.DataObject) -> None:
     case = data.draw(cases(replicas=1 if name in ("a step too early", "no no-op") else 2))
@@ -358,7 +358,7 @@ def test_merging_counts_padding() -> None:
     assert target.fill == 16
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cases(replicas=1))
 def test_merging_never_adds_microbatches(case: Case) -> None:
     names = list(dict.fromkeys(batch.job for batch in case.batches))

@@ -77,7 +77,7 @@ def test_masks_of_seeds_modules_steps_samples_draws_and_positions_differ():
     assert torch.equal(base, dropout_mask(2**32 + 1, 2, _counters(20, draw=row * 0 + 4096), 64, 0.5))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(order=st.permutations(range(30)), features=st.integers(1, 40))
 def test_the_mask_follows_its_row_whatever_the_order(order, features):
     counters = _counters(30)

@@ -102,14 +102,14 @@ def _check_routing(make_layer, backend, ranks, drawn, dropout, seed):
     layer.assert_close(layer.run(backend))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**_ROUTINGS)
 @pytest.mark.parametrize("backend", ["reference", "grouped"])
 def test_random_routings(make_layer, backend, **drawn):
     _check_routing(make_layer, backend, **drawn)
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(**_ROUTINGS)
 def test_random_routings_by_tiles(make_layer, **drawn):
     if not available(torch.device("cpu")):
