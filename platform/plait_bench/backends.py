@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 
+from plait.core.figures import Figure
 from plait.core.jobs import JobSpec
-from plait_bench.figures import Figure
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide
-from plait_bench.progress import part
 
 COMPARED = ("reference", "grouped")  # the slower one first: ratios are over it
 

@@ -15,13 +15,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from plait.core.figures import Figure
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample
 from plait.models import BaseModel, MicrobatchContext
-from plait_bench.figures import Figure
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide
-from plait_bench.progress import part
 from plait_kernels import labelled_cross_entropy
 
 CAPACITIES = (128, 256, 512, 1024, 2048, 4096)

@@ -11,11 +11,12 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide, load_joint_side
-from plait_bench.progress import part
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Options:
             raise ConfigError(f"bench.options.steps={self.steps}", "It must be at least 1.")
 
 
+@BENCHMARKS.register("dropout_cost")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Step ``jobs`` twice, without and with dropout, in turns.
 

@@ -37,7 +37,7 @@ from plait.models import BaseModel, inspect_model, load_model
 from plait.planner.packing import pack
 from plait.search.engine import check_engine, open_data
 from plait.utils.paths import cache_dir
-from plait_bench.progress import part
+from plait.utils.progress import part
 
 
 @dataclass(slots=True, eq=False)

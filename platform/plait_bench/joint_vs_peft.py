@@ -16,19 +16,20 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device
 from plait.models import load_model, load_tokeniser
 from plait.models.load import transformers_model
+from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
+from plait.utils.progress import part
 from plait_bench.backends import backend_figures, time_backends
 from plait_bench.capacity import CAPACITIES, capacity_figures, measure_capacities
-from plait_bench.figures import Figure, Report
 from plait_bench.joint_side import JointRun, JointSide, load_joint_side
 from plait_bench.memory import Footprint
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
-from plait_bench.progress import part
 from plait_bench.time_shares import share_figures, time_shares
 
 GIB = 2**30
@@ -65,6 +66,7 @@ class Race:
     described: str
 
 
+@BENCHMARKS.register("joint_vs_peft")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Train ``jobs`` on both sides and compare.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -18,7 +19,7 @@ from plait.planner.deployment import DeployOptions, deploy
 from plait.planner.dispatch import dispatch, length_based, spread
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.lobra_workload import (
     Assumption,
     Rows,
@@ -69,6 +70,7 @@ class Options:
                 )
 
 
+@BENCHMARKS.register("lobra/ablation")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Device-seconds saved by each step, for each assumption about lengths and fixed boundaries.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.config.fields import build
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
@@ -15,7 +16,7 @@ from plait.planner.deployment_change import best_equal_replicas
 from plait.planner.dispatch import dispatch
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.lobra_workload import (
     Assumption,
     Rows,
@@ -46,6 +47,7 @@ class Options:
     deployment: Rows
 
 
+@BENCHMARKS.register("lobra/deploy")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """The published deployment's seconds over the best one's, for each assumption about lengths.
 

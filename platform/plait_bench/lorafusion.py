@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
@@ -23,7 +24,7 @@ from plait.simulate.report import Metrics, imbalance_floor, measure
 from plait.simulate.systems import Machine, lorapp, one_after_another, plan_schedule, planned_pipeline
 from plait.simulate.timeline import chrome_trace
 from plait.simulate.traces import Trace, global_batches
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.lorafusion_workload import (
     Alternative,
     Lengths,
@@ -37,6 +38,7 @@ WHOLE = "whole microbatches merged"
 IN_ORDER = "its microbatches in 1F1B order, as LoRAFusion ran it"
 
 
+@BENCHMARKS.register("lorafusion/bubble_ratio")
 def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Idle shares of 1F1B, mLoRA, LoRAFusion with one to all adapters, and Plait, on one trace.
 
@@ -145,6 +147,7 @@ def _idle(name: str, pipeline: Pipeline, *, note: str = "") -> Figure:
     return Figure(name, 100 * parts.total, "%", "simulated", note="; ".join(filter(None, (note, causes))))
 
 
+@BENCHMARKS.register("lorafusion/packing_gain")
 def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Throughput that merging and the two-stage packer add, and how often the packer beats greedy.
 
@@ -233,6 +236,7 @@ def _groups(trace: Trace, asked: Options) -> tuple[tuple[str, ...], ...]:
     return group_jobs(loads, stages=asked.stages, capacity=asked.capacity)
 
 
+@BENCHMARKS.register("lorafusion/scheduler_time")
 def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Seconds that planning takes here, by number of samples, packing over a pool of processes.
 

@@ -11,14 +11,15 @@ from transformers import LlamaConfig
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, How, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
 from plait.cost.memory_probe import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.models import BaseModel, load_model
+from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
-from plait_bench.figures import Figure, How, Report
 from plait_kernels.loss import CHUNK_LOGITS
 
 SOURCE = "mLoRA §4.2, figure 8a"
@@ -68,6 +69,7 @@ def _config(name: str, sizes: Mapping[str, Any]) -> LlamaConfig:
         raise ConfigError(f"{path}: {error}", "They must be sizes of a Llama.") from error
 
 
+@BENCHMARKS.register("mlora/memory_model")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Mean absolute error of peak − static on held-out ragged microbatches, in percent.
 

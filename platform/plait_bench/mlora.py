@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from plait.config.fields import build
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.simulate.formulas import gpipe, lorapp_split, simulated_gpipe, simulated_lorapp
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 
 SOURCE = "mLoRA §3.2.2"
 
@@ -32,6 +33,7 @@ class Options:
     shown: tuple[tuple[int, int, int], ...] = ()
 
 
+@BENCHMARKS.register("mlora/bubble_ratio")
 def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """How many of the formulas' cases the simulator meets exactly, and some of them.
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plait.config.fields import build
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
+from plait.utils.benchmarks import BENCHMARKS
 from plait_bench import lorafusion, planning_time
-from plait_bench.figures import Figure, Report
 from plait_bench.lorafusion_workload import read_options
 
 
@@ -29,6 +30,7 @@ class Options:
     packing_published: float
 
 
+@BENCHMARKS.register("planner")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """The figures of the benchmarks of deployment and packing, and milliseconds of packing by sample.
 

@@ -10,6 +10,7 @@ from time import perf_counter, sleep
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -20,7 +21,7 @@ from plait.planner.dispatch import dispatch, spread
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
 from plait.planner.solver import Limits
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.lobra_workload import (
     Assumption,
     Rows,
@@ -70,6 +71,7 @@ class Options:
             raise ConfigError(f"bench.options.step_seconds={self.step_seconds}", "It must lie in 0 to 60.")
 
 
+@BENCHMARKS.register("lobra/planning_time")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Planning seconds beside the published ones, with each plan's distance to its proved bound.
 

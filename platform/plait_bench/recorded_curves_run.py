@@ -15,6 +15,7 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.messages import (
     Command,
@@ -32,9 +33,9 @@ from plait.engine.coordinator import Coordinator
 from plait.engine.ledger import Worker
 from plait.engine.live import AT_RUNG
 from plait.tracking.facts import git_state, hardware
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide, load_joint_side
-from plait_bench.progress import part
 from plait_bench.recorded_curves import Curve, Point, RecordedCurves, write_curves
 from plait_bench.replay_study import parameters_apart
 from plait_bench.search_vs_sequential_joint import JointSearch, search_together
@@ -60,6 +61,7 @@ class Options:
     processor_time: bool = False
 
 
+@BENCHMARKS.register("record_curves")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
 

@@ -10,10 +10,11 @@ from statistics import quantiles
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait_bench.figures import Figure, Report
-from plait_bench.progress import part
+from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.recorded_curves import RecordedCurves, read_curves
 from plait_bench.replay import Replay, replay
 
@@ -60,6 +61,7 @@ class Outcome:
     replay: Replay
 
 
+@BENCHMARKS.register("replay/stopping")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Search the recorded curves by every rule in many orders; ``jobs`` are not used.
 

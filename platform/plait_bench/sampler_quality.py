@@ -15,6 +15,7 @@ from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Whole
@@ -22,8 +23,8 @@ from plait.search.identity import identify
 from plait.search.storage import in_memory, quiet
 from plait.search.study import StudyTrials
 from plait.search.trials import Outcome, Trial
-from plait_bench.figures import Figure, Report
-from plait_bench.progress import part
+from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.sampler_quality_tables import Cell, LossTable, read_tables
 
 RATE, RANK = "train.lr", "adapter.rank"
@@ -64,6 +65,7 @@ class Options:
             raise ConfigError("bench.options.samplers={}", "There must be at least one sampler.")
 
 
+@BENCHMARKS.register("replay/samplers")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Search every model's table with every sampler; ``jobs`` are not used.
 

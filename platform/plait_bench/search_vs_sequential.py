@@ -22,6 +22,7 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError, StorageError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.engine.devices import choose_device
@@ -30,12 +31,12 @@ from plait.models.load import transformers_model
 from plait.search.objective import check_measured
 from plait.search.rungs import rung_steps
 from plait.tracking.facts import git_state
+from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
-from plait_bench.figures import Figure, Report
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide, load_joint_side
 from plait_bench.peft_baseline import PeftBaseline
-from plait_bench.progress import part
 from plait_bench.search_vs_sequential_joint import search_together
 from plait_bench.search_vs_sequential_result import Comparison, SeedResult, check_agreement, compare
 from plait_bench.sequential_search import SequentialSearch
@@ -68,6 +69,7 @@ class Options:
                 raise ConfigError(f"bench.options.{key}={getattr(self, key)}", "It must be at least 1.")
 
 
+@BENCHMARKS.register("search_vs_sequential")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Search ``jobs`` on both sides, with one seed after another.
 

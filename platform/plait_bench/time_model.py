@@ -10,10 +10,11 @@ import numpy as np
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.tables import fit_by_degree, read_layer_times, relative_errors
-from plait_bench.figures import Figure, Report
+from plait.utils.benchmarks import BENCHMARKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Options:
     held_out: tuple[int, ...]
 
 
+@BENCHMARKS.register("lobra/time_model")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Mean relative error on the held-out rows, by tensor-parallel degree and over all.
 

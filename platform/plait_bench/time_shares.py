@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from torch.profiler import ProfilerActivity, profile
 
+from plait.core.figures import Figure
 from plait.core.jobs import JobSpec
-from plait_bench.figures import Figure
+from plait.utils.progress import part
 from plait_bench.joint_side import JointSide
-from plait_bench.progress import part
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 SHOWN = 5  # operations named beside the products

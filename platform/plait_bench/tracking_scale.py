@@ -17,16 +17,17 @@ import psutil
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, StorageError, choices
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.store import Store
+from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.durations import duration
 from plait.utils.paths import search_folder
-from plait_bench.figures import Figure, Report
+from plait.utils.progress import part
 from plait_bench.joint_side import load_joint_side
-from plait_bench.progress import part
 from plait_bench.tracking_calls import Script, Teller
 
 STORES = ("sqlite", "server")
@@ -98,6 +99,7 @@ class Cost:
         )
 
 
+@BENCHMARKS.register("tracking_scale")
 def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Tell the tracker of every step, wait until the store has it all, and check that it has.
 

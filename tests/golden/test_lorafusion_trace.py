@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from plait.core.figures import Report
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
-from plait_bench.figures import Report
 from plait_bench.lorafusion import bubble_ratio
 from plait_bench.lorafusion_workload import Options, read_options
 

@@ -9,10 +9,10 @@ import pytest
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.utils.progress import shown
 from plait_bench import dropout_cost, joint_vs_peft
 from plait_bench.backends import time_backends
 from plait_bench.joint_side import load_joint_side
-from plait_bench.progress import shown
 from plait_kernels.backends import BACKENDS
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=0)

@@ -1,7 +1,9 @@
-"""Named searches and benchmarks: each file of sweeps/ composes, and a function is found and shown."""
+"""Named searches and benchmarks: each file of sweeps/ composes, its benchmark is registered and shown."""
 
 import re
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +11,50 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-from plait.cli.bench import listing, named_sweeps
-from plait.cli.benching import Published, beside_published, find_benchmark
+from plait.cli import bench
+from plait.cli.bench import (
+    Published,
+    beside_published,
+    figure_table,
+    find_benchmark,
+    listing,
+    named_sweeps,
+)
 from plait.cli.main import main
 from plait.config.build import plain, settings_of
 from plait.config.fields import build
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
+from plait.utils.benchmarks import BENCHMARKS, GROUP
 from plait.utils.paths import conf_dir, sweeps_dir
-from plait_bench import figures
-from plait_bench.figures import Figure, Report
+from plait.utils.registry import Registry
 
 NAMES = [named.name for named in named_sweeps(sweeps_dir())]
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+@pytest.fixture(scope="module")
+def registered() -> None:
+    """What the entry points of this checkout register, whether or not it was installed since they changed."""
+    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    for module in project["entry-points"][GROUP].values():
+        import_module(module)
+
+
+@pytest.fixture
+def added() -> Iterator[str]:
+    """The name of a benchmark that comes from no package."""
+    BENCHMARKS.add("ranks", ranks)
+    yield "ranks"
+    BENCHMARKS.remove("ranks")
+
+
+def ranks(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    figures = tuple(Figure(job.name, job.adapter.rank, "rank", "computed") for job in jobs)
+    return Report(f"{settings.model.kind} {options['word']}", figures)
 
 
 def composed(name: str) -> dict[str, Any]:
@@ -34,6 +66,7 @@ def composed(name: str) -> dict[str, Any]:
     return plain(config)
 
 
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_composes_and_says_what_it_is_for(name: str) -> None:
     config = composed(name)
@@ -60,7 +93,7 @@ def test_the_list_shows_mode_and_description(capsys: pytest.CaptureFixture[str])
 def test_a_claimed_tolerance_is_shown_with_whether_it_holds() -> None:
     def cells(ours: float, tolerance: float | None) -> list[str]:
         report = Report("r", (Figure("x", ours, "%", "simulated", 20.0, "paper", tolerance),))
-        return [str(cell) for column in report.table().columns for cell in column.cells]
+        return [str(cell) for column in figure_table(report).columns for cell in column.cells]
 
     assert "10: within" in cells(29.0, 10.0)
     assert "10: outside" in cells(31.0, 10.0)
@@ -77,21 +110,18 @@ def test_files_that_say_too_little(tmp_path: Path) -> None:
         named_sweeps(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        None,
-        3,
-        "os.system",
-        "plait.cli.main.main",
-        "plait_bench.nothing.run",
-        "plait_bench.figures.nothing",
-        "plait_bench.figures.__doc__",
-    ],
-)
-def test_only_functions_under_plait_bench_are_run(path: object) -> None:
-    with pytest.raises(ConfigError, match=r"bench\.run"):
-        find_benchmark(path, "bench")
+@pytest.mark.parametrize("name", [None, 3, "os.system", "rank"])
+def test_only_a_registered_benchmark_is_run(name: object, added: str) -> None:
+    with pytest.raises(ConfigError, match=r"bench\.run") as error:
+        find_benchmark(name, "bench")
+    if name == "rank":
+        assert f"Did you mean {added}?" in str(error.value)
+
+
+def test_a_package_installed_without_its_entry_points_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "BENCHMARKS", Registry("benchmark", key="bench.run"))
+    with pytest.raises(ConfigError, match="make install"):
+        find_benchmark("joint_vs_peft", "bench")
 
 
 def test_published_figures_stand_beside_ours() -> None:
@@ -104,19 +134,13 @@ def test_published_figures_stand_beside_ours() -> None:
     assert unmatched == ["size"]
 
 
-def counted(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    ranks = tuple(Figure(job.name, job.adapter.rank, "rank", "computed") for job in jobs)
-    return Report(f"{settings.model.kind} {options['word']}", ranks)
-
-
 def test_a_benchmark_gets_settings_jobs_and_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], added: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(figures, "counted", counted, raising=False)
     arguments = [
         "mode=bench",
-        "bench.run=plait_bench.figures.counted",
+        f"bench.run={added}",
         "+bench.options.word=hello",
         "model=tiny",
     ]
@@ -134,13 +158,12 @@ def test_a_benchmark_gets_settings_jobs_and_options(
 
 
 def test_a_published_figure_that_nothing_matches_is_told_after_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], added: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(figures, "counted", counted, raising=False)
     arguments = [
         "mode=bench",
-        "bench.run=plait_bench.figures.counted",
+        f"bench.run={added}",
         "+bench.options.word=hello",
         "adapter.rank=3,5",
     ]

@@ -1,22 +1,9 @@
 """The rules that keep the tree readable: where packages are, who imports whom, how long things get."""
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ("platform", "kernels", "dashboards")
-PACKAGES = (
-    "platform/plait",
-    "platform/plait_bench",
-    "platform/hydra_plugins",
-    "kernels/plait_kernels",
-    "dashboards/plait_dashboards",
-)
-LONGEST_FUNCTION = 60  # lines; about 40 is the aim
-LONGEST_MODULE = 450  # lines; about 300 is the aim
+from count_code import ROOT, circles, import_graph, long_functions, long_modules, read_modules
 
 # Inside plait: a package may import those of lower floors, and no other of its own.
 FLOORS = (
@@ -41,8 +28,17 @@ UPWARD = {
     ("platform/plait/search/launch.py", "terminal"),
     ("platform/plait/search/recorder.py", "terminal"),
     ("platform/plait/search/standing.py", "terminal"),
-    ("platform/plait/cli/benching.py", "plait_bench"),
 }
+CIRCLES = [  # still to be mended; nothing is added here
+    ("plait.cli.app", "plait.cli.training"),
+    (
+        "plait_kernels.backends",
+        "plait_kernels.linear",
+        "plait_kernels.synthetic",
+        "plait_kernels.triton_backend",
+        "plait_kernels.tuning",
+    ),
+]
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
     "optuna": ("platform/plait/search/",),
@@ -72,13 +68,8 @@ TORCH_ALLOWED = (
 )
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
-
-
-MODULES = dict(modules())
+CODE = read_modules()
+MODULES = {module.path.relative_to(ROOT).as_posix(): module.tree for module in CODE.values()}
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -144,6 +135,17 @@ def test_imports_point_down_inside_plait() -> None:
     assert wrong == []
 
 
+def test_benchmarks_import_nothing_of_the_command_line() -> None:
+    above = {"plait.cli", "plait.terminal"}
+    strays = [
+        path
+        for path, tree in MODULES.items()
+        if path.startswith("platform/plait_bench/")
+        and above & {".".join(name.split(".")[:2]) for name in imports(tree)}
+    ]
+    assert strays == []
+
+
 def test_every_module_of_plait_has_a_floor() -> None:
     unknown = {
         path
@@ -177,19 +179,10 @@ def test_planner_and_simulator_import_no_torch() -> None:
 
 
 def test_functions_and_modules_stay_short() -> None:
-    long = []
-    for path, tree in MODULES.items():
-        lines = (ROOT / path).read_text(encoding="utf-8").count("\n")
-        if lines > LONGEST_MODULE:
-            long.append(f"{path}: {lines} lines")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno:
-                length = node.end_lineno - node.lineno + 1
-                if length > LONGEST_FUNCTION and not is_kernel(node):
-                    long.append(f"{path}:{node.lineno} {node.name}: {length} lines")
-    assert long == []
+    assert long_functions(CODE.values()) == []
+    assert long_modules(CODE.values()) == []
 
 
-def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """A Triton kernel cannot be cut into pieces without cost in clarity."""
-    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+def test_no_modules_import_each_other() -> None:
+    rings = circles(import_graph(CODE))
+    assert [ring for ring in rings if not any(set(ring) <= set(known) for known in CIRCLES)] == []

@@ -1,22 +1,34 @@
-"""`plait bench`: the named searches and benchmarks of sweeps/."""
+"""`plait bench`: the named searches and benchmarks of sweeps/, listed or run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
+from rich.console import Console
+from rich.table import Table
 
 from plait.cli.helps import HELP
+from plait.config.build import Config
+from plait.config.fields import build, unknown_key
 from plait.core.errors import EXIT_DONE, ConfigError, choices
+from plait.core.figures import Benchmark, Figure, Report
+from plait.search.command import SearchCommand
+from plait.utils.benchmarks import BENCHMARKS, GROUP
 from plait.utils.paths import sweeps_dir
+from plait.utils.progress import shown
 from plait.utils.spelling import did_you_mean
 
+LOG_WIDTH = 180  # columns where output is not a terminal
+HEADINGS = ("figure", "ours", "unit", "how", "published", "tolerance", "source", "note")
+ALWAYS = 4  # the first headings; the others only where some figure fills them
 FOOTER = (
-    "Times are rough, of two cores that do nothing else. train: a search; simulate: nothing is measured;",
-    "bench: measured or computed here, as each figure says. `plait bench NAME` runs one, with further",
-    "arguments as of `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
+    "Times are rough, on two otherwise idle cores. train: a search; simulate: nothing is measured;",
+    "bench: measured or computed here, as each figure says. `plait bench NAME` runs one, with the same",
+    "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
 )
 
 
@@ -89,3 +101,116 @@ def listing(entries: Sequence[Named]) -> str:
         for item in entries
     ]
     return "\n".join([*lines, "", *FOOTER])
+
+
+def run_benchmark(command: SearchCommand, composed: Config) -> int:
+    """Run the benchmark ``bench.run`` on the search's jobs and print its figures; the exit status.
+
+    Args:
+        command: the search whose jobs are used.
+        composed: the configuration, with ``bench.run`` and ``bench.options``.
+
+    Raises:
+        ConfigError: no such benchmark, or an unknown key of ``bench``.
+    """
+    from plait.search.draw import draw_jobs
+
+    section = composed["bench"]
+    for key in section:
+        if key not in ("run", "options"):
+            raise unknown_key(f"bench.{key}", ["bench.run", "bench.options"])
+    name = section.get("run")
+    benchmark = find_benchmark(name, str(composed["mode"]))
+    options = dict(section.get("options") or {})
+    with shown(name):
+        report = benchmark(command.settings, draw_jobs(command), options)
+    report, unmatched = beside_published(report, _published(composed))
+    console = Console()
+    # A table cut to 80 columns cannot be read in a log.
+    (console if console.is_terminal else Console(width=LOG_WIDTH)).print(figure_table(report))
+    if unmatched:
+        raise ConfigError(
+            f"published: {', '.join(unmatched)}",
+            "Each published figure must have the name of a figure of the benchmark.",
+            f"There are: {choices([figure.name for figure in report.figures])}.",
+        )
+    return EXIT_DONE
+
+
+def find_benchmark(name: Any, mode: str) -> Benchmark:
+    """The benchmark registered under a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"bench.run={name!r}",
+            f"mode={mode} needs the name of a benchmark.",
+            "Run a file of sweeps/: `plait bench` lists them.",
+        )
+    if not BENCHMARKS.names():
+        raise ConfigError(
+            f"bench.run={name}",
+            f"No benchmark is registered: the installed package has no entry points {GROUP}.",
+            "Install Plait again: `make install`, or `pip install --editable .`.",
+        )
+    return BENCHMARKS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A paper's figure, as ``published:`` in a file of sweeps/ gives it."""
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    tolerance: float | None = None
+
+
+def beside_published(report: Report, published: Sequence[Published]) -> tuple[Report, list[str]]:
+    """The report with each published figure beside ours of the same name and unit; names without one."""
+    given = {(item.name, item.unit): item for item in published}
+    figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
+    return replace(report, figures=figures), [item.name for item in given.values()]
+
+
+def _beside(figure: Figure, item: Published | None) -> Figure:
+    if item is None:
+        return figure
+    return replace(figure, published=item.value, source=item.source, tolerance=item.tolerance)
+
+
+def _published(composed: Config) -> list[Published]:
+    entries = composed.get("published") or []
+    return [build(Published, item, f"published[{index}]") for index, item in enumerate(entries)]
+
+
+def figure_table(report: Report) -> Table:
+    """The figures as a table for the terminal."""
+    table = Table(title=report.name, caption="\n".join(report.assumptions) or None)
+    rows = [_cells(figure) for figure in report.figures]
+    columns = [at for at in range(len(HEADINGS)) if at < ALWAYS or any(row[at] for row in rows)]
+    for at in columns:
+        table.add_column(HEADINGS[at], justify="right" if HEADINGS[at] in ("ours", "published") else "left")
+    for row in rows:
+        table.add_row(*(row[at] for at in columns))
+    return table
+
+
+def _cells(figure: Figure) -> Sequence[str]:
+    published = "" if figure.published is None else f"{figure.published:,.6g}"
+    tolerance = ""
+    if figure.within is not None:
+        tolerance = f"{figure.tolerance:,.6g}: {'within' if figure.within else 'outside'}"
+    return (
+        figure.name,
+        f"{figure.ours:,.6g}",
+        figure.unit,
+        figure.how,
+        published,
+        tolerance,
+        figure.source,
+        figure.note,
+    )

@@ -79,7 +79,7 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         from plait.terminal.console import SearchConsole
 
         return run_search(command, SearchConsole())
-    from plait.cli.benching import run_benchmark
+    from plait.cli.bench import run_benchmark
 
     return run_benchmark(command, composed)
 

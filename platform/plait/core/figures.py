@@ -1,16 +1,15 @@
-"""One benchmark figure beside the published one, and the table that shows them."""
+"""What a benchmark gives: figures, each beside the published one where there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rich.table import Table
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings
 
 How = Literal["measured", "simulated", "computed"]
-HEADINGS = ("figure", "ours", "unit", "how", "published", "may differ by", "source", "note")
-ALWAYS = 4  # the first headings; the others only where some figure fills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +53,6 @@ class Report:
     figures: tuple[Figure, ...]
     assumptions: tuple[str, ...] = ()
 
-    def table(self) -> Table:
-        """The figures as a table for the terminal."""
-        table = Table(title=self.name, caption="\n".join(self.assumptions) or None)
-        rows = [_cells(figure) for figure in self.figures]
-        shown = [at for at in range(len(HEADINGS)) if at < ALWAYS or any(row[at] for row in rows)]
-        for at in shown:
-            table.add_column(
-                HEADINGS[at], justify="right" if HEADINGS[at] in ("ours", "published") else "left"
-            )
-        for row in rows:
-            table.add_row(*(row[at] for at in shown))
-        return table
 
-
-def _cells(figure: Figure) -> Sequence[str]:
-    published = "" if figure.published is None else f"{figure.published:,.6g}"
-    differs = ""
-    if figure.within is not None:
-        differs = f"{figure.tolerance:,.6g}: {'within' if figure.within else 'outside'}"
-    return (
-        figure.name,
-        f"{figure.ours:,.6g}",
-        figure.unit,
-        figure.how,
-        published,
-        differs,
-        figure.source,
-        figure.note,
-    )
+# Takes the run's settings, the jobs of its search and ``bench.options``.
+Benchmark = Callable[[RunSettings, Sequence[JobSpec], Mapping[str, object]], Report]

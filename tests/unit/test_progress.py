@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from plait_bench import progress
-from plait_bench.progress import Progress, part, shown
+from plait.utils import progress
+from plait.utils.progress import Progress, part, shown
 
 
 def test_the_rest_is_told_from_the_second_piece_on(monkeypatch: pytest.MonkeyPatch) -> None:
