@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from plait.tracking.group_steps import GroupStepRow
+from plait.tracking.tables import GroupStepRow
 from plait_dashboards.style import BLUE, GREY, MARGIN, ORANGE, SCALE, figure, say
 from plait_dashboards.sweep import Floats, Sweep
 

@@ -18,13 +18,13 @@ from plait.core.settings import TrackingSettings
 from plait.search.stored import StudyObjective, read_study
 from plait.tracking import JobRecord, SearchResult, load_search, names
 from plait.tracking.check import storage_errors
-from plait.tracking.group_steps import (
+from plait.tracking.leaderboard import varying
+from plait.tracking.tables import (
     GROUP_STEPS_ARTIFACT,
     GROUP_STEPS_FILE,
     GroupStepRow,
     read_group_steps,
 )
-from plait.tracking.leaderboard import varying
 from plait.utils.paths import search_folder
 from plait_dashboards.sweep import Curve, Sweep
 

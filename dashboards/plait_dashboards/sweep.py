@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import JobRecord, names
-from plait.tracking.group_steps import GroupStepRow
 from plait.tracking.leaderboard import varying
+from plait.tracking.tables import GroupStepRow
 
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]

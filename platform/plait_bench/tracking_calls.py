@@ -21,8 +21,7 @@ from plait.core.messages import (
 )
 from plait.core.objectives import Verdict
 from plait.tracking import Tracker
-from plait.tracking.fits import FITS_ARTIFACT, Fits
-from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
+from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps
 
 TOKENS = 332  # of one step of one adapter: what its curves show, nothing depends on it
 EVALUATIONS = 10  # of one adapter

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 import plait.engine.worker
 import plait.search.engine
-import plait.search.journal
 import plait.search.study
 from plait.cli.main import main
+from plait.search.journal import Journal
 
 HOUR = 3600.0
 Trials = Callable[..., list[FrozenTrial]]
@@ -50,14 +50,14 @@ def test_a_search_is_the_same_while_the_clocks_jump(
         write_state(directory, *arguments)
 
     monkeypatch.setattr(plait.engine.worker, "write_state", noted)
-    away, write = iter(range(12)), plait.search.journal._write
+    away, append = iter(range(12)), Journal.append_logs
 
-    def sometimes(handle: int, content: bytes, offset: int) -> None:
+    def sometimes(journal: Journal, logs: Sequence[dict[str, Any]]) -> None:
         if next(away, 0) in (8, 9):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(handle, content, offset)
+        append(journal, logs)
 
-    monkeypatch.setattr(plait.search.journal, "_write", sometimes)
+    monkeypatch.setattr(Journal, "append_logs", sometimes)
 
     by_the_clock = ["engine.checkpoint_minutes=30", "engine.checkpoint_steps=null"]
     assert main(["sweep", *short, "adapter.rank=1,2", "search.sampler=grid", *by_the_clock]) == 0

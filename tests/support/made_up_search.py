@@ -19,7 +19,7 @@ from plait.core.objectives import Verdict
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import open_storage
 from plait.tracking import SearchFacts, Tracker
-from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
+from plait.tracking.tables import GROUP_STEPS_ARTIFACT, GroupSteps
 from plait.utils.paths import search_folder
 
 TOGETHER, CAPACITY = 16, 2048

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import Board, JobRecord
-from plait.tracking.group_steps import GroupStepRow
+from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
 from plait_dashboards.figures import all_figures

@@ -10,7 +10,7 @@ import pytest
 
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import JobRecord
-from plait.tracking.group_steps import GroupStepRow
+from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto
 from plait_dashboards.figures import all_figures

@@ -24,7 +24,7 @@ from plait.engine.packer import pack_step
 from plait.engine.peaks import ENOUGH, FIRST, PeakSampler
 from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TERMS, Predictions
 from plait.models.targets import LinearInfo
-from plait.tracking.fits import COLUMNS, MOST_ROWS, Fits
+from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, Fits
 
 CAPACITY, WEIGHTS = 64, 50_000
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
@@ -192,7 +192,7 @@ def test_fits_are_a_table(tmp_path: Path) -> None:
     with fits.path.open("a") as file:
         file.write('{"target": "by')
     table = json.loads(fits.artifact())
-    assert tuple(table["columns"]) == COLUMNS
+    assert tuple(table["columns"]) == FIT_COLUMNS
     row = dict(zip(table["columns"], table["data"][0], strict=True))
     assert json.loads(row["coefficients"]) == {"token": 0.5}
     assert (row["iteration"], row["mean_error"], row["ahead_error"]) == (9, 0.01, None)
@@ -213,7 +213,7 @@ def test_many_fits_are_written_as_the_table_grows_and_stay_few_on_the_page(tmp_p
         sizes.append(sent)
     assert sizes[1] < 2.5 * sizes[0]  # and not four times
     rows = json.loads(fits.artifact())["data"]
-    assert MOST_ROWS / 2 < len(rows) <= MOST_ROWS
+    assert MOST_FITS / 2 < len(rows) <= MOST_FITS
     assert [row[1] for row in rows] == sorted(row[1] for row in rows)
     assert rows[-1][1] == 2000
     assert not fits.behind

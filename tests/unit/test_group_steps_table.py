@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,9 +11,8 @@ import pytest
 
 from plait.core.errors import StorageError
 from plait.core.messages import GroupStep, ModelFitted
-from plait.tracking import line_table
-from plait.tracking.fits import Fits
-from plait.tracking.group_steps import COLUMNS, MOST_ROWS, GroupSteps, read_group_steps
+from plait.tracking import tables
+from plait.tracking.tables import GROUP_STEP_COLUMNS, MOST_GROUP_STEPS, Fits, GroupSteps, read_group_steps
 
 
 def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
@@ -61,17 +61,17 @@ def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_pa
             table.artifact()
     assert written < 30
     lines = table.path.read_text()
-    table.path.write_text(lines * (3 * MOST_ROWS // 199))
+    table.path.write_text(lines * (3 * MOST_GROUP_STEPS // 199))
     shown = json.loads(table.artifact())
-    assert tuple(shown["columns"]) == COLUMNS
-    assert MOST_ROWS / 2 < len(shown["data"]) <= MOST_ROWS
-    assert all(len(row) == len(COLUMNS) for row in shown["data"])
+    assert tuple(shown["columns"]) == GROUP_STEP_COLUMNS
+    assert MOST_GROUP_STEPS / 2 < len(shown["data"]) <= MOST_GROUP_STEPS
+    assert all(len(row) == len(GROUP_STEP_COLUMNS) for row in shown["data"])
 
 
 def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, rows = GroupSteps(tmp_path), 5 * MOST_ROWS + 1
+    table, rows = GroupSteps(tmp_path), 5 * MOST_GROUP_STEPS + 1
     table.add(step(1))
     table.path.write_bytes(table.path.read_bytes() * rows)
     parsed = 0
@@ -82,13 +82,13 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
         parsed += 1
         return loads(line)
 
-    monkeypatch.setattr(line_table.json, "loads", counting)
+    monkeypatch.setattr(tables.json, "loads", counting)
     again = GroupSteps(tmp_path)
     assert parsed <= 1
     text = again.artifact()
-    assert parsed <= MOST_ROWS + 1
+    assert parsed <= MOST_GROUP_STEPS + 1
     read_group_steps(table.path, 100)
-    assert parsed <= MOST_ROWS + 101
+    assert parsed <= MOST_GROUP_STEPS + 101
     shown = [row[0] for row in loads(text)["data"]]
     assert (len(shown), shown[-1]) == (rows // 6 + 1, rows)
     assert {after - before for before, after in pairwise(shown)} == {6}
@@ -96,21 +96,18 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
     assert read_group_steps(table.path)[-1].iteration == rows + 1
 
 
-@pytest.mark.parametrize("block", [4, 2**20])
-def test_what_a_killed_process_left_of_a_line_spoils_no_other_process_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
-    monkeypatch.setattr(line_table, "BLOCK", block)
+def test_what_a_killed_process_left_of_a_line_spoils_no_other_process_row(tmp_path: Path) -> None:
     steps, fits = GroupSteps(tmp_path), Fits(tmp_path)
     fitted = ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
-    for before in (0, 1):
-        for table in (steps, fits):
-            with table.path.open("a") as file:
-                file.write('{"torn": ')
-        steps.add(step(before + 1))
-        fits.add(fitted)
-        assert [row.iteration for row in read_group_steps(steps.path)] == list(range(1, before + 2))
-        assert len(json.loads(fits.artifact())["data"]) == before + 1
+    for before, (table, key) in itertools.product((0, 1), ((steps, "iteration"), (fits, "target"))):
+        with table.path.open("a") as file:
+            file.write(f'{{"{key}": ')
+        if table is steps:
+            steps.add(step(before + 1))
+            assert [row.iteration for row in read_group_steps(steps.path)] == list(range(1, before + 2))
+        else:
+            fits.add(fitted)
+            assert len(json.loads(fits.artifact())["data"]) == before + 1
 
 
 def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> None:
@@ -118,6 +115,11 @@ def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> Non
     (tmp_path / "group_steps.jsonl").write_text('{"iteration": 1}\n')
     with pytest.raises(StorageError, match=r"group_steps\.jsonl"):
         GroupSteps(tmp_path)
+    for text in ("my notes\n", "my notes"):  # the second is a table without a row, until one is added
+        (tmp_path / "fits.jsonl").write_text(text)
+        with pytest.raises(StorageError, match=r"fits\.jsonl"):
+            Fits(tmp_path).add(ModelFitted("seconds", 9, 8, (), 0.01, 0.02, None, 0.1))
+        assert (tmp_path / "fits.jsonl").read_text() == text
 
 
 def test_two_processes_add_to_one_table(tmp_path: Path) -> None:

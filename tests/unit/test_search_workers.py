@@ -21,8 +21,6 @@ from types import SimpleNamespace
 import optuna
 import pytest
 import sqlalchemy
-from hypothesis import given
-from hypothesis import strategies as st
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
@@ -463,38 +461,53 @@ def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
 # ---- the journal ------------------------------------------------------------------------------------------
 
 
-@given(whole=st.integers(0, 3), cut=st.integers(0, 40), data=st.binary(max_size=5))
-def test_a_line_that_a_kill_cut_short_is_as_if_it_had_never_been_written(
-    tmp_path_factory: pytest.TempPathFactory, whole: int, cut: int, data: bytes
-) -> None:
-    path = tmp_path_factory.mktemp("journal") / "optuna.journal"
-    journal = Journal(path)
-    for number in range(whole):
-        journal.append_logs([{"op": number}])
-    piece = json.dumps({"op": 99, "text": "x" * 30}).encode()[:cut] + data.replace(b"\n", b"")
-    with path.open("ab") as file:
-        file.write(piece)
-    again = Journal(path)
-    again.append_logs([{"op": "next"}, {"op": "more"}])
-    assert [log["op"] for log in Journal(path).read_logs(0)] == [*range(whole), "next", "more"]
+def op(number: int) -> dict[str, int]:
+    return {"op_code": number}
+
+
+def test_a_line_that_a_kill_cut_short_is_as_if_it_had_never_been_written(tmp_path: Path) -> None:
+    piece = json.dumps(op(99) | {"text": "x" * 30}, separators=(",", ":")).encode()
+    for whole, cut in itertools.product(range(3), range(len(piece) + 1)):
+        path = tmp_path / f"{whole}-{cut}.journal"
+        journal = Journal(path)
+        for number in range(whole):
+            journal.append_logs([op(number)])
+        with path.open("ab") as file:
+            file.write(piece[:cut])
+        Journal(path).append_logs([op(7), op(8)])
+        assert [log["op_code"] for log in Journal(path).read_logs(0)] == [*range(whole), 7, 8]
+
+
+@pytest.mark.parametrize("text", ["my notes", "my notes\n", "{\n"])
+def test_a_file_of_somebody_else_is_no_journal_and_stays_as_it_is(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        optuna.create_study(study_name="s", storage=open_storage(str(path), tmp_path))
+    assert path.read_text() == text
 
 
 def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "optuna.journal")
-    journal.append_logs([{"op": 1}])
+    journal.append_logs([op(1)])
     before = journal.path.read_bytes()
+    really = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, text: really(file, text[: len(text) // 2]))
+        with pytest.raises(OSError, match="No space"):
+            journal.append_logs([op(2)])
+    assert journal.path.read_bytes() == before
 
-    def part(handle: int, content: bytes, offset: int) -> None:
-        os.pwrite(handle, content[:3], offset)
-        raise OSError(28, "No space left on device")
+    def failing(_: int) -> None:
+        raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("plait.search.journal._write", part)
-        with pytest.raises(OSError, match="No space"):
-            journal.append_logs([{"op": 2}])
+        patch.setattr(os, "fsync", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            journal.append_logs([op(2)])
     assert journal.path.read_bytes() == before
-    journal.append_logs([{"op": 2}])
-    assert [log["op"] for log in journal.read_logs(0)] == [1, 2]
+    journal.append_logs([op(2)])
+    assert [log["op_code"] for log in journal.read_logs(0)] == [1, 2]
 
 
 # ---- patience ---------------------------------------------------------------------------------------------

@@ -62,9 +62,9 @@ from plait.search.trials import Trial
 from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
-from plait.tracking.group_steps import GroupSteps
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
 from plait.tracking.names import FINISHED, INTERRUPTED
+from plait.tracking.tables import GroupSteps
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 

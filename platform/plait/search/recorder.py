@@ -7,9 +7,7 @@ from plait.core.messages import Event, GroupStep, ModelFitted, Notice
 from plait.core.objectives import Verdict
 from plait.terminal.view import Terminal
 from plait.tracking import Tracker
-from plait.tracking.fits import FITS_ARTIFACT, Fits
-from plait.tracking.group_steps import GROUP_STEPS_ARTIFACT, GroupSteps
-from plait.tracking.line_table import LineTable
+from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps, LineTable
 
 
 class SearchRecorder:

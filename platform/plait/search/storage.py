@@ -88,6 +88,8 @@ def _journal(path: Path) -> BaseStorage:
     _make_folder(path.parent)
     try:
         return JournalStorage(Journal(path.absolute()))
+    except StorageError:
+        raise
     except (OSError, ValueError) as error:
         raise StorageError(
             f"search.storage: {path}",

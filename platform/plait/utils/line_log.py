@@ -1,0 +1,178 @@
+"""A crash-safe log of JSON lines: a line is whole or absent, and what was committed survives a loss of power.
+
+A crash can leave a part of a last line. Whoever locks the log next cuts it off, but only behind lines of the
+right kind: a file of another kind, say a user's text without a final newline, is refused and never changed.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from filelock import lock_descriptor, unlock_descriptor
+
+from plait.core.errors import StorageError
+from plait.utils.files import to_disk
+
+BLOCK = 1 << 20  # bytes read at once
+POLL_SECONDS = 0.001  # between two attempts at a lock that another process holds for one line
+
+
+class LineLog:
+    """One log file. Nothing is written before :meth:`lock`; closing it releases the lock.
+
+    Args:
+        path: in a folder that exists.
+        begins: what every line of this kind of log begins with.
+        make: make the file where it is missing.
+
+    Raises:
+        OSError: from every method, where the disk is full or fails. What was there stays.
+    """
+
+    def __init__(self, path: Path, begins: bytes, *, make: bool = True) -> None:
+        self.path = path
+        self._begins = begins
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | (os.O_CREAT if make else 0), 0o666)
+        self._end = 0
+        self._durable = 0
+        self._new = False
+
+    def lock(self, *, wait: bool = True) -> bool:
+        """Lock the file against other processes and cut off what a crash left of a line.
+
+        Args:
+            wait: for a process that holds the lock.
+
+        Returns:
+            whether the lock is held; False where another process has it, or has removed the file.
+
+        Raises:
+            StorageError: the file is not a log of this kind.
+        """
+        if not lock_descriptor(self._file, blocking=wait, poll_interval=POLL_SECONDS):
+            return False
+        status = os.fstat(self._file)
+        if status.st_nlink == 0:
+            return False
+        self._end = self._end_of_lines(status.st_size)
+        if self._end < status.st_size:
+            os.ftruncate(self._file, self._end)
+        self._new = self._end == 0
+        return True
+
+    @property
+    def end(self) -> int:
+        """Where the next line begins; known while the lock is held."""
+        return self._end
+
+    def append(self, lines: bytes) -> None:
+        """Add whole lines, all or none."""
+        try:
+            if os.write(self._file, lines) < len(lines):  # a full disk takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except BaseException:
+            os.ftruncate(self._file, self._end)
+            raise
+        self._end += len(lines)
+
+    def commit(self) -> None:
+        """Return when everything that was appended so far is on the disk."""
+        end = self._end
+        if end <= self._durable:
+            return
+        os.fsync(self._file)
+        if self._new:  # a file that its folder does not list is lost with all it holds
+            to_disk(self.path.parent)
+            self._new = False
+        self._durable = end
+
+    def cut(self, end: int) -> None:
+        """Drop all lines from the offset ``end`` on."""
+        os.ftruncate(self._file, end)
+        self._end = end
+
+    def lines(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+        """The whole lines between two offsets, each with its own; up to the end by default."""
+        left = b""
+        stop = os.fstat(self._file).st_size if stop is None else stop
+        while start + len(left) < stop:
+            at = start + len(left)
+            read = os.pread(self._file, min(BLOCK, stop - at), at)
+            if not read:
+                return
+            lines = (left + read).splitlines(keepends=True)
+            left = b"" if lines[-1].endswith(b"\n") else lines.pop()
+            for line in lines:
+                yield start, line
+                start += len(line)
+
+    def close(self) -> None:
+        """Release the lock and close the file."""
+        if self._file >= 0:
+            unlock_descriptor(self._file)  # though a forked process has the file open
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_of_lines(self, size: int) -> int:
+        """Where the last whole line ends. Lines are looked at only where the file does not end with it."""
+        if not self._begins.startswith(os.pread(self._file, len(self._begins), 0)):
+            raise other_kind(self.path, self._begins)
+        if size == 0 or os.pread(self._file, 1, size - 1) == b"\n":
+            return size
+        end = self._after_newline(size)
+        start = self._after_newline(end - 1)
+        if end and not self._is_line(os.pread(self._file, end - start, start)):
+            raise other_kind(self.path, self._begins)
+        return end
+
+    def _after_newline(self, end: int) -> int:
+        """The offset behind the last newline before ``end``; 0 where there is none."""
+        while end > 0:
+            start = max(0, end - BLOCK)
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+    def _is_line(self, line: bytes) -> bool:
+        try:
+            json.loads(line)
+        except ValueError:
+            return False
+        return line.startswith(self._begins)
+
+
+def check_kind(path: Path, begins: bytes) -> None:
+    """Raise where a file is no log of the kind whose lines begin so; only reads.
+
+    Raises:
+        StorageError: it is not.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not begins.startswith(file.read(len(begins))):
+            raise other_kind(path, begins)
+
+
+def other_kind(path: Path, begins: bytes) -> StorageError:
+    """What is said of a file that is not a log of the kind whose lines begin so."""
+    return StorageError(
+        f"{path} is a file of another kind",
+        f"Plait appends only to files of its own, whose lines begin with {begins.decode()}",
+        "Name another file, or move this one away.",
+    )
