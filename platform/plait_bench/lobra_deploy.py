@@ -11,8 +11,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
-from plait.planner.deployment import Deployment, DeployOptions, deploy
-from plait.planner.deployment_change import best_equal_replicas
+from plait.planner.deployment import Deployment, DeployOptions, best_equal_replicas, deploy
 from plait.planner.dispatch import dispatch
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits

@@ -13,17 +13,15 @@ from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import even_split
-from plait.cost.shapes import MicrobatchShape
+from plait.cost.replica import balanced_split, even_split
+from plait.cost.time import MicrobatchShape
 from plait.planner.grouping import JobLoad, group_jobs
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
 from plait.planner.schedule import turns
-from plait.planner.stages import balanced_split
 from plait.simulate.events import Pipeline
+from plait.simulate.forecast import Machine
 from plait.simulate.report import Metrics, imbalance_floor, measure
-from plait.simulate.systems import Machine, lorapp, one_after_another, plan_schedule, planned_pipeline
 from plait.simulate.timeline import chrome_trace
-from plait.simulate.traces import Trace, global_batches
 from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.lorafusion_workload import (
     Alternative,
@@ -32,6 +30,14 @@ from plait_bench.lorafusion_workload import (
     machine,
     read_options,
     read_profile,
+)
+from plait_bench.pipelines import (
+    Trace,
+    global_batches,
+    lorapp,
+    one_after_another,
+    plan_schedule,
+    planned_pipeline,
 )
 
 WHOLE = "whole microbatches merged"

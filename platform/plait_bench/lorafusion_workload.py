@@ -13,8 +13,8 @@ from plait.core.settings import RunSettings
 from plait.cost.lengths import Family, LengthGenerator
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.time import LayerTime, TimeModel
-from plait.simulate.systems import Machine
-from plait.simulate.traces import in_batches, mixed_lengths, read_trace
+from plait.simulate.forecast import Machine
+from plait_bench.pipelines import in_batches, mixed_lengths, read_trace
 
 TRACES = Path(__file__).parent / "traces"
 Lengths = dict[str, list[list[int]]]  # by adapter: the lengths of each global batch

@@ -16,7 +16,7 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
-from plait.cost.memory_probe import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
+from plait.cost.probes import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.models import BaseModel, load_model
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir

@@ -9,7 +9,7 @@ import pytest
 import plait.models
 from plait.cli.main import main
 from plait.cost.profiles import cluster_profile
-from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import MicrobatchShape
 from plait.utils.paths import conf_dir
 
 Short = tuple[str, ...]

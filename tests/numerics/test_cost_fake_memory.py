@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from plait.cost.fake_memory import observe_extrapolated, observe_whole
 from plait.cost.memory import MemoryModel
-from plait.cost.memory_probe import Probe, ProbeOptions, ProbeSegment, probe_grid
+from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, probe_grid
 from plait.cost.storage_counter import StorageCounter
 from plait_kernels.loss import CHUNK_LOGITS
 

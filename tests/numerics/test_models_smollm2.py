@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.cost.memory import MemoryModel
-from plait.cost.memory_probe import ProbeOptions, drawn_probe, observe_device, probe_grid
+from plait.cost.probes import ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.models import BaseModel, MicrobatchContext, load_model, load_tokeniser, transformers_model
 from plait.models.generate import Prompt, generate
 from plait.utils.paths import cache_dir

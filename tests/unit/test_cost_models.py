@@ -23,9 +23,8 @@ from plait.cost.memory import (
 )
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
-from plait.cost.shapes import EMPTY, MicrobatchShape
-from plait.cost.tables import fit_by_degree, read_layer_times, relative_errors
-from plait.cost.time import HeadTime, LayerTime, TimeModel, fit_head, fit_layer
+from plait.cost.time import EMPTY, HeadTime, LayerTime, MicrobatchShape, TimeModel, fit_head, fit_layer
+from plait_bench.time_model import fit_by_degree, read_layer_times, relative_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = ROOT.parent / "shared" / "data" / "published"

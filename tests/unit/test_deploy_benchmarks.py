@@ -12,8 +12,8 @@ import yaml
 
 from plait.core.errors import ConfigError, DataError, InputError
 from plait.core.settings import ClusterSettings, RunSettings
-from plait.cost.tables import fit_by_degree, read_layer_times
 from plait_bench import lobra_ablation, lobra_deploy, memory_model, planner, planning_time, time_model
+from plait_bench.time_model import fit_by_degree, read_layer_times
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import DeployOptions, deploy
-from plait.planner.deployment_bounds import relaxation_bound
-from plait.planner.deployment_branching import completed, search
-from plait.planner.deployment_patterns import PRECISIONS, Patterns, Ranges
-from plait.planner.deployment_pricing import Pricing
+from plait.planner.deployment import DeployOptions, completed, deploy, relaxation_bound, search
+from plait.planner.deployment_patterns import PRECISIONS, Patterns, Pricing, Ranges
 from plait.planner.dispatch_search import ReplicaKind
 
 

@@ -18,8 +18,7 @@ from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
 from plait.planner.buckets import dynamic_buckets, expected_counts, fixed_buckets
-from plait.planner.deployment import DeployOptions, deploy, propose
-from plait.planner.deployment_change import best_equal_replicas, weigh_change
+from plait.planner.deployment import DeployOptions, best_equal_replicas, deploy, propose, weigh_change
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
 from plait_bench.lobra_deploy import compare
 from plait_bench.lobra_workload import Assumption, Task, costs_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plait.core.plans import GlobalBatch
 from plait.engine.packer import pack_step
 from plait.planner.packing import pack
-from plait.planner.packing_bounds import bins_bound
+from plait.planner.subset_sums import bins_bound
 
 
 def batch(job: str, *lengths: int) -> GlobalBatch:

@@ -62,8 +62,7 @@ NO_TORCH = (
 )
 TORCH_ALLOWED = (
     "platform/plait/cost/fake_",
-    "platform/plait/cost/memory_probe",
-    "platform/plait/cost/time_probe",
+    "platform/plait/cost/probes",
     "platform/plait/cost/storage_counter",
 )
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from plait.cost.time import LayerTime, TimeModel
+from plait.simulate.forecast import Machine
 from plait.simulate.report import Metrics, measure
-from plait.simulate.systems import Machine, plan_schedule, planned_pipeline
-from plait.simulate.traces import Trace
+from plait_bench.pipelines import Trace, plan_schedule, planned_pipeline
 
 TIME = TimeModel(8, {1: LayerTime(fixed=1e-4, token=1e-6)}, {}, forward_share=0.3)
 CAPACITY = 4096

@@ -11,10 +11,9 @@ from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch
 from plait.planner import packing_exact
 from plait.planner.packing import first_fit_decreasing, padded
-from plait.planner.packing_bounds import bins_bound, combine, fill_bound, most_tokens, reachable_sums
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, packed_batches, solve_packing
-from plait.planner.packing_fill import least_fill
 from plait.planner.solver import Limit, Solution
+from plait.planner.subset_sums import bins_bound, combine, fill_bound, least_fill, most_tokens, reachable_sums
 
 Lengths = list[list[int]]
 

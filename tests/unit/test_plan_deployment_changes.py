@@ -2,7 +2,7 @@
 
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
-from plait.planning.deployments import Expected, deploy_before
+from plait.planning.described import Expected, deploy_before
 
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})
 SHAPES = ((1, 1, 2048), (2, 1, 4096), (8, 1, 16384))

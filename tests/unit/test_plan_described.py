@@ -19,14 +19,13 @@ from plait.core.settings import ClusterSettings, EngineSettings, RunSettings, Se
 from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import Configuration
-from plait.cost.shapes import MicrobatchShape
+from plait.cost.time import MicrobatchShape
 from plait.engine.catalogue import DataCatalogue
 from plait.models.targets import resolve_targets
 from plait.planning.described import RECOMPUTED, plan_described
-from plait.planning.fitting import fitting
-from plait.planning.model_memory import ModelMemory, inputs_read, llama_linears, weight_bytes
+from plait.planning.model_memory import ModelMemory, fitting, inputs_read, llama_linears, weight_bytes
 from plait.planning.outlook import Outlook
-from plait.planning.parallelism import configurations
+from plait.planning.profiling import configurations
 from plait.planning.workload import Workload
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch, Group, Plan, Replica
 from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.planner.dispatch_step import by_dispatch, by_load
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
-from plait.planner.shares import by_dispatch, by_load
 from plait.planner.verify import verify, violations
-from plait.simulate.planned import plan_pipelines, tensor_parallel
+from plait.simulate.forecast import plan_pipelines, tensor_parallel
 from plait.simulate.report import measure
 
 

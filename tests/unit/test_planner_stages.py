@@ -5,9 +5,8 @@ from itertools import product
 import pytest
 
 from plait.core.errors import ConfigError
-from plait.cost.shapes import MicrobatchShape
-from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.stages import balanced_split
+from plait.cost.replica import balanced_split
+from plait.cost.time import HeadTime, LayerTime, MicrobatchShape, TimeModel
 
 SHAPE = MicrobatchShape.of([64] * 4)
 

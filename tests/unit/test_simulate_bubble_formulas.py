@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from plait.simulate.formulas import gpipe, lorapp, lorapp_split, simulated_gpipe, simulated_lorapp
+from plait_bench.mlora import gpipe, lorapp, lorapp_split, simulated_gpipe, simulated_lorapp
 
 STAGES, JOBS, SPLITS = range(2, 9), range(1, 13), range(1, 9)
 

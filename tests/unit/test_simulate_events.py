@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.cost.shapes import MicrobatchShape
-from plait.cost.time import StageTime
-from plait.simulate.events import Pipeline, SimulationError, Work, simulate
-from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
-from plait.simulate.report import imbalance_floor, measure
-from plait.simulate.stage_bytes import most_held
-from plait.simulate.timeline import chrome_trace
-from plait.simulate.timeline_figure import timeline_figure
+from plait.cost.time import MicrobatchShape, StageTime
+from plait.simulate.events import (
+    BackwardFirst,
+    GPipe,
+    OneFOneB,
+    Order,
+    Pipeline,
+    SimulationError,
+    Work,
+    simulate,
+)
+from plait.simulate.report import imbalance_floor, measure, most_held
+from plait.simulate.timeline import chrome_trace, timeline_figure
 
 
 def work(job: str, step: int, tokens: int = 1) -> Work:

@@ -11,7 +11,7 @@ from plait.core.plans import GlobalBatch, Microbatch, Plan, Replica
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.verify import violations
 from plait.simulate.forecast import PlanOptions, forecast
-from plait.simulate.traces import global_batches
+from plait_bench.pipelines import global_batches
 
 TIME = TimeModel(12, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
 

@@ -9,11 +9,9 @@ import pytest
 from plait.core.plans import Microbatch, Plan, Replica
 from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Phase, StaticBytes
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.simulate.forecast import PlanOptions, forecast, make_plan
-from plait.simulate.planned import plan_pipelines
-from plait.simulate.report import measure
-from plait.simulate.stage_bytes import RunMemory
-from plait.simulate.traces import global_batches
+from plait.simulate.forecast import PlanOptions, forecast, make_plan, plan_pipelines
+from plait.simulate.report import RunMemory, measure
+from plait_bench.pipelines import global_batches
 
 TIME = TimeModel(8, {1: LayerTime(1e-3, 1e-6), 2: LayerTime(1e-3, 6e-7)}, {1: HeadTime(0.0, 4e-6)})
 MODEL = MemoryModel(

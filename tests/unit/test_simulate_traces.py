@@ -7,7 +7,7 @@ import pytest
 
 from plait.core.errors import DataError
 from plait.cost.lengths import LengthGenerator
-from plait.simulate.traces import global_batches, in_batches, mixed_lengths, read_trace
+from plait_bench.pipelines import global_batches, in_batches, mixed_lengths, read_trace
 
 
 def test_a_mixture_repeats_and_differs_by_job() -> None:

@@ -10,9 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from plait.core.plans import GlobalBatch, Microbatch, OptimiserStep, Segment
-from plait.planner.merge import Draft, Piece, merge
 from plait.planner.packing_exact import GREEDY, packed_batches
-from plait.planner.schedule import ScheduleItem, Turn, build_schedule, turns
+from plait.planner.schedule import Draft, Piece, ScheduleItem, Turn, build_schedule, merge, turns
 from plait.planner.verify import ScheduleError, verify, violations
 
 TILES = (1, 8)

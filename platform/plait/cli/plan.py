@@ -27,8 +27,7 @@ from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
 from plait.search.engine import check_engine, free_memory, open_data, stored_profile
 from plait.simulate.forecast import Forecast
-from plait.simulate.timeline import chrome_trace
-from plait.simulate.timeline_figure import timeline_figure
+from plait.simulate.timeline import chrome_trace, timeline_figure
 
 if TYPE_CHECKING:
     from plait.models import ModelShape

@@ -5,16 +5,120 @@ Two and three layers are measured over meta tensors and extrapolated: every laye
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, cast
 
-from transformers import LlamaConfig
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from plait.cost.fake_model import fake_context, fake_model
+from plait.core.errors import ModelError
 from plait.cost.memory import MemoryObservation
-from plait.cost.memory_probe import Probe, ProbeOptions, observe
-from plait.models import BaseModel, MicrobatchContext
-from plait_kernels import Routing
+from plait.cost.probes import Probe, ProbeOptions, observe
+from plait.models import BaseModel, Identity, MicrobatchContext
+from plait.models.context import Rotation
+from plait.models.fuse import RotaryAttention
+from plait.models.packing import AttentionLayout, HeadIndex
+from plait_kernels import Routing, Site
+
+_NARROW = 8  # head size of the twin
+_INDEX_FIELDS = ("gather", "scatter", "gather_out", "scatter_out", "padding")
+
+
+def fake_model(config: LlamaConfig, *, layers: int, dtype: torch.dtype) -> BaseModel:
+    """The blocks of a model of ``config``'s sizes with ``layers`` layers, on the meta device.
+
+    Raises:
+        ModelError: a family whose attention does not become the engine's own.
+    """
+    wide = copy.deepcopy(config)
+    wide.num_hidden_layers = layers
+    narrow = copy.deepcopy(wide)
+    narrow.head_dim, narrow.hidden_size = _NARROW, _NARROW * config.num_attention_heads
+    narrow.intermediate_size, narrow.vocab_size = 2 * _NARROW, 64
+    narrow.pad_token_id = narrow.bos_token_id = narrow.eos_token_id = None
+    loader = cast(Any, AutoModelForCausalLM)
+    with torch.random.fork_rng(devices=[]):
+        twin = loader.from_config(narrow).float().eval()
+        base = BaseModel(twin, cast(Any, None), Identity("fake", "fake"), config.max_position_embeddings)
+    with torch.device("meta"):
+        true = loader.from_config(wide).to(dtype)
+    _widen(base, twin, true, dtype)
+    return base
+
+
+def fake_context(
+    config: LlamaConfig,
+    lengths: tuple[int, ...],
+    routing: Routing,
+    *,
+    checkpointing: bool,
+    dtype: torch.dtype,
+) -> MicrobatchContext:
+    """The context of one microbatch on the meta device, with everything that layers share."""
+    heads, shared = config.num_attention_heads, int(config.num_key_value_heads or config.num_attention_heads)
+    real = AttentionLayout.of(lengths)
+    index = real.index(heads, shared)
+    fake = {(heads, shared): HeadIndex(*(getattr(index, name).to("meta") for name in _INDEX_FIELDS))}
+    layout = AttentionLayout(real.buckets, real.tokens, real.source.to("meta"), real.place.to("meta"), fake)
+    tokens, size = sum(lengths), _head_size(config)
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    rotation = Rotation(
+        tokens=(_meta(1, tokens, size, dtype=dtype), _meta(1, tokens, size, dtype=dtype)),
+        tables=(_meta(max(lengths), size, dtype=dtype), _meta(max(lengths), size, dtype=dtype)),
+    )
+    ids = _meta(tokens, dtype=torch.int64)
+    return MicrobatchContext(
+        token_ids=ids,
+        position_ids=_meta(tokens, dtype=torch.int64),
+        sample_offsets=tuple(offsets),
+        routing=routing,
+        checkpointing=checkpointing,
+        _layout=layout,
+        shared={"": rotation},
+    )
+
+
+def _head_size(config: LlamaConfig) -> int:
+    return int(config.head_dim or config.hidden_size // config.num_attention_heads)
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype) -> None:
+    """Put meta tensors of true size in the places of the twin's weights."""
+    linears = {name: module for name, module in true.named_modules() if isinstance(module, nn.Linear)}
+    merged: set[str] = set()
+    for group in base.groups:
+        group.sites = tuple(
+            Site(site.name, site.module, linears[site.name].in_features, linears[site.name].out_features)
+            for site in group.sites
+        )
+        group.widths = [site.out_features for site in group.sites]
+        group.weight = _meta(sum(group.widths), group.sites[0].in_features, dtype=dtype)
+        if group.bias is not None:
+            group.bias = _meta(sum(group.widths), dtype=dtype)
+        merged |= {site.name for site in group.sites}
+    sizes = {name: parameter.shape for name, parameter in true.named_parameters()}
+    for name, parameter in list(twin.named_parameters()):
+        if name.rpartition(".")[0] not in merged:
+            fake = nn.Parameter(_meta(*sizes[name], dtype=dtype), requires_grad=False)
+            torch.utils.swap_tensors(parameter, fake)  # type: ignore[no-untyped-call]
+    for layer in base.layers:
+        attentions = [module for module in layer.modules() if isinstance(module.forward, RotaryAttention)]
+        if len(attentions) != 1:
+            raise ModelError(
+                f"{type(twin).__name__}",
+                "Memory without weights is known for models whose attention is one rotary product.",
+                "Measure this model on its device with `plait profile`.",
+            )
+
 
 FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour whose activations it holds
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
-from plait.planner.packing_bounds import bins_bound
 from plait.planner.packing_exact import PackingLimits, packed_batches
+from plait.planner.subset_sums import bins_bound
 
 # A step takes a tenth of a second at the least; what may be spent on saving one microbatch is a few
 # milliseconds. ``gap=1``: the least full microbatch is good as it is.

@@ -20,7 +20,7 @@ from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
-from plait.cost.shapes import EMPTY, MicrobatchShape
+from plait.cost.time import EMPTY, MicrobatchShape
 from plait.engine.admission import Admission, WorkerFacts
 from plait.engine.ledger import Outcome
 from plait.engine.live import LiveJob

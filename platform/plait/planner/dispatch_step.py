@@ -1,20 +1,111 @@
-"""One step's samples to single replicas: buckets, dispatch, shares evened out; ahead of time if wanted."""
+"""One step's samples to single replicas: by load, by a dispatch, and dispatched ahead of time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from plait.core.errors import CapacityError
+from plait.core.plans import GlobalBatch
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import TimeModel
 from plait.planner.buckets import BUCKETS, dynamic_buckets
 from plait.planner.dispatch import Dispatch, dispatch, spread
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
+
+Place = tuple[int, int]  # batch and position inside it
+
+
+def by_load(
+    batches: Sequence[GlobalBatch], speeds: Mapping[int, float], *, capacities: Mapping[int, int]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """Longest sample first, each to the replica that would be done with it first.
+
+    Args:
+        speeds: tokens a second of each replica, in any unit.
+        capacities: longest sample that each replica takes.
+
+    Returns:
+        By replica, its part of each global batch that has samples there.
+
+    Raises:
+        CapacityError: a sample is too long for every replica.
+    """
+    places = _places(batches)
+    places.sort(key=lambda place: (-_length(batches, place), place))
+    load = dict.fromkeys(speeds, 0.0)
+    chosen: dict[int, list[Place]] = {replica: [] for replica in speeds}
+    for place in places:
+        length = _length(batches, place)
+        able = [replica for replica in speeds if length <= capacities[replica]]
+        if not able:
+            raise _nowhere(batches, place, max(capacities.values(), default=0))
+        best = min(able, key=lambda replica: ((load[replica] + length) / speeds[replica], replica))
+        load[best] += length
+        chosen[best].append(place)
+    return _parts(batches, chosen)
+
+
+def by_dispatch(
+    batches: Sequence[GlobalBatch], replica_of: Sequence[int], replicas: Sequence[int]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """As a dispatch says, for example :func:`plait.planner.dispatch_step.plan_step`.
+
+    Args:
+        replica_of: for each sample, batch by batch in their order, the number of its replica.
+        replicas: ids of the replicas, by that number.
+
+    Raises:
+        ValueError: as many entries as samples are needed.
+    """
+    chosen: dict[int, list[Place]] = {replica: [] for replica in replicas}
+    for place, number in zip(_places(batches), replica_of, strict=True):
+        chosen[replicas[number]].append(place)
+    return _parts(batches, chosen)
+
+
+def _places(batches: Sequence[GlobalBatch]) -> list[Place]:
+    return [(a, p) for a, batch in enumerate(batches) for p in range(len(batch.lengths))]
+
+
+def _length(batches: Sequence[GlobalBatch], place: Place) -> int:
+    return batches[place[0]].lengths[place[1]]
+
+
+def _nowhere(batches: Sequence[GlobalBatch], place: Place, longest: int) -> CapacityError:
+    batch = batches[place[0]]
+    return CapacityError(
+        f"sample {batch.samples[place[1]]} of job {batch.job} ({batch.split}) has "
+        f"{batch.lengths[place[1]]} tokens",
+        f"No replica takes more than {longest}.",
+        "Use replicas with more devices, or shorten the samples with model.max_length.",
+    )
+
+
+def _parts(
+    batches: Sequence[GlobalBatch], chosen: Mapping[int, Sequence[Place]]
+) -> dict[int, tuple[GlobalBatch, ...]]:
+    """Each replica's part of each global batch, samples in the global batch's order."""
+    parts = {}
+    for replica, places in chosen.items():
+        own: dict[int, list[int]] = {}
+        for batch, position in sorted(places):
+            own.setdefault(batch, []).append(position)
+        parts[replica] = tuple(_part(batches[batch], positions) for batch, positions in own.items())
+    return parts
+
+
+def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
+    return replace(
+        batch,
+        samples=tuple(batch.samples[position] for position in positions),
+        draws=tuple(batch.draws[position] for position in positions),
+        lengths=tuple(batch.lengths[position] for position in positions),
+    )
 
 
 @dataclass(frozen=True, slots=True)

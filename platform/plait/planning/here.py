@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
-from plait.cost.shapes import MicrobatchShape
-from plait.cost.time import TimeModel
+from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.admission import Admission, Demand
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns

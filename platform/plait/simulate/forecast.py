@@ -2,28 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError, choices
-from plait.core.plans import GlobalBatch, Group, Plan, Prediction, Replica
-from plait.cost.replica import even_split
-from plait.cost.shapes import MicrobatchShape
-from plait.cost.time import TimeModel
-from plait.planner.grouping import group_jobs, head_tail
+from plait.core.plans import GlobalBatch, Group, Microbatch, Plan, Prediction, Replica
+from plait.cost.replica import balanced_split, even_split
+from plait.cost.time import MicrobatchShape, StageTime, TimeModel
+from plait.planner.dispatch_step import by_dispatch, by_load
+from plait.planner.grouping import JobLoad, group_jobs, head_tail
 from plait.planner.packing import PackedBatches, pack
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import build_schedule, turns
-from plait.planner.shares import by_dispatch, by_load
-from plait.planner.stages import balanced_split
 from plait.planner.verify import verify
-from plait.simulate.events import Pipeline, Run, Work, simulate
-from plait.simulate.orders import OneFOneB
-from plait.simulate.planned import plan_pipelines, tensor_parallel
-from plait.simulate.report import VALUE_BYTES, Metrics, measure
-from plait.simulate.stage_bytes import Held, RunMemory, most_bytes
-from plait.simulate.systems import Machine, job_load, schedule_work
+from plait.simulate.events import OneFOneB, Order, Pipeline, Run, Work, simulate
+from plait.simulate.report import VALUE_BYTES, Held, Metrics, RunMemory, measure, most_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One replica to simulate on.
+
+    Attributes:
+        time: seconds of microbatches.
+        layer_split: layers of each stage.
+        tp: tensor-parallel devices of each stage.
+        latency: seconds that a message between stages takes besides its bytes.
+        bandwidth: bytes per second between stages; None leaves transfers out.
+        token_bytes: bytes of one token's activations between stages.
+    """
+
+    time: TimeModel
+    layer_split: tuple[int, ...]
+    tp: int = 1
+    latency: float = 0.0
+    bandwidth: float | None = None
+    token_bytes: int = 0
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.layer_split)
+
+    def pipeline(self, works: Sequence[Work], order: Order) -> Pipeline:
+        """These microbatches on this machine."""
+        seconds = [
+            [self._seconds(work, layers, stage == self.stages - 1) for work in works]
+            for stage, layers in enumerate(self.layer_split)
+        ]
+        return Pipeline(works, seconds, order, self._transfer(works))
+
+    def in_order(self, works: Sequence[Work]) -> Pipeline:
+        """These microbatches in 1F1B order, never drained in between."""
+        return self.pipeline(works, OneFOneB([len(works)]))
+
+    def _seconds(self, work: Work, layers: int, last: bool) -> StageTime:
+        return self.time.stage(work.shape, tp=self.tp, layers=layers, last=last)
+
+    def _transfer(self, works: Sequence[Work]) -> list[float]:
+        if self.bandwidth is None:
+            return []
+        return [
+            self.latency + work.shape.tokens * self.token_bytes / self.bandwidth if work.parts else 0.0
+            for work in works
+        ]
+
+
+def schedule_work(
+    microbatch: Microbatch, tile: int, *, computed_tile: int = 1, labelled_share: float = 1.0
+) -> Work:
+    """A planned microbatch for the simulator.
+
+    Args:
+        tile: padding multiple of the capacity.
+        computed_tile: multiple to which segments are computed.
+        labelled_share: share of the tokens that reach head and loss.
+    """
+    lengths = [length for segment in microbatch.segments for length in segment.lengths]
+    computed = microbatch.padded(computed_tile)
+    shape = MicrobatchShape(computed, sum(length**2 for length in lengths), round(labelled_share * computed))
+    parts = tuple((segment.job, segment.step) for segment in microbatch.segments)
+    return Work(parts, shape, microbatch.tokens, microbatch.padded(tile))
+
+
+def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
+    """What grouping needs to know of a job, from its global batches."""
+    own = list(batches)
+    lengths = [length for batch in own for length in batch.lengths]
+    return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
+
+
+def plan_pipelines(
+    plan: Plan,
+    time: TimeModel,
+    *,
+    labelled_share: float = 1.0,
+    bandwidths: Mapping[int, float] | None = None,
+    latency: float = 0.0,
+    token_bytes: int = 0,
+) -> dict[int, Pipeline]:
+    """The replicas of a plan with their microbatches, in 1F1B order; see :func:`.report.measure`.
+
+    Args:
+        labelled_share: share of the tokens that reach head and loss.
+        bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
+        latency: seconds of a message besides its bytes.
+        token_bytes: bytes of one token's activations between stages.
+
+    Raises:
+        InputError: the time model has no figures for a replica's tensor-parallel degree.
+    """
+    tile = max((group.tile for group in plan.groups), default=1)
+    pipelines = {}
+    for replica in plan.replicas:
+        split = replica.layer_split or even_split(time.layers, replica.pp)
+        bandwidth = (bandwidths or {}).get(replica.id)
+        machine = Machine(time, split, replica.tp, latency, bandwidth, token_bytes)
+        works = [
+            schedule_work(item, tile, labelled_share=labelled_share)
+            for item in plan.schedule
+            if isinstance(item, Microbatch) and item.replica == replica.id
+        ]
+        pipelines[replica.id] = machine.in_order(works)
+    return pipelines
+
+
+def tensor_parallel(plan: Plan) -> Mapping[int, int]:
+    """tp of each replica, for :func:`.report.measure`."""
+    return {replica.id: replica.tp for replica in plan.replicas}
+
 
 NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
 TRIED_STEPS = 16  # of each job, by which groups and capacities are compared

@@ -1,73 +1,81 @@
-"""The schedules of Plait and of the systems it is compared with, as microbatches and orders.
+"""Length traces, and the pipelines of the systems that Plait's schedule is compared with.
 
-What a system leaves open in its paper is an argument here and named where a figure is shown.
+What a paper leaves open is an argument here and named where a figure is shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
+
+from plait.core.errors import DataError
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.cost.shapes import MicrobatchShape
-from plait.cost.time import StageTime, TimeModel
-from plait.planner.grouping import JobLoad, group_jobs, head_tail
+from plait.cost.lengths import LengthGenerator
+from plait.cost.time import MicrobatchShape
+from plait.planner.grouping import group_jobs, head_tail
 from plait.planner.packing_exact import PackingLimits, pack_all
 from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
-from plait.simulate.events import Pipeline, Work
-from plait.simulate.orders import BackwardFirst, GPipe, OneFOneB, Order
-from plait.simulate.traces import Trace, global_batches
+from plait.simulate.events import BackwardFirst, GPipe, OneFOneB, Pipeline, Work
+from plait.simulate.forecast import Machine, job_load, schedule_work
+
+Trace = Mapping[str, Sequence[Sequence[int]]]  # by job: the lengths of each global batch
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One replica to simulate on.
+def mixed_lengths(generators: Mapping[str, LengthGenerator], count: int, *, seed: int, job: str) -> list[int]:
+    """``count`` lengths of a job whose samples come from several data sets in equal shares."""
+    names = sorted(generators)
+    rng = np.random.default_rng([seed, zlib.crc32(job.encode())])
+    which = rng.integers(0, len(names), count)
+    drawn = {name: iter(generators[name].draw(count, stream=f"{job}/{name}").tolist()) for name in names}
+    return [int(next(drawn[names[place]])) for place in which]
 
-    Attributes:
-        time: seconds of microbatches.
-        layer_split: layers of each stage.
-        tp: tensor-parallel devices of each stage.
-        latency: seconds that a message between stages takes besides its bytes.
-        bandwidth: bytes per second between stages; None leaves transfers out.
-        token_bytes: bytes of one token's activations between stages.
+
+def in_batches(lengths: Sequence[int], global_batch: int) -> list[list[int]]:
+    """Lengths in global batches; an incomplete last one is left out."""
+    whole = len(lengths) // global_batch * global_batch
+    return [list(lengths[begin : begin + global_batch]) for begin in range(0, whole, global_batch)]
+
+
+def read_trace(path: Path) -> dict[str, list[list[int]]]:
+    """A trace from JSON: {"jobs": {name: [[length, ...], ...]}}.
+
+    Raises:
+        DataError: not such a file, or a length below 1.
     """
+    try:
+        jobs = json.loads(path.read_text(encoding="utf-8"))["jobs"]
+        trace = {str(job): [[int(length) for length in batch] for batch in own] for job, own in jobs.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: {error}", 'A trace is JSON: {"jobs": {"name": [[length, ...], ...]}}.'
+        ) from error
+    for job, own in trace.items():
+        for step, batch in enumerate(own):
+            if not batch or min(batch) < 1:
+                raise DataError(
+                    f"{path}: {job} step {step}: {batch}", "Every global batch needs lengths of at least 1."
+                )
+    return trace
 
-    time: TimeModel
-    layer_split: tuple[int, ...]
-    tp: int = 1
-    latency: float = 0.0
-    bandwidth: float | None = None
-    token_bytes: int = 0
 
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return len(self.layer_split)
-
-    def pipeline(self, works: Sequence[Work], order: Order) -> Pipeline:
-        """These microbatches on this machine."""
-        seconds = [
-            [self._seconds(work, layers, stage == self.stages - 1) for work in works]
-            for stage, layers in enumerate(self.layer_split)
-        ]
-        return Pipeline(works, seconds, order, self._transfer(works))
-
-    def in_order(self, works: Sequence[Work]) -> Pipeline:
-        """These microbatches in 1F1B order, never drained in between."""
-        return self.pipeline(works, OneFOneB([len(works)]))
-
-    def _seconds(self, work: Work, layers: int, last: bool) -> StageTime:
-        return self.time.stage(work.shape, tp=self.tp, layers=layers, last=last)
-
-    def _transfer(self, works: Sequence[Work]) -> list[float]:
-        if self.bandwidth is None:
-            return []
-        return [
-            self.latency + work.shape.tokens * self.token_bytes / self.bandwidth if work.parts else 0.0
-            for work in works
-        ]
+def global_batches(trace: Trace) -> dict[str, list[GlobalBatch]]:
+    """The trace as global batches, every token labelled."""
+    result: dict[str, list[GlobalBatch]] = {}
+    for job, own in trace.items():
+        begin, result[job] = 0, []
+        for step, lengths in enumerate(own):
+            samples = tuple(range(begin, begin + len(lengths)))
+            weight = 1.0 / sum(lengths)
+            result[job].append(GlobalBatch(job, step, samples, (0,) * len(samples), tuple(lengths), weight))
+            begin += len(lengths)
+    return result
 
 
 def in_data_order(batch: Sequence[int], job: str, step: int, size: int, *, padded: bool) -> list[Work]:
@@ -173,27 +181,3 @@ def planned_pipeline(planned: Planned, machine: Machine, *, padding: bool = Fals
     tile = planned.tile if padding else 1
     works = [schedule_work(item, planned.tile, computed_tile=tile) for item in planned.microbatches]
     return machine.in_order(works)
-
-
-def schedule_work(
-    microbatch: Microbatch, tile: int, *, computed_tile: int = 1, labelled_share: float = 1.0
-) -> Work:
-    """A planned microbatch for the simulator.
-
-    Args:
-        tile: padding multiple of the capacity.
-        computed_tile: multiple to which segments are computed.
-        labelled_share: share of the tokens that reach head and loss.
-    """
-    lengths = [length for segment in microbatch.segments for length in segment.lengths]
-    computed = microbatch.padded(computed_tile)
-    shape = MicrobatchShape(computed, sum(length**2 for length in lengths), round(labelled_share * computed))
-    parts = tuple((segment.job, segment.step) for segment in microbatch.segments)
-    return Work(parts, shape, microbatch.tokens, microbatch.padded(tile))
-
-
-def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
-    """What grouping needs to know of a job, from its global batches."""
-    own = list(batches)
-    lengths = [length for batch in own for length in batch.lengths]
-    return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
