@@ -19,10 +19,8 @@ from plait.core.errors import ConfigError, DataError, InputError, StorageError
 from plait.core.jobs import DataSpec
 from plait.core.samples import Sample, Split
 from plait.data import check_data, generation_limit, load_data, parse_options, score, summary
-from plait.data.options import TaskOptions
-from plait.data.rendering import Rendered
-from plait.data.tasks import HASH_DEPENDENT, generate_task
-from plait.data.tokenising import tokenise
+from plait.data.tasks import HASH_DEPENDENT, TaskOptions, generate_task
+from plait.data.tokenising import Rendered, tokenise
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -410,7 +408,7 @@ def test_a_generated_task_is_repeatable_scored_and_divided(tmp_path, tokeniser):
 def test_rows_do_not_depend_on_the_hash_seed_of_the_process(task):
     assert task in HASH_DEPENDENT
     program = (
-        "from plait.data.options import TaskOptions\nfrom plait.data.tasks import generate_task\n"
+        "from plait.data.tasks import TaskOptions, generate_task\n"
         f"print(generate_task(TaskOptions(task={task!r}, size=5, validation=1)).digest)"
     )
     path = os.pathsep.join(sys.path)

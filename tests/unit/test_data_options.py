@@ -13,7 +13,7 @@ from plait.data import SOURCES, check_data, parse_options
 CONF = Path(__file__).parents[2] / "conf" / "data"
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", SOURCES.names())
 def test_the_config_group_has_every_option_with_the_codes_default(source):
     written = yaml.safe_load((CONF / f"{source}.yaml").read_text())
     assert written.pop("source") == source

@@ -11,7 +11,7 @@ import torch
 from plait.core.errors import StorageError
 from plait.core.messages import Cursor
 from plait.core.samples import Split, TokenisedData
-from plait.data import cache
+from plait.data import loading
 from plait.engine.checkpoints import Origin, write_state
 
 
@@ -43,9 +43,9 @@ def test_tokenised_data(tmp_path: Path) -> None:
         offsets=np.zeros(1, dtype=np.int64),
         rows=np.zeros(0, dtype=np.int64),
     )
-    data = TokenisedData(cache.content_digest(split, split), split, split)
+    data = TokenisedData(loading.content_digest(split, split), split, split)
     with pytest.raises(StorageError) as caught:
-        cache.write_cached(tmp_path / "data.npz", data)
+        loading.write_cached(tmp_path / "data.npz", data)
     refused(caught.value, tmp_path)
 
 

@@ -135,10 +135,10 @@ def test_other_keys_are_not_swept(key: str) -> None:
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("adapter.rank=range(4,4)", "holds no value"),
+        ("adapter.rank=range(4,4)", "is empty"),
         ("train.lr=interval(1e-3,1e-5)", "low end must not lie above"),
         ("train.lr=tag(log,interval(0,1))", "above 0"),
-        ("train.lr=tag(log,choice(1,2))", "for intervals and ranges"),
+        ("train.lr=tag(log,choice(1,2))", "intervals and ranges can have"),
         ("train.lr=tag(square,interval(1,2))", "only tag is log"),
         ("train.steps=tag(log,range(1,9,2))", "step of 1"),
         ("adapter.rank=4,4", "given once"),

@@ -13,11 +13,15 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from plait.config.build import key_of
 from plait.config.fields import unknown_key
 from plait.core.errors import ConfigError, choices
+from plait.data import SOURCES
 from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 
+# What a config group's choices are called, where the group's own name does not say.
+KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
 _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
@@ -50,6 +54,11 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             parent = key.rpartition(".")[0]
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")
+        if key.startswith("data.") and "data.source" in map(key_of, arguments):
+            given = next(word for word in arguments if key_of(word) == key)
+            return ConfigError(
+                given, "This source has no config group that holds the key.", f"Add it: +{given}"
+            )
         unknown = unknown_key(key, there, _all_keys(key, arguments))
         added = _MISSING_PLUS.search(text)
         extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
@@ -97,9 +106,10 @@ def _unknown_choice(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = list(error.options or ())
     meant = did_you_mean(name, options, before=f"{group}=", cutoff=0.5)
-    return ConfigError(
-        f"{group}={name}", f"{group} has no such choice.", f"{meant}There are: {choices(options)}."
-    )
+    remedy = f"{meant}There are: {choices(options)}."
+    if group == "data" and name in SOURCES:
+        remedy = f"It has no config group: use data.source={name} +data.KEY=VALUE."
+    return ConfigError(f"{group}={name}", f"Unknown {KINDS.get(group, group)} {name!r}.", remedy)
 
 
 def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:

@@ -9,9 +9,10 @@ from contextlib import chdir, nullcontext
 from pathlib import Path
 
 from plait.cli.control import running
+from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
-from plait.search.recorded import URI, RecordedCommand, key_of, known_command, quoted, recorded_commands
+from plait.search.recorded import URI, RecordedCommand, known_command, quoted, recorded_commands
 from plait.utils.addresses import redact
 
 USAGE = """plait resume NAME [KEY=VALUE ...]

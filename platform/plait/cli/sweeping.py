@@ -42,7 +42,10 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     _check_launcher(config)
     composed = search_config(config, arguments)
     settings = settings_of(composed)
-    request = read_request(arguments, settings.search.params, settings.search.default_params, loader)
+    search = settings.search
+    request = read_request(
+        arguments, search.params, search.default_params, loader, data_keys=composed["data"]
+    )
     check_sampler(settings.search, request.space)
     read_enqueued(settings.search, request.space)
     composer = TrialComposer(loader, config, request.fixed)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-JOB_GROUPS = ("adapter", "train", "data")
+JOB_SPECS: dict[str, type] = {"adapter": AdapterSpec, "train": TrainSpec}
+JOB_GROUPS = (*JOB_SPECS, "data")
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
 # What a file of sweeps/ says about itself, beside the groups.
@@ -42,9 +43,19 @@ def plain(config: DictConfig) -> dict[str, Any]:
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
     try:
-        return {str(key): resolved(str(key)) for key in config if key != "hydra"}
+        found = {str(key): resolved(str(key)) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
+    given = {key_of(each) for each in OmegaConf.select(config, "hydra.overrides.task") or ()}
+    if "data.source" in given:  # a source without a config group has only the options that are given with it
+        known = {"source", *(key.split(".")[1] for key in given if key.startswith("data."))}
+        found["data"] = {key: value for key, value in found["data"].items() if key in known}
+    return found
+
+
+def key_of(override: str) -> str:
+    """The config key that an override sets."""
+    return override.lstrip("+~").partition("=")[0]
 
 
 def check_keys(config: Config) -> None:
@@ -99,7 +110,7 @@ def job_of(name: str, config: Config) -> JobSpec:
 def is_whole(key: str) -> bool:
     """Whether a job's config key takes whole numbers only."""
     group, _, name = key.partition(".")
-    spec = {"adapter": AdapterSpec, "train": TrainSpec}.get(group)
+    spec = JOB_SPECS.get(group)
     hint = get_type_hints(spec).get(name) if spec else None
     return hint is int or (get_origin(hint) is not None and set(get_args(hint)) == {int, type(None)})
 

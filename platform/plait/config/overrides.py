@@ -27,9 +27,8 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from plait.config.build import JOB_GROUPS, RUN_GROUPS, is_whole
+from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole
 from plait.core.errors import ConfigError, SearchError
-from plait.core.jobs import AdapterSpec, TrainSpec
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
 from plait.utils.spelling import alike
 
@@ -47,11 +46,16 @@ def read_request(
     params: Mapping[str, str],
     default_params: Mapping[str, str],
     loader: ConfigLoader | None = None,
+    *,
+    data_keys: Iterable[str] = (),
 ) -> Request:
     """The space of a command line, of ``search.params``, or else of ``search.default_params``.
 
-    A key on the command line takes the place of the same key in ``params``; the defaults stand only where
-    neither sweeps anything, without the keys that are fixed.
+    A key on the command line replaces the same key in ``params``; the defaults are used only where neither
+    sweeps anything, without the keys that are fixed.
+
+    Args:
+        data_keys: keys of the data source, for suggestions where a key does not exist.
 
     Raises:
         SearchError: nothing to search, or a domain that makes no sense.
@@ -71,7 +75,7 @@ def read_request(
         swept = [item for item in _params(default_params, loader) if _name(item) not in settled]
         if not swept:
             raise _nothing(default_params)
-    dimensions = tuple(dimension(override) for override in swept)
+    dimensions = tuple(_dimension(override, data_keys) for override in swept)
     return Request(Space(dimensions), tuple(item.input_line or "" for item in fixed))
 
 
@@ -83,15 +87,9 @@ def is_sweep(argument: str) -> bool:
         return False
 
 
-def dimension(override: Override) -> Dimension:
-    """One swept override as a dimension.
-
-    Raises:
-        ConfigError: the key belongs to the run, or to nothing.
-        SearchError: the domain makes no sense.
-    """
+def _dimension(override: Override, data_keys: Iterable[str]) -> Dimension:
     name = _name(override)
-    _check_scope(name)
+    _check_scope(name, data_keys)
     prefix = "++" if override.is_force_add() else "+" if override.is_add() else ""
     try:
         return Dimension(name, _domain(override, whole=is_whole(name)), prefix)
@@ -118,7 +116,7 @@ def _name(override: Override) -> str:
     return str(override.get_key_element()).lstrip("+~")
 
 
-def _check_scope(name: str) -> None:
+def _check_scope(name: str, data_keys: Iterable[str]) -> None:
     root = name.split(".")[0].split("@")[0].split("/")[0]
     if root in JOB_GROUPS:
         return
@@ -128,22 +126,13 @@ def _check_scope(name: str) -> None:
             f"{root} belongs to the run, not to a job: {', '.join(JOB_GROUPS)} can be swept.",
             f"Start one sweep for each value of {name}.",
         )
-    near = alike(name, [*_job_keys(), *JOB_GROUPS, *RUN_GROUPS])
+    keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
+    keys += [f"data.{key}" for key in data_keys]
+    near = alike(name, [*keys, *JOB_GROUPS, *RUN_GROUPS])
     remedy = f"Did you mean {' or '.join(near)}?" if near else ""
     if any(each in RUN_GROUPS for each in near):
         remedy += " It belongs to the run: start one sweep for each of its values."
     raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy)
-
-
-def _job_keys() -> list[str]:
-    """All keys that can be swept, whatever the source of the data."""
-    from plait.data import SOURCES
-
-    specs = {"adapter": (AdapterSpec,), "train": (TrainSpec,), "data": tuple(SOURCES.values())}
-    keys = [
-        f"{group}.{field.name}" for group in JOB_GROUPS for spec in specs[group] for field in fields(spec)
-    ]
-    return list(dict.fromkeys(keys))
 
 
 def _domain(override: Override, *, whole: bool) -> Domain:
@@ -160,7 +149,7 @@ def _domain(override: Override, *, whole: bool) -> Domain:
     assert isinstance(value, ChoiceSweep)
     if log:
         raise SearchError(
-            "tag(log,choice(...))", "A log scale is for intervals and ranges.", "Leave out the tag."
+            "tag(log,choice(...))", "Only intervals and ranges can have a log scale.", "Leave out the tag."
         )
     return _choice(value.list)
 
@@ -205,7 +194,7 @@ def _range(sweep: RangeSweep) -> Whole | Real:
     first, end, by = (Decimal(str(number)) for number in (start, stop, step))
     count = math.ceil((end - first) / by)
     if count < 1:
-        raise SearchError(text, "It holds no value: Hydra's range leaves out its stop.")
+        raise SearchError(text, "It is empty: Hydra's range excludes its stop.")
     low, high = sorted((first, first + (count - 1) * by))
     if all(isinstance(number, int) for number in (start, stop, step)):
         return Whole(int(low), int(high), abs(int(step)))
@@ -227,7 +216,7 @@ def _interval(sweep: IntervalSweep, *, whole: bool, log: bool) -> Whole | Real:
 def _nothing(default_params: Mapping[str, str]) -> SearchError:
     rule = "A sweep needs at least one key with several values."
     if default_params:
-        rule += f" The default ones ({', '.join(default_params)}) are all fixed."
+        rule += f" The default keys ({', '.join(default_params)}) all have fixed values."
     return SearchError(
         "nothing to search", rule, "Sweep a key, as in adapter.rank=8,16, or use `plait train`."
     )

@@ -1,49 +1,75 @@
-"""Files with one JSON object a line."""
+"""The source "jsonl": files with one JSON object a line."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from plait.core.errors import DataError
+from plait.core.checks import NOT_EMPTY
+from plait.core.errors import ConfigError, DataError
 from plait.data.examples import Example, NamedFields, Row, read_example
+from plait.data.sources import SOURCES, CommonOptions, Rows, Source
 
 
-@dataclass(frozen=True, slots=True)
-class JsonlFile:
-    """A file's content, its digest and its name as errors give it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlOptions(CommonOptions):
+    """Options of a file with one JSON object a line.
 
-    name: str
-    text: str
-    digest: str
+    Attributes:
+        path: the file.
+        validation_path: a separate file for validation; then nothing is split off ``path``, and
+            ``validation`` says how many of this file's rows to take.
+        prompt_field: the field that holds the prompt, where the rows have none of the known formats.
+        completion_field: the field that holds the completion.
+    """
 
-    def examples(self, limit: int | None, named: NamedFields | None) -> list[tuple[str, Example]]:
-        """The first ``limit`` rows, each with its place ("train.jsonl, line 7").
+    path: Annotated[str, NOT_EMPTY]
+    validation_path: str | None = None
+    prompt_field: str | None = None
+    completion_field: str | None = None
 
-        Raises:
-            DataError: a line is not a JSON object, a row has no known format, or there is no row.
-        """
-        examples: list[tuple[str, Example]] = []
-        # Not splitlines(): a JSON text may hold U+2028 and the like as they are.
-        for number, line in enumerate(self.text.split("\n"), start=1):
-            if limit is not None and len(examples) >= limit:
-                break
-            if line.strip():
-                where = f"{self.name}, line {number}"
-                examples.append((where, read_example(_parse(line, where), where, named)))
-        if not examples:
-            raise DataError(f"{self.name} is empty", "A data file has at least one row.", "Check data.path.")
-        return examples
+    def __post_init__(self) -> None:
+        CommonOptions.__post_init__(self)
+        if (self.prompt_field is None) != (self.completion_field is None):
+            raise ConfigError(
+                f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
+                "Fields are named in pairs.",
+                "Set both or neither.",
+            )
+
+    @property
+    def named(self) -> NamedFields | None:
+        """The fields that hold prompt and completion, where they are named."""
+        if self.prompt_field is None or self.completion_field is None:
+            return None
+        return NamedFields(self.prompt_field, self.completion_field)
 
 
-def open_jsonl(path: str, key: str = "data.path") -> JsonlFile:
-    """The file at ``path``; relative paths start at the working directory.
+def open_rows(options: JsonlOptions) -> Rows:
+    """The rows of the file, and of the one for validation.
 
     Raises:
-        DataError: no such file, not readable, or not UTF-8.
+        DataError: a file is missing, not readable, or not UTF-8.
     """
+    separate = options.validation_path
+    return Rows(
+        *_open(options.path, "data.path", options.size, options.named),
+        None if separate is None else Rows(*_open(separate, "data.validation_path", None, options.named)),
+    )
+
+
+SOURCES.add("jsonl", Source(JsonlOptions, open_rows, no_effect=("path", "validation_path")))
+
+
+def _open(
+    path: str, key: str, limit: int | None, named: NamedFields | None
+) -> tuple[str, str, Callable[[], list[tuple[str, Example]]]]:
+    """Name, digest and reader of the file at ``path``; relative paths start at the working directory."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(
@@ -53,7 +79,7 @@ def open_jsonl(path: str, key: str = "data.path") -> JsonlFile:
         )
     try:
         content = file.read_bytes()
-        return JsonlFile(file.name, content.decode("utf-8-sig"), hashlib.sha256(content).hexdigest())
+        text = content.decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"{key}={path!r}: {error.strerror}", "The file must be readable.") from error
     except UnicodeDecodeError as error:
@@ -62,6 +88,28 @@ def open_jsonl(path: str, key: str = "data.path") -> JsonlFile:
             "A JSONL file is UTF-8 text.",
             "Convert the file.",
         ) from error
+    return file.name, hashlib.sha256(content).hexdigest(), partial(_examples, text, file.name, limit, named)
+
+
+def _examples(
+    text: str, name: str, limit: int | None, named: NamedFields | None
+) -> list[tuple[str, Example]]:
+    """The first ``limit`` rows, each with its place.
+
+    Raises:
+        DataError: a line is not a JSON object, a row has no known format, or there is no row.
+    """
+    examples: list[tuple[str, Example]] = []
+    # Not splitlines(): a JSON text may hold U+2028 and the like as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if limit is not None and len(examples) >= limit:
+            break
+        if line.strip():
+            where = f"{name}, line {number}"
+            examples.append((where, read_example(_parse(line, where), where, named)))
+    if not examples:
+        raise DataError(f"{name} is empty", "A data file has at least one row.", "Check data.path.")
+    return examples
 
 
 def _parse(line: str, where: str) -> Row:

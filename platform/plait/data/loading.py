@@ -1,9 +1,10 @@
-"""What the rest of Plait calls: check a job's data, load it, judge answers to it."""
+"""What the rest of Plait calls: check a job's data, load it through the cache, score answers to it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,41 +12,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait.core.errors import ConfigError, DataError
+from plait.core.errors import ConfigError, DataError, StorageError, choices
 from plait.core.jobs import DataSpec
 from plait.core.samples import Int64, Sample, Split, TokenisedData
-from plait.data.cache import content_digest, read_cached, write_cached
-from plait.data.examples import Example, NamedFields
-from plait.data.jsonl import JsonlFile, open_jsonl
-from plait.data.options import JsonlOptions, SourceOptions, TaskOptions, parse_options
-from plait.data.rendering import check_template, render
-from plait.data.tasks import Task, check_task, generate_task
-from plait.data.tokenising import LengthLimit, check_tokeniser, fit, tokenise, tokeniser_digest
+from plait.data.examples import Example
+from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options
+from plait.data.tokenising import (
+    LengthLimit,
+    check_template,
+    check_tokeniser,
+    fit,
+    render,
+    tokenise,
+    tokeniser_digest,
+)
+from plait.utils.files import new_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 1  # raise it when the same rows and options come to give other samples
-DEFAULT_SHARE = 0.1  # of a file's rows, for validation, where nothing is said
-
-# These say where rows are or what is done with them later, not what the samples are.
-_WITHOUT_EFFECT = ("path", "validation_path", "generate", "max_new_tokens")
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Examples of one origin, each with its place ("train.jsonl, line 7"), and their row numbers."""
-
-    name: str
-    examples: list[tuple[str, Example]]
-    numbers: Int64
-
-    @classmethod
-    def of(cls, name: str, examples: list[tuple[str, Example]]) -> _Rows:
-        return cls(name, examples, np.arange(len(examples), dtype=np.int64))
-
-    def part(self, chosen: Int64) -> _Rows:
-        return _Rows(self.name, [self.examples[index] for index in chosen], self.numbers[chosen])
+CACHE_VERSION = 1  # raise it when the same rows and options give other samples than before
+_FIELDS = ("tokens", "labels", "offsets", "rows")
 
 
 def check_data(spec: DataSpec) -> None:
@@ -55,12 +42,11 @@ def check_data(spec: DataSpec) -> None:
         ConfigError: an option is unknown or breaks its rule.
         DataError: a file or a row cannot be used, or there are too few rows for the split.
     """
-    options = parse_options(spec)
-    if isinstance(options, TaskOptions):
-        check_task(options)
-        _validation_count(options, options.size or 0, spec.source)
+    source, options = SOURCES.get(spec.source), parse_options(spec)
+    if source.check is None:
+        _read(source.open(options), options)
     else:
-        _file_rows(options, _open(options))
+        source.check(options)
 
 
 def load_data(
@@ -75,8 +61,8 @@ def load_data(
     """The samples of ``spec``, from the cache where it holds them.
 
     Args:
-        spec: of a job.
-        tokeniser: of its model.
+        spec: the data that a job asks for.
+        tokeniser: its model's.
         max_length: most tokens of a sample that the model takes.
         capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
         cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
@@ -90,26 +76,25 @@ def load_data(
     options = parse_options(spec)
     check_tokeniser(tokeniser)
     check_template(options, tokeniser)
-    origin: Task | _Files
-    origin = generate_task(options) if isinstance(options, TaskOptions) else _open(options)
+    rows = SOURCES.get(spec.source).open(options)
     limit = LengthLimit(max_length, capacity, cluster)
-    path = cache / f"{_cache_key(spec.source, options, origin.digest, tokeniser, limit.tokens)}.npz"
+    path = cache / f"{_cache_key(spec, rows, tokeniser, limit.tokens)}.npz"
     data = read_cached(path)
     if data is None:
-        train, validation = (_split(rows, options, tokeniser, limit) for rows in _rows(options, origin))
+        train, validation = (_split(part, options, tokeniser, limit) for part in _read(rows, options))
         data = TokenisedData(content_digest(train, validation), train, validation)
         write_cached(path, data)
     return data
 
 
 def generation_limit(spec: DataSpec) -> int | None:
-    """Most new tokens of an answer, where the job's answers are to be generated and judged; else None."""
+    """Most new tokens of an answer, where the job's answers are to be generated and scored; else None."""
     options = parse_options(spec)
-    return options.max_new_tokens if isinstance(options, TaskOptions) and options.generate else None
+    return options.max_new_tokens if isinstance(options, VerifiedOptions) and options.generate else None
 
 
 def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
-    """The verifier's judgement of answers: 1 is right, lower is partly right or wrong.
+    """The verifier's scores of answers: 1 is right, lower is partly right or wrong.
 
     Args:
         rows: rows of the source that the answers belong to: ``data.validation.rows`` of the samples.
@@ -118,71 +103,50 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
     Raises:
         ConfigError: the source has no verifier.
     """
-    options = parse_options(spec)
-    if not isinstance(options, TaskOptions):
+    source = SOURCES.get(spec.source)
+    if source.score is None:
+        able = [name for name in SOURCES if SOURCES.get(name).score is not None]
         raise ConfigError(
             f"data.source={spec.source!r}",
             "This source has no verifier.",
-            "Use data=reasoning_gym to score answers.",
+            f"Those with one: {choices(able)}.",
         )
-    return generate_task(options).score(rows, texts)
+    return source.score(parse_options(spec), rows, texts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
-    train: JsonlFile
-    validation: JsonlFile | None
+class _Part:
+    """Examples for training or for validation, each with its place, and their row numbers."""
 
-    @property
-    def digest(self) -> str:
-        return self.train.digest + (self.validation.digest if self.validation else "")
+    name: str
+    examples: list[tuple[str, Example]]
+    numbers: Int64
 
-
-def _open(options: JsonlOptions) -> _Files:
-    validation = options.validation_path
-    return _Files(
-        open_jsonl(options.path),
-        None if validation is None else open_jsonl(validation, "data.validation_path"),
-    )
+    @classmethod
+    def of(cls, rows: Rows, examples: list[tuple[str, Example]], numbers: Int64) -> _Part:
+        return cls(rows.name, [examples[number] for number in numbers], numbers)
 
 
-def _cache_key(
-    source: str, options: SourceOptions, origin: str, tokeniser: PreTrainedTokenizerBase, max_length: int
-) -> str:
-    asked = {key: value for key, value in asdict(options).items() if key not in _WITHOUT_EFFECT}
-    template = tokeniser.chat_template if options.template == "chat" else None
-    content = [CACHE_VERSION, source, asked, origin, tokeniser_digest(tokeniser), template, max_length]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _rows(options: SourceOptions, origin: Task | _Files) -> tuple[_Rows, _Rows]:
-    if isinstance(origin, Task):
-        return _divide(_Rows.of(origin.name, origin.examples()), options)
-    assert isinstance(options, JsonlOptions)
-    return _file_rows(options, origin)
-
-
-def _file_rows(options: JsonlOptions, files: _Files) -> tuple[_Rows, _Rows]:
-    named = None
-    if options.prompt_field is not None and options.completion_field is not None:
-        named = NamedFields(options.prompt_field, options.completion_field)
-    rows = _Rows.of(files.train.name, files.train.examples(options.size, named))
-    if files.validation is None:
-        return _divide(rows, options)
-    own = _Rows.of(files.validation.name, files.validation.examples(None, named))
-    there = len(own.examples)
-    count = there if options.validation is None else _share(options.validation, there)
-    if count > there:
+def _read(rows: Rows, options: CommonOptions) -> tuple[_Part, _Part]:
+    """The examples for training and for validation."""
+    examples = rows.read()
+    count = len(examples)
+    if rows.validation is None:
+        options.check_split(count, rows.name)
+        chosen = _chosen(count, options.validation_rows(count), options.seed)
+        rest = np.setdiff1d(np.arange(count), chosen)
+        return _Part.of(rows, examples, rest), _Part.of(rows, examples, chosen)
+    separate = rows.validation.read()
+    there = len(separate)
+    wanted = there if options.validation is None else options.validation_rows(there)
+    if wanted > there:
         raise DataError(
-            f"data.validation={count}", f"{own.name} has {there} rows.", "Give fewer, or null for all."
+            f"data.validation={wanted}",
+            f"{rows.validation.name} has {there} rows.",
+            "Set fewer, or null for all.",
         )
-    return rows, own.part(_chosen(there, count, options.seed))
-
-
-def _divide(rows: _Rows, options: SourceOptions) -> tuple[_Rows, _Rows]:
-    count = len(rows.examples)
-    chosen = _chosen(count, _validation_count(options, count, rows.name), options.seed)
-    return rows.part(np.setdiff1d(np.arange(count), chosen)), rows.part(chosen)
+    chosen = _chosen(there, wanted, options.seed)
+    return _Part.of(rows, examples, np.arange(count)), _Part.of(rows.validation, separate, chosen)
 
 
 def _chosen(count: int, wanted: int, seed: int) -> Int64:
@@ -190,37 +154,77 @@ def _chosen(count: int, wanted: int, seed: int) -> Int64:
     return np.sort(np.random.default_rng(seed).permutation(count)[:wanted]).astype(np.int64)
 
 
-def _share(validation: float, count: int) -> int:
-    return int(validation) if validation == 0 or validation >= 1 else max(1, round(count * validation))
-
-
-def _validation_count(options: SourceOptions, count: int, name: str) -> int:
-    wanted = _share(DEFAULT_SHARE if options.validation is None else options.validation, count)
-    if wanted >= count:
-        raise DataError(
-            f"{name}: {count} rows, {wanted} of them for validation",
-            "At least one row must be left to train on.",
-            "Take more rows (data.size, data.path), or fewer for validation (data.validation).",
-        )
-    return wanted
-
-
 def _split(
-    rows: _Rows, options: SourceOptions, tokeniser: PreTrainedTokenizerBase, limit: LengthLimit
+    part: _Part, options: CommonOptions, tokeniser: PreTrainedTokenizerBase, limit: LengthLimit
 ) -> Split:
-    texts = [render(example, where, options, tokeniser) for where, example in rows.examples]
+    texts = [render(example, where, options, tokeniser) for where, example in part.examples]
     samples = tokenise(texts, tokeniser)
-    kept = fit(samples, [where for where, _ in rows.examples], options.overlong, limit)
+    kept = fit(samples, [where for where, _ in part.examples], options.overlong, limit)
     fitting = [
         (Sample(sample.tokens[:length], sample.labels[:length]), number)
-        for sample, length, number in zip(samples, kept, rows.numbers, strict=True)
+        for sample, length, number in zip(samples, kept, part.numbers, strict=True)
         if length is not None
     ]
-    if rows.examples and not fitting:
+    if part.examples and not fitting:
         shortest = min(len(sample.tokens) for sample in samples)
         raise DataError(
-            f"{rows.name}: none of {len(samples)} rows is left: the shortest has {shortest} tokens",
+            f"{part.name}: none of {len(samples)} rows is left: the shortest has {shortest} tokens",
             f"{limit.rule(shortest)} data.overlong=drop leaves out what is longer.",
-            f"{limit.remedy(shortest)}, or give data.overlong=truncate.",
+            f"{limit.remedy(shortest)}, or set data.overlong=truncate.",
         )
     return Split.of([sample for sample, _ in fitting], rows=[int(number) for _, number in fitting])
+
+
+def _cache_key(spec: DataSpec, rows: Rows, tokeniser: PreTrainedTokenizerBase, max_length: int) -> str:
+    options, without = parse_options(spec), SOURCES.get(spec.source).no_effect
+    asked = {key: value for key, value in asdict(options).items() if key not in without}
+    template = tokeniser.chat_template if options.template == "chat" else None
+    origin = rows.digest + (rows.validation.digest if rows.validation else "")
+    content = [CACHE_VERSION, spec.source, asked, origin, tokeniser_digest(tokeniser), template, max_length]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def content_digest(train: Split, validation: Split) -> str:
+    """Digest of both splits' samples and of the rows they came from."""
+    state = hashlib.sha256()
+    for split in (train, validation):
+        for name in _FIELDS:
+            array = np.ascontiguousarray(getattr(split, name))
+            state.update(f"{name}:{array.dtype.str}:{array.size};".encode())
+            state.update(array.tobytes())
+    return state.hexdigest()
+
+
+def read_cached(path: Path) -> TokenisedData | None:
+    """The data at ``path``; None where there is no file, or one that is truncated or altered."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            train, validation = (
+                Split(**{name: archive[f"{part}.{name}"] for name in _FIELDS})
+                for part in ("train", "validation")
+            )
+            digest = str(archive["digest"])
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
+        return None
+    if digest != content_digest(train, validation):
+        return None
+    return TokenisedData(digest, train, validation)
+
+
+def write_cached(path: Path, data: TokenisedData) -> None:
+    """Write ``data`` to ``path``, whole or not at all.
+
+    Raises:
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    arrays = {f"train.{name}": getattr(data.train, name) for name in _FIELDS}
+    arrays |= {f"validation.{name}": getattr(data.validation, name) for name in _FIELDS}
+    try:
+        with new_file(path) as file:
+            np.savez(file, digest=np.array(data.digest), **arrays)
+    except OSError as error:
+        raise StorageError(
+            f"{path.parent}: {error.strerror}",
+            "Tokenised data is kept in a cache folder.",
+            "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE.",
+        ) from error

@@ -1,4 +1,4 @@
-"""Generated tasks with verifiers: the one place where reasoning-gym is met."""
+"""The source "reasoning_gym": generated tasks with verifiers. Only this module and its program import it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from plait.core.checks import Rule, at_least
 from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Example, Pair
-from plait.data.options import TaskOptions
+from plait.data.sources import SOURCES, VALIDATION, Rows, Source, VerifiedOptions
 from plait.utils.spelling import did_you_mean
 
 LEAST_ALIKE = 0.5  # of difflib, for the name of a task or of its setting
@@ -36,6 +37,24 @@ HASH_DEPENDENT = frozenset(
     }
 )
 HASH_SEED = {"PYTHONHASHSEED": "0"}
+OWN_KEYS = Rule("without size and seed: use data.size and data.seed", {"size", "seed"}.isdisjoint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions(VerifiedOptions):
+    """Options of a generated task.
+
+    Attributes:
+        task: its name in reasoning-gym.
+        difficulty: level of the task's curriculum, from 0; None: the task's defaults.
+        task_options: the task's own settings (``min_terms`` and the like), over those of the level.
+    """
+
+    task: str = "gsm_symbolic"
+    size: Annotated[int, at_least(1)] = 500
+    validation: Annotated[float | None, VALIDATION] = 32
+    difficulty: Annotated[int | None, at_least(0)] = None
+    task_options: Annotated[dict[str, Any], OWN_KEYS] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,10 +79,10 @@ class Task:
         ]
 
     def score(self, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
-        """The verifier's judgement of answers to ``rows``: 1 is right, lower is partly right or wrong."""
-        return tuple(self._judge(row, text.strip()) for row, text in zip(rows, texts, strict=True))
+        """The verifier's scores of answers to ``rows``: 1 is right, lower is partly right or wrong."""
+        return tuple(self._score(row, text.strip()) for row, text in zip(rows, texts, strict=True))
 
-    def _judge(self, row: int, text: str) -> float:
+    def _score(self, row: int, text: str) -> float:
         try:
             return float(self.verifier.score_answer(text, self.rows[row]))
         except Exception:  # some verifiers raise on a text that they cannot parse
@@ -73,8 +92,8 @@ class Task:
 def generate_task(options: TaskOptions) -> Task:
     """The rows of a task; the same objects for the same options within a process.
 
-    Another process makes the same rows. Another release of reasoning-gym may not: the digest is therefore
-    taken from the rows, not from the options.
+    Another process makes the same rows, another release of reasoning-gym may not: the digest is that of the
+    rows, not of the options.
 
     Raises:
         ConfigError: unknown task, level or setting.
@@ -84,8 +103,26 @@ def generate_task(options: TaskOptions) -> Task:
 
 
 def check_task(options: TaskOptions) -> None:
-    """Raise what :func:`generate_task` would, looking at the first row only."""
+    """Raise what :func:`generate_task` would, from the first row only, or that there are too few rows."""
     _generate(json.dumps(_settings(replace(options, size=1)), sort_keys=True))
+    options.check_split(options.size, options.task)
+
+
+def open_rows(options: TaskOptions) -> Rows:
+    """The rows of a task."""
+    task = generate_task(options)
+    return Rows(task.name, task.digest, task.examples)
+
+
+def score(options: TaskOptions, rows: Sequence[int], texts: Sequence[str]) -> tuple[float, ...]:
+    """The scores of :meth:`Task.score`."""
+    return generate_task(options).score(rows, texts)
+
+
+SOURCES.add(
+    "reasoning_gym",
+    Source(TaskOptions, open_rows, check_task, score, no_effect=("generate", "max_new_tokens")),
+)
 
 
 def _settings(options: TaskOptions) -> dict[str, Any]:
@@ -112,7 +149,7 @@ def _generate(settings: str) -> Task:
     if not all(isinstance(row["answer"], str) for row in rows):
         raise DataError(
             f"data.task={name!r}",
-            "Its rows have no written answer to learn from (its verifier judges any answer).",
+            "Its rows have no written answer to learn from: it has a verifier only.",
             "Choose another task.",
         )
     return Task(name, rows, dataset)

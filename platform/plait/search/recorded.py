@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from plait.config.build import key_of
 from plait.core.errors import SearchError, StorageError
 from plait.utils.files import PRIVATE, write_text
 from plait.utils.paths import search_folder
@@ -50,11 +51,6 @@ class RecordedCommand:
         changed = {key_of(argument) for argument in more} | {"search.fresh", "search.name"}
         kept = [argument for argument in self.arguments if key_of(argument) not in changed]
         return [self.verb, *kept, *more, f"search.name={quoted(self.name)}"]
-
-
-def key_of(override: str) -> str:
-    """The config key that an override sets."""
-    return override.lstrip("+~").partition("=")[0]
 
 
 def given(arguments: Sequence[str], key: str) -> str:

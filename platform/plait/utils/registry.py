@@ -74,9 +74,13 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
-        self._loaded = True
-        for module in self._modules:
-            importlib.import_module(module)
-        if self._group:
-            for point in sorted(entry_points(group=self._group), key=lambda item: item.name):
-                point.load()
+        self._loaded = True  # at once: a module that registers may look up
+        try:
+            for module in self._modules:
+                importlib.import_module(module)
+            if self._group:
+                for point in sorted(entry_points(group=self._group), key=lambda item: item.name):
+                    point.load()
+        except BaseException:
+            self._loaded = False
+            raise

@@ -1,0 +1,145 @@
+"""Sources of data: what each can be asked for, how its rows are read, and what it can do.
+
+A source registers itself in :data:`SOURCES`, in the module that holds it. Another package names such a module
+in the entry-point group ``plait.data_sources``; then ``data.source=NAME`` with ``+data.KEY=VALUE`` uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from plait.config.fields import build
+from plait.core.checks import Rule, at_least, check
+from plait.core.errors import ConfigError, DataError
+from plait.core.jobs import DataSpec, Seed
+from plait.data.examples import Example
+from plait.utils.registry import Registry
+
+Loss = Literal["completion", "all"]
+Template = Literal["plain", "chat"]
+Overlong = Literal["error", "drop", "truncate"]
+
+DEFAULT_SHARE = 0.1  # of the rows are for validation where data.validation is null
+VALIDATION = Rule(
+    "a share of the rows in [0, 1) or a whole number of rows",
+    lambda share: 0 <= share < 1 or share == int(share) >= 1,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """Options of every source.
+
+    Attributes:
+        size: most rows to take; None takes all.
+        validation: rows kept for validation, as a share (below 1) or a count; 0 keeps none.
+        seed: chooses the validation rows, and makes the rows of a generated task.
+        loss: "completion" counts what the model should answer (of a conversation, the assistant's turns),
+            "all" counts every token.
+        template: "chat" renders with the tokeniser's chat template, "plain" joins the texts.
+        separator: between prompt and completion under ``template: plain``; None: the format's own.
+        overlong: what happens to a sample longer than model and capacity allow.
+    """
+
+    size: Annotated[int | None, at_least(1)] = None
+    validation: Annotated[float | None, VALIDATION] = None
+    seed: Seed = 0
+    loss: Loss = "completion"
+    template: Template = "plain"
+    separator: str | None = None
+    overlong: Overlong = "error"
+
+    def __post_init__(self) -> None:
+        check(self, "data")
+
+    def validation_rows(self, count: int) -> int:
+        """How many of ``count`` rows are for validation."""
+        share = DEFAULT_SHARE if self.validation is None else self.validation
+        return int(share) if share == 0 or share >= 1 else max(1, round(count * share))
+
+    def check_split(self, count: int, name: str) -> None:
+        """Raise a DataError where ``count`` rows of the origin ``name`` leave none to train on."""
+        wanted = self.validation_rows(count)
+        if wanted >= count:
+            raise DataError(
+                f"{name}: {count} rows, {wanted} of them for validation",
+                "At least one row must be left to train on.",
+                "Use more rows (data.size, data.path), or fewer for validation (data.validation).",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedOptions(CommonOptions):
+    """Options of a source that can score answers.
+
+    Attributes:
+        generate: at the end of a job, answer the validation prompts and score the answers.
+        max_new_tokens: longest answer.
+    """
+
+    generate: bool = False
+    max_new_tokens: Annotated[int, at_least(1)] = 32
+
+    def __post_init__(self) -> None:
+        CommonOptions.__post_init__(self)
+        if self.generate and self.loss != "completion":
+            raise ConfigError(
+                f"data.loss={self.loss!r} with data.generate=true",
+                "Answers can only be generated where the prompt is not part of the loss.",
+                "Set data.loss=completion or data.generate=false.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A source's rows, opened and not yet read.
+
+    Attributes:
+        name: the origin's, for errors ("train.jsonl").
+        digest: changes whenever the rows do.
+        read: makes the examples, each with its place ("train.jsonl, line 7").
+        validation: separate rows for validation; None: they are split off these.
+    """
+
+    name: str
+    digest: str
+    read: Callable[[], list[tuple[str, Example]]]
+    validation: Rows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A source of data.
+
+    Attributes:
+        options: dataclass of its options; of :class:`VerifiedOptions` where it has a verifier.
+        open: the rows that the options ask for.
+        check: raises what can be found before a model loads; None: all rows are read for that.
+        score: its verifier: scores answers to rows by their numbers, 1 is right.
+        no_effect: options that do not change the samples, or change ``Rows.digest`` with them.
+    """
+
+    options: type[CommonOptions]
+    open: Callable[[Any], Rows]
+    check: Callable[[Any], None] | None = None
+    score: Callable[[Any, Sequence[int], Sequence[str]], tuple[float, ...]] | None = None
+    no_effect: tuple[str, ...] = ()
+
+
+SOURCES: Registry[Source] = Registry(
+    "data source",
+    key="data.source",
+    modules=("plait.data.jsonl", "plait.data.tasks"),
+    group="plait.data_sources",
+)
+
+
+def parse_options(spec: DataSpec) -> CommonOptions:
+    """The options of ``spec`` as its source's dataclass.
+
+    Raises:
+        ConfigError: unknown source or option, or a value that breaks an option's rule.
+    """
+    return build(SOURCES.get(spec.source).options, spec.mapping(), "data")

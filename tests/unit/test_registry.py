@@ -1,0 +1,86 @@
+"""Named choices: registered where they are, found by name, listed where a name is unknown."""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from plait.core.errors import ConfigError
+from plait.utils import registry
+from plait.utils.registry import Registry
+
+
+@pytest.fixture
+def shapes() -> Registry[int]:
+    made: Registry[int] = Registry("shape", key="draw.shape")
+    made.add("triangle", 3)
+    made.register("square")(4)
+    return made
+
+
+def test_an_entry_is_found_by_its_name_until_it_is_removed(shapes: Registry[int]) -> None:
+    assert shapes.get("square") == 4
+    assert "square" in shapes
+    assert shapes.names() == tuple(shapes) == ("square", "triangle")
+    shapes.remove("square")
+    shapes.remove("square")
+    assert "square" not in shapes
+    with pytest.raises(ConfigError):
+        shapes.get("square")
+
+
+def test_the_last_entry_of_a_name_counts(shapes: Registry[int]) -> None:
+    assert shapes.add("square", 5) == 5
+    assert shapes.get("square") == 5
+    assert len(shapes.names()) == 2
+
+
+def test_an_unknown_name_is_answered_with_the_key_and_all_names(shapes: Registry[int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        shapes.get("sqare")
+    assert caught.value.value == "draw.shape=sqare"
+    assert caught.value.rule == "Unknown shape 'sqare'."
+    assert caught.value.remedy == "Did you mean square? There are: square, triangle."
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of modules that a registry can import."""
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [name for name, module in sys.modules.items() if name.startswith("shapes_of_")]:
+        del sys.modules[name]
+
+
+def test_modules_and_entry_points_are_imported_at_the_first_look_and_once(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Registry[int] = Registry("shape", key="shape", modules=("shapes_of_ours",), group="shapes")
+    for name, edges in (("ours", 5), ("theirs", 6)):
+        (modules / f"shapes_of_{name}.py").write_text(
+            f"import builtins\nbuiltins.shapes_under_test.add({name!r}, {edges})\n"
+        )
+    monkeypatch.setattr("builtins.shapes_under_test", made, raising=False)
+    asked: list[str] = []
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        asked.append(group)
+        return [EntryPoint("theirs", "shapes_of_theirs", group)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    made.add("mine", 7)
+    assert not asked
+    assert "shapes_of_ours" not in sys.modules
+    assert made.names() == ("mine", "ours", "theirs")
+    assert [made.get(name) for name in made] == [7, 5, 6]
+    assert asked == ["shapes"]
+
+
+def test_a_module_that_cannot_be_imported_is_not_silently_left_out(modules: Path) -> None:
+    (modules / "shapes_of_nobody.py").write_text("raise ValueError('broken')\n")
+    made: Registry[int] = Registry("shape", key="shape", modules=("shapes_of_nobody",))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"):
+            made.names()
