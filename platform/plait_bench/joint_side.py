@@ -117,7 +117,7 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     check_engine(settings)
     # One capacity for every machine, whatever was profiled on it: figures are compared with each other.
     engine = replace(settings.engine, capacity=settings.engine.capacity_or_usual)
-    settings = replace(settings, engine=engine, planner=settings.planner_of_search)
+    settings = replace(settings, engine=engine)
     shape = inspect_model(settings.model, cache=cache_dir())
     data = open_data(settings, shape.max_length, jobs).catalogue
     part("loading the model")

@@ -15,7 +15,6 @@ from plait.core.messages import (
     Command,
     Detach,
     Event,
-    GroupStep,
     JobEnded,
     JobEvaluated,
     JobProgress,
@@ -106,10 +105,6 @@ class History:
 
     def evaluations(self, job: str) -> list[float]:
         return [event.loss for event in self.events if isinstance(event, JobEvaluated) and event.job == job]
-
-    def rests(self, job: str) -> int:
-        """Iterations that a job sat out."""
-        return sum(job in event.resting for event in self.events if isinstance(event, GroupStep))
 
     def ended(self, job: str) -> JobEnded:
         (found,) = [event for event in self.events if isinstance(event, JobEnded) and event.job == job]
@@ -222,13 +217,12 @@ class Laboratory:
         between: Callable[[int, Coordinator], None] = lambda *_: None,
         before: Callable[[LocalWorker, Command], None] = lambda *_: None,
         max_jobs: int | None = None,
-        min_fill: float = 0.95,
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration."""
         engine = EngineSettings(kernels=kernels, capacity=capacity, checkpointing=checkpointing)
         data = DataCatalogue(random_data)
         recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
-        planner = PlannerSettings(max_jobs=max_jobs, min_fill=min_fill)
+        planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner)
         coordinator = Coordinator(recorder, data, settings, folder=self.folder)
         for job in jobs:

@@ -95,7 +95,6 @@ class Bench:
     notes: Notes = field(default_factory=Notes)
     checkpoint_steps: int | None = None
     capacity: int = 16
-    min_fill: float = 0.95
     alive: int = 100_000  # iterations until the process is killed
     stop_at: int | None = None  # iteration at which it is interrupted
     owner: Callable[[StudyTrials, int], Orders] = lambda _study, _poll: Orders()
@@ -106,9 +105,7 @@ class Bench:
         parallel = self.search.parallel
         run = RunSettings(
             engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),
-            planner=PlannerSettings(
-                max_jobs=min(self.max_jobs or parallel, parallel), min_fill=self.min_fill
-            ),
+            planner=PlannerSettings(max_jobs=min(self.max_jobs or parallel, parallel)),
             search=self.search,
         )
         identity = identify(SPACE, JobSpec("base"), run)

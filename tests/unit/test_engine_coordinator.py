@@ -66,9 +66,8 @@ def coordinator(
     *,
     max_jobs: int | None = None,
     catalogue: DataCatalogue | None = None,
-    min_fill: float = 0.95,
 ) -> Coordinator:
-    planner = PlannerSettings(max_jobs=max_jobs, min_fill=min_fill)
+    planner = PlannerSettings(max_jobs=max_jobs)
     run = RunSettings(engine=EngineSettings(capacity=16), planner=planner)
     return Coordinator(
         worker, catalogue or DataCatalogue(load_lengths), run, folder=Path("run"), clock=Clock()
@@ -90,7 +89,7 @@ def of(kind: type, events: Sequence[Event], name: str | None = None) -> list:  #
 
 
 def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
-    made = coordinator(worker := CurveWorker(), min_fill=0)
+    made = coordinator(worker := CurveWorker())
     made.submit(job("a", steps=2))
     made.submit(job("b", steps=5, batch_size=3))
     events = drain(made)
@@ -174,7 +173,7 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
 
 
 def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
-    made = coordinator(CurveWorker(), max_jobs=2, min_fill=0)
+    made = coordinator(CurveWorker(), max_jobs=2)
     assert made.places() == 2
     for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
         made.submit(job(name, priority=priority, steps=steps))
@@ -236,7 +235,7 @@ def test_a_state_is_saved_of_steps_that_were_handed_over_only(tmp_path: Path) ->
 
 
 def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None:
-    made = coordinator(worker := CurveWorker(), min_fill=0)
+    made = coordinator(worker := CurveWorker())
     made.submit(job("a", steps=6))
     made.submit(job("b", steps=6))
 
@@ -253,29 +252,6 @@ def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None
     assert not any(isinstance(c, Export) and c.job == "b" for c in worker.commands)
     with pytest.raises(ConfigError, match="waits or trains"):
         made.cancel("b")
-
-
-def test_who_rests_as_it_goes_on_from_a_state_is_not_evaluated_again() -> None:
-    """Its validation loss at that step is known; the next is that of its next step."""
-    jobs = [job("a", steps=6, validation=(4,), eval_every=1)]
-    jobs += [job("b", steps=6, batch_size=3, validation=(4,), eval_every=1)]
-
-    def begun(states: dict[str, Path]) -> Coordinator:
-        made = coordinator(CurveWorker())
-        for each in jobs:
-            made.submit(each, resume_from=states.get(each.name))
-        return made
-
-    made = begun({})
-    events = [event for _ in range(4) for event in made.advance()]
-    made.stop()
-    ends = {event.job: event for event in of(JobEnded, events + made.advance())}
-    later = drain(begun({name: end.checkpoint for name, end in ends.items()}))
-    rested = of(GroupStep, later)[0].resting
-    assert rested == ("a",)
-    assert ends["a"].step > 0
-    for each in jobs:
-        assert [event.step for event in of(JobEvaluated, events + later, each.name)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_stop_saves_live_jobs_and_ends_all() -> None:

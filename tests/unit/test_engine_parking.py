@@ -45,11 +45,9 @@ def job(name: str, **train: Any) -> JobSpec:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Coordinator, CurveWorker]]:
-    def build(
-        max_jobs: int | None = None, min_fill: float = 0.95, **worker: Any
-    ) -> tuple[Coordinator, CurveWorker]:
+    def build(max_jobs: int | None = None, **worker: Any) -> tuple[Coordinator, CurveWorker]:
         made = CurveWorker(falling, **worker)
-        planner = PlannerSettings(max_jobs=max_jobs, min_fill=min_fill)
+        planner = PlannerSettings(max_jobs=max_jobs)
         run = RunSettings(engine=EngineSettings(capacity=16), planner=planner)
         return Coordinator(made, DataCatalogue(load_lengths), run, folder=tmp_path), made
 
@@ -228,7 +226,7 @@ def test_a_job_that_goes_on_from_a_state_at_a_rung_waits_there(make: Any, tmp_pa
 
 
 def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(make: Any) -> None:
-    made, _ = make(max_jobs=3, min_fill=0)
+    made, _ = make(max_jobs=3)
     made.submit(job("a", priority=1))
     made.submit(job("b"))
     made.submit(job("c"))
@@ -341,7 +339,7 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
 
 def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: Any) -> None:
     """It comes in when one of the others has been parked for it, and that one goes on exactly."""
-    made, _ = make(attach_room=2, min_fill=0)
+    made, _ = make(attach_room=2)
     for name in "ab":
         made.submit(job(name))
     events = [*made.advance(), *made.advance()]

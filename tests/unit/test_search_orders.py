@@ -74,7 +74,7 @@ def test_a_pause_decides_no_cohort(tmp_path: Path) -> None:
 def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) -> None:
     owner = from_poll(4, PAUSED, 8)
     search = halving(trials=10, parallel=3, kind="patience", rungs=(6,))
-    bench = Bench(tmp_path, search, owner=owner, min_fill=0)
+    bench = Bench(tmp_path, search, owner=owner)
     bench.run()
     kinds = [type(event) for event in bench.notes.events]
     last_parked = len(kinds) - 1 - kinds[::-1].index(JobParked)
@@ -90,7 +90,7 @@ def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) ->
 def test_a_trial_that_is_let_past_its_rung_during_a_pause_goes_on_after_it(tmp_path: Path) -> None:
     """Both halves of the cohort are at the rung when all are paused, so it is decided in the pause."""
     search = halving(trials=4, parallel=4, cohort=4)
-    bench = Bench(tmp_path, search, owner=from_poll(2, PAUSED, 6), min_fill=0)
+    bench = Bench(tmp_path, search, owner=from_poll(2, PAUSED, 6))
     undisturbed = Bench(tmp_path / "undisturbed", bench.search)
     bench.run()
     undisturbed.run()
@@ -353,7 +353,7 @@ def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
         return RUNNING
 
     search = halving(trials=4, parallel=2, cohort=2, rungs=(2,))
-    bench = Bench(tmp_path, search, owner=owner, alive=60, min_fill=0)
+    bench = Bench(tmp_path, search, owner=owner, alive=60)
     bench.run()
     beside = [event.jobs for event in bench.of(GroupStep) if "trial-0001" in event.jobs]
     assert len(beside[0]) == 2

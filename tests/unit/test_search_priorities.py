@@ -104,7 +104,7 @@ def test_an_urgent_trial_waits_out_a_pause(tmp_path: Path) -> None:
         adds(study, poll, 5)
         return Orders("paused") if 2 <= poll < 6 else Orders()
 
-    bench = Bench(tmp_path, halving(trials=2, parallel=2, **NONE), owner=owner, alive=200, min_fill=0)
+    bench = Bench(tmp_path, halving(trials=2, parallel=2, **NONE), owner=owner, alive=200)
     bench.run()
     assert groups(bench) == [
         GROUP,

@@ -364,7 +364,6 @@ class GroupStep:
         predicted_seconds: what was expected before it ran; None where nothing is known yet.
         predicted_bytes: the same for the peak.
         bytes_by_rule: that is an upper bound from the model's shape, for want of observations.
-        resting: live jobs that sat it out, so that the others' microbatches were fuller.
     """
 
     group: str
@@ -378,7 +377,6 @@ class GroupStep:
     job_tokens: tuple[int, ...] = ()
     predicted_seconds: float | None = None
     predicted_bytes: int | None = None
-    resting: tuple[str, ...] = ()
     bytes_by_rule: bool = False
 
 

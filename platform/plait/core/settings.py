@@ -6,7 +6,7 @@ one of them is refused. ``plait.config.build`` builds these from Hydra's DictCon
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -107,13 +107,10 @@ class PlannerSettings:
     Attributes:
         max_jobs: most jobs that train at once; None: as many as fit into memory.
         memory_share: share of the device's memory that may be used.
-        min_fill: share of the microbatches' capacity below which some jobs skip an iteration, so that those
-            of the others are fuller; 0: no job skips one, and none does where all trials train at once.
     """
 
     max_jobs: Annotated[int | None, at_least(1)] = None
     memory_share: Annotated[float, POSITIVE_SHARE] = 0.8
-    min_fill: Annotated[float, between(0, 1)] = 0.0
 
     def __post_init__(self) -> None:
         check(self, "planner")
@@ -327,16 +324,6 @@ class RunSettings:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
-
-    @property
-    def planner_of_search(self) -> PlannerSettings:
-        """The planner's settings for the trials of the search.
-
-        Where all train at once no job skips an iteration: without a queue nothing could use the slot of one
-        that reaches its rung before the others, and it would be paused for nothing.
-        """
-        queue = self.search.trials > self.search.parallel
-        return self.planner if queue else replace(self.planner, min_fill=0.0)
 
 
 Mode = Literal["train", "plan", "profile", "simulate", "bench"]

@@ -48,9 +48,8 @@ class Coordinator:
     """Trains jobs together on one worker, an iteration at a time.
 
     Jobs join and leave between iterations. In each one, every live job's next global batch is packed into
-    microbatches with the others', runs through the model, and each job steps its own optimiser. So that
-    microbatches are full, a job may rest for an iteration. One that waits at a rung, is paused, or has to
-    make room is parked: saved, taken from the worker, and later gone on with exactly.
+    microbatches with the others', runs through the model, and each job steps its own optimiser. A job that
+    waits at a rung, is paused or preempted is saved, taken from the worker, and later resumed exactly.
 
     Args:
         worker: owns model and adapters.
@@ -82,7 +81,7 @@ class Coordinator:
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock, patient=patient)
         self._capacity = settings.engine.capacity_or_usual
-        self._packer = Packer(self._capacity, settings.planner.min_fill)
+        self._packer = Packer(self._capacity)
         self._clock = clock
         self.checkpointing = Checkpointing(
             settings.engine, states or folder / "checkpoints", self._send, clock
@@ -318,7 +317,7 @@ class Coordinator:
         return self._ledger.send(command, self._live)
 
     def _train(self) -> list[Event]:
-        """One global batch of every live job that does not rest through the model, then each one's step."""
+        """One global batch of every live job through the model, then each one's step."""
         started = self._clock()
         events: list[Event] = []
         while jobs := [job for job in self._live.values() if job.trains]:
@@ -328,8 +327,7 @@ class Coordinator:
             run = self._send(RunMicrobatches(iteration.microbatches))
             if run.out_of_memory is None:
                 return [*events, *self._step(iteration, run, started, expected)]
-            took_part = list(iteration.jobs.values())
-            events += self._make_room(took_part if len(took_part) > 1 else jobs, run.out_of_memory)
+            events += self._make_room(jobs, run.out_of_memory)
         return events
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
@@ -359,8 +357,6 @@ class Coordinator:
                 job, tally = jobs[step.job], run.tallies[step.job]
                 job.advance(tally.tokens)
                 events.append(progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
-        for job in iteration.resting:
-            job.rest()
         number = next(self._iterations)
         events.append(self._packer.group_step(GROUP, number, iteration, run, expected, seconds))
         return [*events, *self._predictions.learn(expected, run, seconds, number)]

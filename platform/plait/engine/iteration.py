@@ -10,9 +10,8 @@ from plait.core.plans import GlobalBatch, Microbatch
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.ledger import Outcome, Tally
 from plait.engine.live import LiveJob
-from plait.engine.packer import PackedStep, pack_step
+from plait.engine.packer import pack_step
 from plait.engine.predictions import Expected
-from plait.planner.resting import NextBatch, choose_resting
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +20,10 @@ class Iteration:
 
     Attributes:
         jobs: that take part, by name.
-        resting: live ones that sit it out.
-        microbatches: the global batches of those that take part.
+        microbatches: their next global batches.
     """
 
     jobs: dict[str, LiveJob]
-    resting: tuple[LiveJob, ...]
     microbatches: tuple[Microbatch, ...]
 
 
@@ -35,37 +32,25 @@ class Packer:
 
     Args:
         capacity: most tokens of one.
-        min_fill: share of it below which jobs rest (``planner.min_fill``).
 
     Attributes:
         repeats: whether packing the same again gives the same; False once the clock stopped the solver.
     """
 
-    def __init__(self, capacity: int, min_fill: float) -> None:
+    def __init__(self, capacity: int) -> None:
         self.repeats = True
         self._capacity = capacity
-        self._min_fill = min_fill
         self._said = False
 
     def iteration(self, jobs: Sequence[LiveJob]) -> Iteration:
-        """The next global batch of each of these jobs, but for those that rest."""
-        batches = [job.next_batch() for job in jobs]
-        chosen = choose_resting(
-            [
-                NextBatch(sum(batch.lengths), job.spec.train.priority, job.in_a_row)
-                for job, batch in zip(jobs, batches, strict=True)
-            ],
-            lambda places: self._packed([batches[place] for place in places]),
-            capacity=self._capacity,
-            min_fill=self._min_fill,
-        )
-        resting = tuple(jobs[place] for place in chosen.resting)
-        training = {job.name: job for job in jobs if job not in resting}
-        return Iteration(training, resting, chosen.packed.microbatches)
+        """The next global batch of each of these jobs."""
+        return Iteration({job.name: job for job in jobs}, self.pack([job.next_batch() for job in jobs]))
 
     def pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
         """All of these global batches."""
-        return self._packed(batches).microbatches
+        packed = pack_step(batches, capacity=self._capacity)
+        self.repeats = self.repeats and packed.repeats
+        return packed.microbatches
 
     def notices(self) -> list[Event]:
         """What is to be said of packings, once."""
@@ -73,11 +58,6 @@ class Packer:
             return []
         self._said = True
         return [Notice("the time limit ended a packing: another run may pack its steps otherwise")]
-
-    def _packed(self, batches: Sequence[GlobalBatch]) -> PackedStep:
-        packed = pack_step(batches, capacity=self._capacity)
-        self.repeats = self.repeats and packed.repeats
-        return packed
 
     def group_step(
         self, group: str, number: int, iteration: Iteration, run: Outcome, expected: Expected, seconds: float
@@ -95,7 +75,6 @@ class Packer:
             job_tokens=tuple(run.tallies[name].tokens for name in iteration.jobs),
             predicted_seconds=expected.seconds,
             predicted_bytes=expected.bytes,
-            resting=tuple(job.name for job in iteration.resting),
             bytes_by_rule=expected.by_rule,
         )
 

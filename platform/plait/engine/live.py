@@ -37,8 +37,6 @@ class LiveJob:
         evaluated: step of the last evaluation.
         warm_from: folder of the weights that it begins with; None for fresh ones.
         begun: whether this process has trained it.
-        in_a_row: iterations in which it took part since it rested or came; 0 where it rested in the last one,
-            -1 in the last two.
     """
 
     spec: JobSpec
@@ -59,7 +57,6 @@ class LiveJob:
     evaluated: int | None = None
     warm_from: Path | None = None
     begun: bool = False
-    in_a_row: int = 1
 
     @property
     def name(self) -> str:
@@ -79,7 +76,7 @@ class LiveJob:
     @property
     def evaluation_due(self) -> bool:
         """Whether the validation loss is wanted after the step just done."""
-        if len(self.data.validation) == 0 or self.evaluated == self.step or self.in_a_row <= 0:
+        if len(self.data.validation) == 0 or self.evaluated == self.step:
             return False
         every = self.spec.train.eval_every
         at_rung = self.measured and self.step in self.rungs
@@ -133,7 +130,7 @@ class LiveJob:
         spent = max(before, cursor.device_ns) if self.begun else before + cursor.device_ns
         if not self.begun:
             self.earlier = cursor.completion_seconds
-        self.cursor, self.begun, self.in_a_row = replace(cursor, device_ns=spent), True, 1
+        self.cursor, self.begun = replace(cursor, device_ns=spent), True
         self.reach()
 
     def completion_seconds(self, now: float) -> float:
@@ -151,7 +148,6 @@ class LiveJob:
     def advance(self, tokens: int) -> None:
         """Count one optimiser step over ``tokens`` real tokens."""
         self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens)
-        self.in_a_row = max(self.in_a_row, 0) + 1
         self.reach()
 
     def evaluate(self, loss: float) -> bool:
@@ -165,10 +161,6 @@ class LiveJob:
             return False
         self.cursor = replace(self.cursor, best_step=self.step, best_loss=loss)
         return True
-
-    def rest(self) -> None:
-        """Sit an iteration out."""
-        self.in_a_row = min(self.in_a_row, 1) - 1
 
     def ended(
         self,

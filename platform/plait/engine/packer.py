@@ -32,10 +32,6 @@ class PackedStep:
     microbatches: tuple[Microbatch, ...]
     repeats: bool = True
 
-    def __len__(self) -> int:
-        """The number of microbatches."""
-        return len(self.microbatches)
-
 
 def pack_step(batches: Sequence[GlobalBatch], *, capacity: int) -> PackedStep:
     """Microbatches that hold all samples of ``batches``: as few as the exact packer finds.

@@ -23,9 +23,8 @@ NOT_REPEATED = (
     "may pack otherwise."
 )
 WAVES = (
-    "A wave starts when the one before it is done. Training fills places as they come free, lets trials "
-    "rest where planner.min_fill asks for it, and goes where the sampler leads: trials here are drawn "
-    "without results."
+    "A wave starts when the one before it is done. Training fills slots as they come free, and the "
+    "real sampler adapts to results; this plan cannot."
 )
 TRUNCATED = (
     f"At most {MOST_STEPS} steps are planned of a wave's jobs; those after them are taken to be like them."

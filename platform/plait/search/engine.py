@@ -191,8 +191,7 @@ def build_coordinator(
         kernels = same_kernels(kernels, device, model.dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
     parallel = settings.search.parallel  # beyond these, a job of higher priority displaces another
-    planner = settings.planner_of_search
-    planner = replace(planner, max_jobs=min(parallel, planner.max_jobs or parallel))
+    planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
         LocalWorker(model, data, engine),
         data,

@@ -48,9 +48,6 @@ def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: 
     lab = laboratory(family)
     jobs = lab.group(dropout=dropout)
     joint = lab.run(jobs, kernels=kernels)
-    assert (
-        sum(joint.rests(job.name) > 0 for job in jobs) > 2
-    )  # and some rest, so that others fill microbatches
     for job in jobs:
         solo = lab.run([job], kernels=kernels)
         assert_same_losses(joint.losses(job.name), solo.losses(job.name), job.name)

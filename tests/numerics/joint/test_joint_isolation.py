@@ -121,7 +121,7 @@ def test_one_that_finishes_one_that_joins_and_one_that_is_cancelled_change_nothi
         if turn == 3:
             coordinator.cancel(dropped.name, "pruned")
 
-    together = lab.run([job for job in jobs if job is not late], kernels=kernels, between=between, min_fill=0)
+    together = lab.run([job for job in jobs if job is not late], kernels=kernels, between=between)
     assert (together.ended(dropped.name).state, together.ended(dropped.name).step) == ("stopped", 3)
     for job in jobs:
         if job is not dropped:

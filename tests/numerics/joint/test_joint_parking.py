@@ -127,7 +127,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
             shot = next(shots, 0)
             _fail_once(worker, after=1)
 
-    together = lab.run(jobs, capacity=120, before=before, min_fill=0)
+    together = lab.run(jobs, capacity=120, before=before)
     parked = [event.job for event in together.events if isinstance(event, JobParked)]
     assert parked == [jobs[2].name, jobs[0].name]
     sizes = [len(event.jobs) for event in together.events if isinstance(event, GroupStep)]
@@ -191,7 +191,7 @@ def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(
             if evaluations in (1, 2):
                 _fail_once(worker, after=0)
 
-    together = lab.run(jobs, before=before, min_fill=0)
+    together = lab.run(jobs, before=before)
     assert evaluations == 5  # of all four, of the first two, of each of those, of the others
     assert not [event for event in together.events if isinstance(event, JobParked)]
     _same_as_alone(alone, jobs, together)

@@ -113,29 +113,24 @@ def test_those_that_were_pruned_came_as_far_as_they_would_have_come_alone(search
 def test_freed_capacity_is_used_in_every_iteration_until_the_queue_is_empty(searched: Searched) -> None:
     """Tokens in use, against what first-fit-decreasing could use of the samples of live and queued trials.
 
-    In an iteration every live job that does not rest gives one global batch, and they share one row of
+    In an iteration every live job gives one global batch, and they share one row of
     microbatches, of which the last is filled as far as it happens to be; of four jobs, each of about one
-    microbatch, there is often no set that fills it. So each iteration of these few jobs is measured without
-    its least filled microbatch, on both sides. With that microbatch, from eight trials at once on:
+    microbatch, little fills it. So each iteration of these few jobs is measured without
+    its least filled microbatch, on both sides. With that microbatch, for 32 trials at once:
     test_search_stopping.py.
     """
     steps = [event for event in searched.history.events if isinstance(event, GroupStep)]
     assert len(steps) == len(searched.packed)
-    last_drawn = next(at for at, step in enumerate(steps) if f"trial-{TRIALS - 1:04d}" in live(step))
+    last_drawn = next(at for at, step in enumerate(steps) if f"trial-{TRIALS - 1:04d}" in step.jobs)
     assert last_drawn > 3
     done: Counter[str] = Counter()
     for step, packed in list(zip(steps, searched.packed, strict=True))[:last_drawn]:
-        assert len(live(step)) == PARALLEL
+        assert len(step.jobs) == PARALLEL
         queued = [name for name in map("trial-{:04d}".format, range(TRIALS)) if not done[name]]
-        wanted = [*live(step), *(name for name in queued if name not in live(step))]
+        wanted = [*step.jobs, *(name for name in queued if name not in step.jobs)]
         could = pack([_batch(searched, name, done[name] + 1) for name in wanted], capacity=CAPACITY, tile=1)
         assert _filled(packed) >= 0.95 * _filled(could)
         done.update(step.jobs)
-
-
-def live(step: GroupStep) -> tuple[str, ...]:
-    """Jobs that hold a place."""
-    return step.jobs + step.resting
 
 
 def _batch(searched: Searched, name: str, step: int) -> GlobalBatch:
