@@ -81,7 +81,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
     path = asked.path or settings.tracking.root / "curves.json"
     write_curves(recorded, path)
     figures = _figures(recorded)
-    if asked.search and settings.search.stopping.kind != "none":
+    if asked.search and settings.search.stopping.active:
         part(f"the same jobs searched with {settings.search.stopping.kind}")
         meter = Meter(side.worker, clock)
         with tempfile.TemporaryDirectory() as folder:

@@ -12,8 +12,8 @@ from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobP
 from plait.core.settings import SearchSettings
 from plait.engine.live import AT_RUNG
 from plait.search.run import SearchRun
-from plait.search.rungs import rung_steps
 from plait.search.stopper import make_stopper
+from plait.search.stopping import rung_steps
 from plait.search.trials import Trial
 from plait_bench.recorded_curves import Curve
 from plait_bench.replay_study import Evaluation, Timeline, listed_study
@@ -208,7 +208,7 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
     coordinator = ReplayCoordinator(lambda job: by_job[job.name])
     timeline = Timeline(lambda: coordinator.seconds)
     budget = min(curve.last.step for curve in curves)
-    stopper = make_stopper(search, budget, study.rungs, study.rungs.prunes)
+    stopper = make_stopper(search, budget, study.rungs)
     SearchRun(study, make_job, coordinator, timeline, search, stopper=stopper).run()
     finished = timeline.finished
     return Replay(

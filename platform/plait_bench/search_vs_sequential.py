@@ -29,7 +29,7 @@ from plait.engine.devices import choose_device
 from plait.models import load_tokeniser
 from plait.models.load import transformers_model
 from plait.search.objective import check_measured
-from plait.search.rungs import rung_steps
+from plait.search.stopping import rung_steps
 from plait.tracking.facts import git_state
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.files import write_text

@@ -94,7 +94,7 @@ def search_together(
 
     coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
     budget = shortest_budget(jobs, side.data)
-    stopper = make_stopper(search, budget, study.rungs, study.rungs.prunes)
+    stopper = make_stopper(search, budget, study.rungs)
     watch = Stopwatch.start()
     timeline = Timeline(watch.read)
     SearchRun(study, make_job, coordinator, timeline, search, stop, stopper).run()

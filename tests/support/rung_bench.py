@@ -128,7 +128,7 @@ class Bench:
                     raise KilledError
                 return self.interrupted() or (self.stop_at is not None and poll >= self.stop_at)
 
-            stopper = make_stopper(self.search, 8, source.rungs, source.rungs.prunes)
+            stopper = make_stopper(self.search, 8, source.rungs)
             return SearchRun(
                 source,
                 lambda trial: self.job(trial, self.steps(trial)),

@@ -12,6 +12,7 @@ from plait.cli.main import main
 from plait.cli.sweeper_keys import merge
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
+from plait.search.samplers import SAMPLERS
 from plait.utils.paths import conf_dir, sweeps_dir
 
 
@@ -296,7 +297,7 @@ def test_the_same_value_twice_is_none() -> None:
 
 
 def test_every_sampler_has_its_group(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii"):
+    for name in SAMPLERS:
         status, out, _ = run(capsys, "sweep", f"hydra/sweeper/sampler={name}", "--cfg", "hydra")
         assert status == 0
         assert yaml.safe_load(out)["hydra"]["sweeper"]["sampler"]["name"] == name

@@ -19,11 +19,12 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.objectives import Constraint, Objective, Verdict, pareto_front
-from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
+from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
-from plait.search.objective import SEVERAL_OBJECTIVES, check_objectives
+from plait.search.objective import check_objectives
 from plait.search.prior import describe_prior
 from plait.search.results import SearchResult, describe_result, write_result
+from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Finished, Outcome, Trial
 from plait.tracking.board import Board, JobRecord
@@ -166,7 +167,7 @@ def test_one_direction_serves_all_objectives() -> None:
         ({"constraints": {"adapter.rank": "32"}}, "<= or >="),
         ({"constraints": {"adapter.rank": "<= nan"}}, "<= or >="),
         ({"constraints": {"adapter.rank": "== 3"}}, "<= or >="),
-        ({"enqueue": ({}, {}), "trials": 1}, "trials of the search"),
+        ({"enqueue": ({}, {}), "trials": 1}, "count as trials"),
     ],
 )
 def test_wrong_settings_are_refused(given: dict[str, Any], named: str) -> None:
@@ -180,12 +181,9 @@ def test_wrong_settings_are_refused(given: dict[str, Any], named: str) -> None:
     [
         ({"metric": "adapter.alpha"}, "adapter.rank"),
         ({"constraints": {"adapter.target_modules": "<= 2"}}, "train.lr"),
-        (TWO | {"sampler": "cmaes", "constraints": {}}, "nsgaii"),
-        ({"constraints": {"adapter.rank": "<= 2"}, "sampler": "cmaes"}, "qmc"),
-        (TWO | {"stopping": StoppingSettings(kind="optuna")}, "search.stopping.metric"),
     ],
 )
-def test_what_a_sampler_or_pruner_cannot_do_is_refused(given: dict[str, Any], named: str) -> None:
+def test_a_metric_that_no_trial_has_is_refused(given: dict[str, Any], named: str) -> None:
     jobs = [JobSpec("a"), JobSpec("b", train=TrainSpec(steps=None, epochs=1.0))]
     with pytest.raises(ConfigError) as caught:
         check_objectives(SearchSettings(**given), jobs)
@@ -214,7 +212,7 @@ def test_objectives_constraints_and_priors_belong_to_the_identity_and_points_do_
 # ---- the study -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", SEVERAL_OBJECTIVES)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if SAMPLERS.get(name).several_objectives])
 @pytest.mark.filterwarnings("error::FutureWarning", "error::UserWarning")
 def test_samplers_draw_for_two_objectives_and_a_constraint(sampler: str) -> None:
     storage = InMemoryStorage()
@@ -337,18 +335,15 @@ def test_a_point_added_to_a_search_that_has_all_its_trials_comes_on_top() -> Non
 
 
 @pytest.mark.parametrize(
-    ("points", "sampler", "named"),
+    ("points", "named"),
     [
-        (({"adapter.rank": "8"}, {"adapter.rank": "65"}), "tpe", "search.enqueue[1]: adapter.rank=65"),
-        (({"adapter.rang": "8"},), "tpe", "adapter.rank, train.lr"),
-        (({"adapter.rank": "8"},), "grid", "search.sampler=random"),
+        (({"adapter.rank": "8"}, {"adapter.rank": "65"}), "search.enqueue[1]: adapter.rank=65"),
+        (({"adapter.rang": "8"},), "adapter.rank, train.lr"),
     ],
 )
-def test_points_outside_of_the_space_are_refused(
-    points: tuple[dict[str, str], ...], sampler: str, named: str
-) -> None:
+def test_points_outside_of_the_space_are_refused(points: tuple[dict[str, str], ...], named: str) -> None:
     with pytest.raises(SearchError) as caught:
-        source(COUNTED if sampler == "grid" else NUMBERS, enqueue=points, sampler=sampler)
+        source(enqueue=points)
     assert named in str(caught.value)
 
 

@@ -1,5 +1,7 @@
 """Override syntax as a search space: Hydra's grammar, Hydra's own meaning."""
 
+from typing import Any
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -8,10 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plait.config.overrides import is_sweep, read_request
-from plait.core.errors import ConfigError, SearchError
+from plait.core.errors import ConfigError, PlaitError, SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Whole
-from plait.search.feasibility import check_sampler, grid
+from plait.search.samplers import SAMPLERS, Sampler, check_sampler, of_optuna
 
 DEFAULTS = {"adapter.rank": "choice(4,8)", "train.lr": "tag(log,interval(1e-4,1e-3))"}
 
@@ -72,7 +74,9 @@ def test_a_range_of_floats_never_holds_its_stop(start: int, length: int, step: i
     """In tenths, that floats cannot hold: Hydra's own iterator lets some stops in by rounding."""
     text = f"train.weight_decay=range({start / 10},{(start + length) / 10},{step / 10})"
     expected = [tenths / 10 for tenths in range(start, start + length, step)]
-    assert grid(space_of(text))["train.weight_decay"] == pytest.approx(expected, abs=1e-12)
+    domain = domain_of(text)
+    assert domain.count is not None
+    assert [domain.at(place) for place in range(domain.count)] == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_what_sweeps(argument: str, sweeps: bool) -> None:
     [
         ("grid", ["train.lr=interval(1e-5,1e-3)"], "can be counted"),
         ("cmaes", ["adapter.rank=1,2", "train.lr=interval(1e-5,1e-3)"], "left to chance"),
-        ("cmaes", ["train.lr=interval(1e-5,1e-3)"], "at least two"),
+        ("cmaes", ["train.lr=interval(1e-5,1e-3)"], "at least 2"),
         ("qmc", ["adapter.rank=1,2"], "left to chance"),
     ],
 )
@@ -249,6 +253,52 @@ def test_samplers_that_can_do_any_space(sampler: str) -> None:
     check_sampler(
         SearchSettings(sampler=sampler), space_of("adapter.rank=1,2", "train.lr=interval(1e-5,1e-3)")
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sampler": "tpee"}, "Did you mean tpe"),
+        ({"sampler": "bayes"}, "cmaes, gp, grid, nsgaii, qmc, random, tpe"),
+        ({"sampler": "cmaes", "metric": ("eval/loss", "train.steps")}, "gp, grid, nsgaii, qmc, random, tpe"),
+        ({"sampler": "cmaes", "constraints": {"train.steps": "<= 2"}}, "gp, grid, nsgaii, qmc, random, tpe"),
+        ({"sampler": "random", "prior": "before"}, "cmaes, gp, tpe"),
+    ],
+)
+def test_a_sampler_that_cannot_do_what_is_asked_names_those_that_can(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(PlaitError, match=said):
+        check_sampler(
+            SearchSettings(**given), space_of("train.steps=interval(2,9)", "train.lr=interval(1,2)")
+        )
+
+
+def test_a_sampler_from_outside_says_what_it_can_do() -> None:
+    SAMPLERS.add("mine", Sampler(of_optuna("RandomSampler"), choices=False))
+    try:
+        check_sampler(SearchSettings(sampler="mine"), space_of("train.steps=interval(2,9)"))
+        with pytest.raises(SearchError, match="mine sampler suggests numbers"):
+            check_sampler(SearchSettings(sampler="mine"), space_of("train.steps=2,9"))
+    finally:
+        SAMPLERS.remove("mine")
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("adapter.rank=interval(4,32)", "interval(4,32)"),
+        ("adapter.rank=tag(log,interval(4,32))", "tag(log,interval(4,32))"),
+        ("adapter.rank=range(4,20,4)", "range(4,20,4)"),
+        ("train.lr=interval(0.5,1.5)", "interval(0.5,1.5)"),
+        ("train.weight_decay=range(0.1,0.4,0.1)", "range(0.1,0.4,0.1)"),
+        ("adapter.rank=4,8", "choice(4,8)"),
+    ],
+)
+def test_a_domain_is_written_as_it_was_typed(argument: str, text: str) -> None:
+    assert str(domain_of(argument)) == text
+    key = argument.partition("=")[0]
+    assert domain_of(f"{key}={text}") == domain_of(argument)
 
 
 def test_the_grid_counts_every_point() -> None:

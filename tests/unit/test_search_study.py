@@ -19,9 +19,9 @@ from plait.core.space import Space
 from plait.engine.saved import HEADER
 from plait.search.identity import identify
 from plait.search.prior import Known
-from plait.search.samplers import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
+from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Outcome, Trial
 from plait.utils.addresses import redact, with_driver
 

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, PlaitError
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.rungs import Brackets, Judged, judged, rung_steps
-from plait.search.stopping import AskedRule, CohortRule, Record, Rule, Table, Verdict, make_rule
+from plait.search.rungs import Brackets, RungMetric, RungRecord, RungTable, rung_metric
+from plait.search.stopping import (
+    RULES,
+    CohortRule,
+    Decision,
+    OptunaPrunerRule,
+    PerTrialRule,
+    Rule,
+    RuleRequest,
+    StoppingRule,
+    check_stopping,
+    make_rule,
+    rung_steps,
+)
 
 
 def rule(budget: int = 16, *, metric: str = "eval/loss", trials: int = 8, **stopping: Any) -> Rule:
     search = SearchSettings(trials=trials, metric=metric, stopping=StoppingSettings(**stopping))
-    made = make_rule(search, budget, lambda _: False)
+    made = make_rule(search, budget)
     assert made is not None
     return made
 
 
 def table(
     values: Mapping[int, Mapping[int, float]], expected: int | None, ended: Sequence[int] = ()
-) -> Table:
-    return Table({n: Record(v, n in ended) for n, v in values.items()}, expected)
+) -> RungTable:
+    return RungTable({n: RungRecord(v, n in ended) for n, v in values.items()}, expected)
 
 
-def actions(made: Rule, numbers: Sequence[int], step: int, values: Table) -> dict[int, str]:
-    return {number: made.verdict(number, step, values).action for number in numbers}
+def actions(made: Rule, numbers: Sequence[int], step: int, values: RungTable) -> dict[int, str]:
+    return {number: made.decide(number, step, values).action for number in numbers}
 
 
 # ---- where the rungs are -------------------------------------------------------------------------------
@@ -72,11 +85,8 @@ def test_a_rung_beyond_the_budget_is_refused(stopping: dict[str, Any], budget: i
 @pytest.mark.parametrize(
     ("stopping", "said"),
     [
-        ({"kind": "halving"}, "successive_halving"),
         ({"eta": 1}, "eta must be at least 2"),
-        ({"rungs": (1,), "every": 2}, "Give one of them"),
-        ({"kind": "threshold"}, "lower or upper"),
-        ({"kind": "divergence"}, "divergence"),
+        ({"rungs": (1,), "every": 2}, "Set only one of them"),
         ({"divergence": 0.5}, "above 1"),
         ({"divergence_from": "end"}, "best, start"),
         ({"direction": "down"}, "maximize, minimize"),
@@ -97,13 +107,15 @@ def test_settings_that_make_no_sense_are_refused(stopping: dict[str, Any], said:
 )
 def test_a_metric_that_is_not_measured_at_rungs_is_refused(search: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        judged(SearchSettings(**search))
+        rung_metric(SearchSettings(**search))
 
 
 def test_the_direction_follows_the_metric() -> None:
     other = StoppingSettings("asha", metric="throughput/tokens_per_s")
-    assert judged(SearchSettings(stopping=other)) == Judged("throughput/tokens_per_s", minimise=False)
-    assert judged(SearchSettings(direction="maximize")) == Judged("eval/loss", minimise=False)
+    assert rung_metric(SearchSettings(stopping=other)) == RungMetric(
+        "throughput/tokens_per_s", minimise=False
+    )
+    assert rung_metric(SearchSettings(direction="maximize")) == RungMetric("eval/loss", minimise=False)
 
 
 @given(st.integers(0, 4), st.integers(2, 4), st.integers(0, 3000))
@@ -127,17 +139,78 @@ def test_brackets_are_those_of_hyperband() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "halving"}, "asha, divergence, hyperband, median, none, optuna"),
+        ({"kind": "succesive_halving"}, "Did you mean successive_halving"),
+        ({"kind": "threshold"}, r"search\.stopping\.lower, search\.stopping\.upper"),
+        ({"kind": "divergence"}, r"needs search\.stopping\.divergence"),
+        ({"kind": "asha", "options": {"eta": 3}}, "takes none"),
+        ({"kind": "optuna", "pruner": "Pruner"}, "MedianPruner"),
+        ({"kind": "optuna", "options": {"startup": 3}}, "n_startup_trials"),
+        ({"kind": "optuna", "metric": "train/loss"}, "eval/loss"),
+    ],
+)
+def test_a_rule_that_cannot_be_used_is_refused_before_anything_is_loaded(
+    given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(PlaitError, match=said):
+        check_stopping(SearchSettings(stopping=StoppingSettings(**given)))
+
+
+def test_a_rule_for_one_objective_is_refused_with_several_and_the_others_are_named() -> None:
+    several = SearchSettings(metric=("eval/loss", "adapter.rank"), stopping=StoppingSettings(kind="optuna"))
+    with pytest.raises(ConfigError, match="asha, divergence, hyperband, median, none, patience"):
+        check_stopping(several)
+    check_stopping(replace(several, stopping=StoppingSettings(kind="median")))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Options of a rule that is not in the package."""
+
+    most: float = 2.0
+
+
+@pytest.fixture
+def above_limit() -> Iterator[str]:
+    """A rule of another package, registered as its module would do it."""
+
+    def make(ask: RuleRequest) -> Rule:
+        most = ask.options.most
+        return PerTrialRule(ask.steps, lambda values: f"above {most:g}" if values[-1] > most else None)
+
+    RULES.add("above_limit", StoppingRule(make, options=Limit))
+    yield "above_limit"
+    RULES.remove("above_limit")
+
+
+def test_a_rule_from_outside_has_a_name_and_options_of_its_own(above_limit: str) -> None:
+    values = table({0: {1: 2.5}, 1: {1: 1.5}, 2: {1: 3.5}}, 3)
+    assert actions(rule(kind=above_limit, rungs=(1,)), range(3), 1, values) == {
+        0: "stop", 1: "continue", 2: "stop",
+    }  # fmt: skip
+    assert actions(rule(kind=above_limit, rungs=(1,), options={"most": 3.0}), range(3), 1, values) == {
+        0: "continue", 1: "continue", 2: "stop",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"search\.stopping\.options\.least"):
+        rule(kind=above_limit, rungs=(1,), options={"least": 3.0})
+    with pytest.raises(ConfigError, match=r"search\.stopping\.options\.most='few'"):
+        rule(kind=above_limit, rungs=(1,), options={"most": "few"})
+
+
 # ---- cohorts -------------------------------------------------------------------------------------------
 
 
 def test_the_best_half_of_a_cohort_goes_on_ties_by_number() -> None:
     made = rule(kind="successive_halving", rungs=(4, 8), cohort=4)
     first = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 2.0}, 3: {4: 3.0}}
-    assert actions(made, range(4), 4, table(first, 8)) == {0: "go", 1: "go", 2: "stop", 3: "stop"}
+    assert actions(made, range(4), 4, table(first, 8)) == {0: "continue", 1: "continue", 2: "stop", 3: "stop"}
     second = {0: {4: 2.0, 8: 0.5}, 1: {4: 1.0, 8: 0.7}, 2: {4: 2.0}, 3: {4: 3.0}}
-    assert actions(made, (0, 1), 8, table(second, 8)) == {0: "go", 1: "stop"}
-    reason = made.verdict(3, 4, table(first, 8)).reason
-    assert reason == "eval/loss 3 at rung 4: place 4 of 4, 2 go on (trials 0 to 3)"
+    assert actions(made, (0, 1), 8, table(second, 8)) == {0: "continue", 1: "stop"}
+    reason = made.decide(3, 4, table(first, 8)).reason
+    assert reason == "eval/loss 3 at rung 4: ranked 4 of 4, 2 continue (trials 0 to 3)"
 
 
 def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:
@@ -145,27 +218,31 @@ def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:
     some = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 3.0}}
     assert set(actions(made, range(3), 4, table(some, 8)).values()) == {"wait"}
     assert set(actions(made, range(3), 4, table(some | {3: {}}, 8)).values()) == {"wait"}
-    assert actions(made, range(3), 4, table(some | {3: {}}, 8, ended=[3])) == {0: "go", 1: "go", 2: "stop"}
-    assert actions(made, range(3), 4, table(some, 3)) == {0: "stop", 1: "go", 2: "stop"}
+    assert actions(made, range(3), 4, table(some | {3: {}}, 8, ended=[3])) == {
+        0: "continue",
+        1: "continue",
+        2: "stop",
+    }
+    assert actions(made, range(3), 4, table(some, 3)) == {0: "stop", 1: "continue", 2: "stop"}
 
 
 def test_one_member_is_always_left() -> None:
     made = rule(kind="successive_halving", rungs=(4,), cohort=4, eta=4)
     alone = table({4: {4: 2.0}}, 5)
-    assert made.verdict(4, 4, alone).action == "go"
+    assert made.decide(4, 4, alone).action == "continue"
     failed = table({0: {}, 1: {}, 2: {}, 3: {4: 9.0}}, 4, ended=[0, 1, 2])
-    assert made.verdict(3, 4, failed).action == "go"
+    assert made.decide(3, 4, failed).action == "continue"
 
 
 def test_who_was_beyond_a_rung_before_there_were_rungs_is_let_be() -> None:
     made = rule(kind="successive_halving", rungs=(4, 8), cohort=2)
     values = table({0: {6: 1.0, 8: 1.0}, 1: {4: 2.0, 8: 2.0}}, 2)
-    assert actions(made, (0, 1), 8, values) == {0: "go", 1: "stop"}
+    assert actions(made, (0, 1), 8, values) == {0: "continue", 1: "stop"}
 
 
 def test_maximising_keeps_the_highest() -> None:
     made = rule(kind="successive_halving", rungs=(4,), cohort=2, direction="maximize")
-    assert actions(made, (0, 1), 4, table({0: {4: 1.0}, 1: {4: 2.0}}, 2)) == {0: "stop", 1: "go"}
+    assert actions(made, (0, 1), 4, table({0: {4: 1.0}, 1: {4: 2.0}}, 2)) == {0: "stop", 1: "continue"}
 
 
 @settings(max_examples=60)
@@ -197,7 +274,7 @@ def test_where_no_more_are_drawn_nobody_waits_for_numbers_in_between(data: st.Da
     ended = data.draw(st.sets(st.sampled_from(sorted(drawn)))) - standing
     found = actions(made, sorted(standing), 2, table(values, None, sorted(ended | (drawn - standing))))
     assert "wait" not in found.values()
-    assert not found or "go" in found.values()
+    assert not found or "continue" in found.values()
     late = min(standing, default=0)
     if len(standing) > 1 and kind != "asha":  # of those that were drawn, each is waited for
         others = {n: v for n, v in values.items() if n != late} | {late: {}}
@@ -231,11 +308,11 @@ def _play(
                 moved = True
                 break
             else:
-                verdict = made.verdict(number, step, table(values, trials, sorted(ended)))
-                if verdict.action == "wait":
+                decision = made.decide(number, step, table(values, trials, sorted(ended)))
+                if decision.action == "wait":
                     continue
                 moved = True
-                if verdict.action == "go":
+                if decision.action == "continue":
                     past[number] += 1
                 else:
                     ended.add(number)
@@ -250,8 +327,21 @@ def test_the_median_rule_takes_the_best_so_far_against_averages_so_far() -> None
     made = rule(kind="median", rungs=(2, 4), cohort=3)
     values = {0: {2: 1.0, 4: 9.0}, 1: {2: 4.0, 4: 4.0}, 2: {2: 5.0, 4: 3.0}}
     # Averages 5, 4, 4: their median is 4. Best so far 1, 4, 3: nobody is worse at rung 4, but 5 > 4 was at 2.
-    assert actions(made, range(3), 2, table(values, 3)) == {0: "go", 1: "go", 2: "stop"}
-    assert actions(made, (0, 1), 4, table(values, 3)) == {0: "go", 1: "go"}
+    assert actions(made, range(3), 2, table(values, 3)) == {0: "continue", 1: "continue", 2: "stop"}
+    assert actions(made, (0, 1), 4, table(values, 3)) == {0: "continue", 1: "continue"}
+
+
+@pytest.mark.parametrize(("parallel", "trials"), [(1, 8), (1, 1), (2, 8), (8, 1)])
+def test_a_cohort_has_two_trials_at_least(parallel: int, trials: int) -> None:
+    """One alone is never worse than its own median, so nobody would ever be stopped."""
+    search = SearchSettings(
+        trials=trials, parallel=parallel, stopping=StoppingSettings(kind="median", rungs=(2,))
+    )
+    made = make_rule(search, 8)
+    assert isinstance(made, CohortRule)
+    assert made.layout.cohort(0).size == 2
+    assert actions(made, (0, 1), 2, table({0: {2: 1.0}, 1: {2: 3.0}}, 8)) == {0: "continue", 1: "stop"}
+    assert made.decide(0, 2, table({0: {2: 1.0}}, 8)).action == "wait"
 
 
 # ---- asynchronous --------------------------------------------------------------------------------------
@@ -259,20 +349,35 @@ def test_the_median_rule_takes_the_best_so_far_against_averages_so_far() -> None
 
 def test_asha_promotes_at_once_and_depends_on_the_order() -> None:
     made = rule(kind="asha", rungs=(4,), eta=2)
-    assert made.verdict(0, 4, table({0: {4: 2.0}}, 4)).action == "wait"
+    assert made.decide(0, 4, table({0: {4: 2.0}}, 4)).action == "wait"
     two = table({0: {4: 2.0}, 1: {4: 3.0}}, 4)
-    assert actions(made, (0, 1), 4, two) == {0: "go", 1: "wait"}
+    assert actions(made, (0, 1), 4, two) == {0: "continue", 1: "wait"}
     four = table({0: {4: 2.0}, 1: {4: 3.0}, 2: {4: 1.0}, 3: {4: 1.5}}, 4)
-    assert actions(made, (1, 2, 3), 4, four) == {1: "stop", 2: "go", 3: "go"}
-    assert made.verdict(0, 4, four).action == "stop"  # let past in time, and only then
-    assert made.verdict(0, 4, Table(dict(four.records) | {0: Record({4: 2.0}, passed=4)}, 4)).action == "go"
+    assert actions(made, (1, 2, 3), 4, four) == {1: "stop", 2: "continue", 3: "continue"}
+    assert made.decide(0, 4, four).action == "stop"  # let past in time, and only then
+    assert (
+        made.decide(0, 4, RungTable(dict(four.records) | {0: RungRecord({4: 2.0}, passed=4)}, 4)).action
+        == "continue"
+    )
 
 
 def test_asha_ends_who_cannot_come_among_the_best_any_more_and_leaves_one() -> None:
     made = rule(kind="asha", rungs=(4,), eta=4)
     three = table({0: {4: 1.0}, 1: {4: 2.0}, 2: {4: 3.0}}, 6)
     assert actions(made, range(3), 4, three) == {0: "wait", 1: "stop", 2: "stop"}
-    assert made.verdict(0, 4, table({0: {4: 1.0}, 1: {}}, 2, ended=[1])).action == "go"
+    assert made.decide(0, 4, table({0: {4: 1.0}, 1: {}}, 2, ended=[1])).action == "continue"
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3])
+def test_of_fewer_than_eta_trials_asha_lets_the_best_continue_and_no_other(trials: int) -> None:
+    made = rule(kind="asha", rungs=(4,), eta=4, trials=trials)
+    values = {number: {4: 1.0 + number} for number in range(trials)}
+    found = actions(made, range(trials), 4, table(values, trials))
+    assert found == {number: "stop" if number else "continue" for number in range(trials)}
+    # As long as one is to come the best waits, even where there can be no more than one to continue.
+    some = dict(list(values.items())[: trials - 1])
+    assert set(actions(made, range(trials - 1), 4, table(some, trials)).values()) <= {"wait", "stop"}
+    assert not some or made.decide(0, 4, table(some, trials)).action == "wait"
 
 
 # ---- each trial by itself ------------------------------------------------------------------------------
@@ -281,49 +386,55 @@ def test_asha_ends_who_cannot_come_among_the_best_any_more_and_leaves_one() -> N
 def test_patience_counts_rungs_without_improvement() -> None:
     made = rule(kind="patience", rungs=(1, 2, 3, 4, 5), patience=2, min_delta=0.1)
     values = table({0: {1: 3.0, 2: 2.0, 3: 1.95, 4: 1.0, 5: 1.0}, 1: {1: 1.0, 2: 1.0, 3: 0.95}}, 2)
-    assert [made.verdict(0, step, values).action for step in range(1, 6)] == ["go"] * 5
-    assert [made.verdict(1, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
+    assert [made.decide(0, step, values).action for step in range(1, 6)] == ["continue"] * 5
+    assert [made.decide(1, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
 
 
 def test_a_trial_beyond_those_expected_is_judged_with_its_cohort() -> None:
     """As when a search goes on with fewer trials than it had drawn."""
     made = rule(kind="successive_halving", rungs=(1,), cohort=4)
-    assert made.verdict(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 1.0}}, 2)).action == "go"
-    assert made.verdict(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 4.0}}, 2)).action == "stop"
+    assert made.decide(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 1.0}}, 2)).action == "continue"
+    assert made.decide(3, 1, table({0: {1: 2.0}, 1: {1: 3.0}, 3: {1: 4.0}}, 2)).action == "stop"
 
 
 def test_patience_holds_a_value_against_the_best_and_not_against_the_last() -> None:
     made = rule(kind="patience", rungs=(1, 2, 3), patience=2)
     values = table({0: {1: 1.0, 2: 3.0, 3: 2.0}}, 1)
-    assert [made.verdict(0, step, values).action for step in (1, 2, 3)] == ["go", "go", "stop"]
+    assert [made.decide(0, step, values).action for step in (1, 2, 3)] == ["continue", "continue", "stop"]
 
 
 def test_a_pruner_is_not_asked_again_about_whom_it_let_past() -> None:
     asked: list[int] = []
-    made = AskedRule((2, 4), lambda number: asked.append(number) is None, "MedianPruner")
-    records = Table({0: Record({2: 1.0}, passed=2), 1: Record({2: 1.0})}, 2)
-    assert made.verdict(0, 2, records).action == "go"
+    made = OptunaPrunerRule((2, 4), lambda number: asked.append(number) is None, "MedianPruner")
+    records = RungTable({0: RungRecord({2: 1.0}, passed=2), 1: RungRecord({2: 1.0})}, 2)
+    assert made.decide(0, 2, records).action == "continue"
     assert asked == []
-    assert made.verdict(1, 2, records) == Verdict("stop", "MedianPruner at rung 2")
+    assert made.decide(1, 2, records) == Decision("stop", "MedianPruner at rung 2")
     assert asked == [1]
 
 
 def test_a_threshold_ends_what_leaves_it() -> None:
     made = rule(kind="threshold", rungs=(1,), lower=1.0, upper=2.0)
     values = table({0: {1: 1.5}, 1: {1: 0.5}, 2: {1: 2.5}, 3: {1: 1.0}, 4: {1: 2.0}}, 5)
-    assert actions(made, range(5), 1, values) == {0: "go", 1: "stop", 2: "stop", 3: "go", 4: "go"}
-    assert made.verdict(2, 1, values).reason == "eval/loss 2.5 is above 2 at rung 1"
+    assert actions(made, range(5), 1, values) == {
+        0: "continue",
+        1: "stop",
+        2: "stop",
+        3: "continue",
+        4: "continue",
+    }
+    assert made.decide(2, 1, values).reason == "eval/loss 2.5 is above 2 at rung 1"
 
 
 def test_divergence_fails_beside_any_rule() -> None:
     best = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0)
     values = table({0: {1: 3.0, 2: 1.0, 3: 2.5}, 1: {1: 1.0, 2: 2.0, 3: 1.9}}, 2)
-    assert best.verdict(0, 3, values) == Verdict(
+    assert best.decide(0, 3, values) == Decision(
         "fail", "diverged: eval/loss 2.5 at rung 3 is more than 2 times its best, 1"
     )
-    assert [best.verdict(1, step, values).action for step in (1, 2, 3)] == ["go"] * 3
+    assert [best.decide(1, step, values).action for step in (1, 2, 3)] == ["continue"] * 3
     start = rule(kind="divergence", rungs=(1, 2, 3), divergence=2.0, divergence_from="start")
-    assert start.verdict(0, 3, values).action == "go"
+    assert start.decide(0, 3, values).action == "continue"
     halving = rule(kind="successive_halving", rungs=(1, 2), cohort=2, divergence=2.0)
     both = table({0: {1: 1.0, 2: 2.5}, 1: {1: 9.0}}, 2, ended=[1])
-    assert halving.verdict(0, 2, both).action == "fail"
+    assert halving.decide(0, 2, both).action == "fail"

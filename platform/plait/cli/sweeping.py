@@ -20,9 +20,10 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
 from plait.search.command import SearchCommand
-from plait.search.feasibility import check_sampler
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
+from plait.search.samplers import check_sampler
+from plait.search.stopping import check_stopping
 from plait.search.trials import Trial
 
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -47,6 +48,7 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
         arguments, search.params, search.default_params, loader, data_keys=composed["data"]
     )
     check_sampler(settings.search, request.space)
+    check_stopping(settings.search)
     read_enqueued(settings.search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
     probes = tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes())

@@ -16,8 +16,7 @@ from plait.core.errors import SearchError
 
 Value = None | bool | int | float | str
 Values = Mapping[str, Value]
-# Of each dimension the place of its value; the value itself where they cannot be counted.
-Point = tuple[int | float, ...]
+Point = tuple[int, ...]  # of a finite space: the place of each key's value among its values
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if len({(type(value), value) for value in self.values}) < len(self.values):
-            raise SearchError(str(self), "Each value may be given once.")
+            raise SearchError(str(self), "Each value may be given once.", "Leave out the second one.")
         if any(isinstance(value, float) and math.isnan(value) for value in self.values):
             raise SearchError(
                 str(self), "nan is not a number: no adapter can be trained with it.", "Leave it out."
@@ -40,7 +39,7 @@ class Choice:
 
     @property
     def probes(self) -> tuple[Value, ...]:
-        """Values that stand for all: here every one of them."""
+        """Values that stand for all: every one of them."""
         return self.values
 
     @property
@@ -53,14 +52,14 @@ class Choice:
         return self.values[place]
 
     def place(self, value: Value) -> int | None:
-        """Where a value stands; None where it does not."""
+        """Where a value stands among them; None where it does not."""
         known = ((type(each), each) for each in self.values)
         return next((at for at, each in enumerate(known) if each == (type(value), value)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Whole numbers low, low + step, ..., high: both ends belong to it."""
+    """Whole numbers low, low + step, ..., high, both ends included."""
 
     low: int
     high: int
@@ -70,12 +69,13 @@ class Whole:
     def __post_init__(self) -> None:
         _check_bounds(str(self), self.low, self.high, self.log)
         if self.log and self.step != 1:
-            raise SearchError(
-                str(self), "A log scale goes with a step of 1.", "Leave out the step or the tag."
-            )
+            raise SearchError(str(self), "A log scale needs a step of 1.", "Leave out the step or the tag.")
 
     def __str__(self) -> str:
-        return _text("whole", self.low, self.high, None if self.step == 1 else self.step, self.log)
+        inner = f"interval({self.low},{self.high})"
+        if self.step != 1:  # Hydra's range leaves out its stop
+            inner = f"range({self.low},{self.high + self.step},{self.step})"
+        return f"tag(log,{inner})" if self.log else inner
 
     @property
     def probes(self) -> tuple[Value, ...]:
@@ -92,7 +92,7 @@ class Whole:
         return self.low + place * self.step
 
     def place(self, value: Value) -> int | None:
-        """Where a value stands; None where it does not."""
+        """Where a value stands among them; None where it does not."""
         if not isinstance(value, int) or not self.low <= value <= self.high:
             return None
         place, rest = divmod(value - self.low, self.step)
@@ -114,7 +114,11 @@ class Real:
             raise SearchError(str(self), "A log scale takes no step.", "Use tag(log,interval(low,high)).")
 
     def __str__(self) -> str:
-        return _text("real", self.low, self.high, self.step, self.log)
+        inner = f"interval({self.low!r},{self.high!r})"
+        if self.step is not None:
+            stop = float(_decimal(self.high) + _decimal(self.step))
+            inner = f"range({self.low!r},{stop!r},{self.step!r})"
+        return f"tag(log,{inner})" if self.log else inner
 
     @property
     def probes(self) -> tuple[Value, ...]:
@@ -134,12 +138,10 @@ class Real:
         """The value in this place; the low end where they cannot be counted."""
         return self.low if self.step is None else float(_decimal(self.low) + place * _decimal(self.step))
 
-    def place(self, value: Value) -> int | float | None:
-        """Where a value stands, itself where they cannot be counted; None where it does not."""
-        if not isinstance(value, (int, float)) or not self.low <= value <= self.high:
+    def place(self, value: Value) -> int | None:
+        """Where a value stands among them; None where it does not, or they cannot be counted."""
+        if self.count is None or not isinstance(value, (int, float)) or not self.low <= value <= self.high:
             return None
-        if self.count is None:
-            return float(value)
         return 0 if self.step is None else round((value - self.low) / self.step)
 
 
@@ -150,16 +152,11 @@ def _decimal(number: float) -> Decimal:
 
 def _check_bounds(text: str, low: float, high: float, log: bool) -> None:
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise SearchError(text, "Both ends must be finite.")
+        raise SearchError(text, "Both ends must be finite.", "Give numbers for both.")
     if low > high:
         raise SearchError(text, "The low end must not lie above the high end.", "Swap them.")
     if log and low <= 0:
-        raise SearchError(text, "A log scale needs a low end above 0.")
-
-
-def _text(name: str, low: float, high: float, step: float | None, log: bool) -> str:
-    inner = f"{name}({low!r},{high!r}" + ("" if step is None else f",step={step!r}") + ")"
-    return f"log {inner}" if log else inner
+        raise SearchError(text, "A log scale needs a low end above 0.", "Raise it, or leave out the tag.")
 
 
 Domain = Choice | Whole | Real
@@ -195,12 +192,12 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """How many points there are; None where they cannot be counted."""
+        """How many combinations there are; None where they cannot be counted."""
         counts = [dimension.domain.count for dimension in self.dimensions]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
     def point(self, values: Values) -> Point | None:
-        """What is the same for the same values alone; None where one is missing or lies outside."""
+        """The point of a finite space with these values; None where one is missing or lies outside."""
         if any(dimension.name not in values for dimension in self.dimensions):
             return None
         places = [dimension.domain.place(values[dimension.name]) for dimension in self.dimensions]

@@ -64,7 +64,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     }
     if search.prior is not None:
         manner["search.prior"] = search.prior
-    if search.stopping.kind != "none":
+    if search.stopping.active:
         manner["search.stopping"] = asdict(search.stopping)
     return Identity(problem, manner)
 

@@ -37,11 +37,11 @@ from plait.search.engine import (
     stored_profile,
     write_plan,
 )
-from plait.search.feasibility import too_few_points
 from plait.search.forget import no_trace
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_kept, check_measured
+from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.recorder import SearchRecorder
@@ -121,7 +121,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings), profile)
     budget = shortest_budget(command.probes, data.catalogue)
-    stopper = make_stopper(settings.search, budget, source.rungs, source.rungs.prunes)
+    stopper = make_stopper(settings.search, budget, source.rungs)
     _remember(command, source.name)
     launch = _Launch(replace(command, settings=settings), source, stopper, console, tracked)
     result = launch.run(data)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
-from plait.core.settings import SAMPLERS, SearchSettings
+from plait.core.settings import SearchSettings
 from plait.data import generation_limit, parse_options
 from plait.engine.evaluation import check_keep
-from plait.search.rungs import judged
+from plait.search.rungs import rung_metric
 
 # Metrics that can be an objective (named in ``plait.tracking.names``); each is judged by its last value.
 METRICS = (
@@ -25,8 +25,6 @@ METRICS = (
     "cost/device_seconds",
     "job/completion_seconds",
 )
-SEVERAL_OBJECTIVES = ("tpe", "random", "grid", "qmc", "gp", "nsgaii")  # samplers that can do several
-NO_CONSTRAINTS = ("cmaes",)  # samplers that learn from trials, and would from those outside of a constraint
 
 
 def numbers(job: JobSpec) -> dict[str, float]:
@@ -40,8 +38,7 @@ def numbers(job: JobSpec) -> dict[str, float]:
 
 
 def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
-    """Every objective and every constraint is a metric, or a number in every job; the samplers and rules
-    that were chosen can deal with several.
+    """Every objective and every constraint is a metric, or a number in every job.
 
     Args:
         search: its settings.
@@ -60,24 +57,6 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
                 f"It must be one of {choices(METRICS)}, or a key of the job that is a number in every trial.",
                 f"Such keys are: {choices(sorted(keys))}.",
             )
-    if len(search.objectives) > 1 and search.sampler not in SEVERAL_OBJECTIVES:
-        raise ConfigError(
-            f"search.sampler={search.sampler} with {len(search.objectives)} objectives",
-            "It optimises one objective.",
-            f"Take one of {choices(SEVERAL_OBJECTIVES)}, or a single search.metric.",
-        )
-    if len(search.objectives) > 1 and search.stopping.kind == "optuna":
-        raise ConfigError(
-            f"search.stopping.kind=optuna with {len(search.objectives)} objectives",
-            "Optuna's pruners judge a single objective.",
-            "Take another kind: it judges search.stopping.metric, the first objective by default.",
-        )
-    if search.constraints and search.sampler in NO_CONSTRAINTS:
-        raise ConfigError(
-            f"search.sampler={search.sampler} with search.constraints",
-            "It learns from objectives and does not know constraints.",
-            f"Take one of {choices([name for name in SAMPLERS if name not in NO_CONSTRAINTS])}.",
-        )
 
 
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
@@ -86,7 +65,7 @@ def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
     Raises:
         ConfigError: one has none.
     """
-    rungs = search.stopping.kind != "none" and judged(search).metric.startswith("eval/")
+    rungs = search.stopping.active and rung_metric(search).metric.startswith("eval/")
     for job in jobs:
         check_keep(job, validation=parse_options(job.data).validation != 0, at_rungs=rungs)
 
@@ -102,8 +81,8 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
     for spec in data:
         for metric in _metrics(search):
             _check_measured(metric, spec)
-        if search.stopping.kind != "none":
-            _check_measured(judged(search).metric, spec)
+        if search.stopping.active:
+            _check_measured(rung_metric(search).metric, spec)
 
 
 def _metrics(search: SearchSettings) -> list[str]:

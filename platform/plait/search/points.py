@@ -1,21 +1,26 @@
-"""Points of a search space as a person writes them: "adapter.rank=64", "train.lr=2e-4"."""
+"""Points of a search space: read as a person writes them ("adapter.rank=64", "train.lr=2e-4"), and
+counted."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
-from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
+from plait.core.space import Choice, Dimension, Point, Real, Space, Value, Whole
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 
 @dataclass(frozen=True, slots=True)
 class EnqueuedPoint:
-    """A point of ``search.enqueue``; ``request`` tells it from the others, wherever it stands in the list."""
+    """A point of ``search.enqueue``; ``request`` identifies it, wherever it stands in the list."""
 
     values: Mapping[str, Value]
     request: str
@@ -25,14 +30,8 @@ def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]
     """The points of ``search.enqueue``, in order. A point that is given twice is tried twice.
 
     Raises:
-        SearchError: one is not in the space, or the sampler is a grid.
+        SearchError: one is not in the space.
     """
-    if settings.enqueue and settings.sampler == "grid":
-        raise SearchError(
-            "search.enqueue with search.sampler=grid",
-            "A grid tries each of its points once.",
-            "Leave out search.enqueue, or take search.sampler=random.",
-        )
     found: list[EnqueuedPoint] = []
     times: Counter[str] = Counter()
     for at, written in enumerate(settings.enqueue):
@@ -48,10 +47,6 @@ def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]
 
 def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
     """The values that overrides such as ``train.lr=2e-4`` give to searched keys; the rest is left open.
-
-    Args:
-        space: of the search.
-        overrides: ``key=value`` each.
 
     Raises:
         SearchError: not ``key=value``, a key that is not searched or is given twice, a value outside of what
@@ -125,8 +120,8 @@ def _lies_on(domain: Whole | Real, number: float) -> bool:
 def _outside(dimension: Dimension, text: str) -> SearchError:
     return SearchError(
         f"{dimension.name}={text}",
-        f"It must come from {dimension.domain}, which is what this search searches.",
-        "Another space is another search: start one with another search.name.",
+        f"It must come from {dimension.domain}.",
+        "To search other values, start a new search with another search.name.",
     )
 
 
@@ -137,3 +132,28 @@ def _written(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{','.join(_written(item) for item in value)}]"
     return repr(value) if isinstance(value, float) else str(value)
+
+
+def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point]:
+    """The points of trials in a finite space, whatever became of them: what failed would fail again. Those
+    that are enqueued count too. None are listed where the space is not finite."""
+    if space.size is None:
+        return frozenset()
+    values = (item.system_attrs.get("fixed_params", {}) | item.params for item in trials)
+    return frozenset(point for each in values if (point := space.point(each)) is not None)
+
+
+def points_left(trials: Sequence[FrozenTrial], space: Space) -> int | None:
+    """How many combinations no trial has; None where they cannot be counted."""
+    return None if space.size is None else space.size - len(tried_points(trials, space))
+
+
+def too_few_points(settings: SearchSettings, space: Space) -> str:
+    """What to say where fewer combinations exist than trials were asked for: none is trained twice. "" where
+    there are enough."""
+    size = space.size
+    if size is None or size >= settings.trials:
+        return ""
+    if size == 1:
+        return "Only 1 combination exists; running 1 trial."
+    return f"Only {size} combinations exist; running {size} trials."

@@ -17,6 +17,7 @@ from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.search.identity import difference, judgement
 from plait.search.points import read_values
+from plait.search.samplers import SAMPLERS
 from plait.search.signature import PROBLEM
 
 PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
@@ -79,7 +80,7 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
     """What the sampler makes of the trials that are known of an earlier study, for the user."""
     line = f"search.prior={settings.prior}: {known} finished trials of it are known"
     needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
-    if settings.sampler == "cmaes" or known >= needed:
+    if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
     return (
         f"{line}; {settings.sampler} draws by chance until it knows {needed}, this search's own among them "

@@ -213,18 +213,18 @@ class SearchRun:
         while True:
             ends = self._drawn_out or self._outlook.hopeless or self._orders.mode in ENDING
             ask_again, self._ends = ask_again or ends != self._ends, ends
-            verdicts = self.stopper.verdicts(self._expected, ask_again=ask_again)
-            for trial, verdict in verdicts:
-                if verdict.action != "go":
-                    self._diverged |= {trial.name} if verdict.action == "fail" else set()
-                    self.coordinator.cancel(trial.name, verdict.reason)
+            decisions = self.stopper.decisions(self._expected, ask_again=ask_again)
+            for trial, decision in decisions:
+                if decision.action != "continue":
+                    self._diverged |= {trial.name} if decision.action == "fail" else set()
+                    self.coordinator.cancel(trial.name, decision.reason)
                 elif trial.name in self._live:
                     self.coordinator.unpark(trial.name, AT_RUNG)
                 else:
                     self._returning.append(trial)
             self._take(self.coordinator.settle())
-            decided = decided or bool(verdicts)
-            if all(verdict.action == "go" for _, verdict in verdicts):
+            decided = decided or bool(decisions)
+            if all(decision.action == "continue" for _, decision in decisions):
                 return decided
 
     def _expected(self) -> int | None:

@@ -1,18 +1,20 @@
-"""Where the rungs are, and which trials are compared with each other at them: pure functions."""
+"""Rungs: where they are, which trials are compared with each other at them, and the table of what was
+measured.
+
+Pure functions and plain data.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
 
-EQUAL = ("successive_halving", "median")  # cohorts are of one size
-GEOMETRIC = ("successive_halving", "hyperband", "asha")
 SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, where none is given
 
 # What is measured at every rung, and whether less of it is better.
@@ -28,8 +30,8 @@ LOSSES = ("eval/loss", "train/loss")
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What is judged at a rung: a metric, and whether less of it is better."""
+class RungMetric:
+    """What trials are compared by at a rung: a metric, and whether less of it is better."""
 
     metric: str
     minimise: bool
@@ -39,11 +41,11 @@ class Judged:
         return value if self.minimise else -value
 
 
-def judged(search: SearchSettings) -> Judged:
+def rung_metric(search: SearchSettings) -> RungMetric:
     """The metric of a search's rungs.
 
     Raises:
-        ConfigError: it is not measured at rungs, or a factor of divergence is no sense for it.
+        ConfigError: it is not measured at rungs, or a factor of divergence makes no sense for it.
     """
     stopping = search.stopping
     metric = stopping.metric or search.objectives[0].metric
@@ -63,31 +65,31 @@ def judged(search: SearchSettings) -> Judged:
     if stopping.divergence is not None and not (metric in LOSSES and minimise):
         raise ConfigError(
             f"search.stopping.divergence={stopping.divergence} with metric {metric}",
-            "A loss that is minimised can diverge.",
+            "Only a loss that is minimised can diverge.",
             f"Leave it out, or give search.stopping.metric={LOSSES[0]}.",
         )
-    return Judged(metric, minimise)
+    return RungMetric(metric, minimise)
 
 
-def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
-    """The optimiser steps at which trials are judged, rising; none for the kind "none".
+def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) -> tuple[int, ...]:
+    """The optimiser steps of the rungs, rising.
 
     Args:
         stopping: the settings.
         budget: optimiser steps of the shortest job.
+        geometric: where the settings leave it open, each rung lies at eta times the one before; otherwise
+            they are evenly spaced.
 
     Raises:
         ConfigError: a rung is not within the budget.
     """
-    if stopping.kind == "none":
-        return ()
     last = min(budget - 1, stopping.max_steps or budget)
     share = max(1, -(-budget // SHARE))
     if stopping.rungs is not None:
         steps = tuple(sorted(set(stopping.rungs)))
         key, given = "rungs", max(steps, default=0)
         wrong = not steps or steps[0] < 1 or steps[-1] >= budget
-    elif stopping.every is not None or stopping.kind not in GEOMETRIC:
+    elif stopping.every is not None or not geometric:
         key, given = "every", stopping.every or share
         steps = tuple(range(given, last + 1, given))
         wrong = not steps
@@ -123,7 +125,7 @@ class Cohort:
 
     @property
     def numbers(self) -> range:
-        """Of the trials that it has room for."""
+        """The numbers of its trials, whether they exist yet or not."""
         return range(self.first, self.first + self.size)
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ class Layout(Protocol):
     """Puts every trial into a cohort."""
 
     def cohort(self, number: int) -> Cohort:
-        """That of a trial."""
+        """The cohort of trial ``number``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +147,12 @@ class EqualCohorts:
     rungs: tuple[int, ...]
 
     def cohort(self, number: int) -> Cohort:
-        """That of a trial."""
+        """The cohort of trial ``number``."""
         return Cohort(number // self.size * self.size, self.size, self.rungs)
 
 
 class Brackets:
-    """Hyperband's cohorts (Li et al., JMLR 18 (185), 2018, algorithm 1), one bracket after another, over and
-    over.
+    """Hyperband's cohorts (Li et al., JMLR 18 (185), 2018, algorithm 1), one bracket after another, repeated.
 
     With R rungs, bracket s from R down to 0 has ⌈(R + 1) / (s + 1) · eta^s⌉ trials and the last s rungs: the
     later a bracket stops its trials for the first time, the fewer it has.
@@ -166,20 +167,59 @@ class Brackets:
         self._firsts = [0, *accumulate(size for size, _ in self._brackets)]
 
     def cohort(self, number: int) -> Cohort:
-        """That of a trial."""
-        rounds, place = divmod(number, self._firsts[-1])
-        index = max(i for i, first in enumerate(self._firsts[:-1]) if first <= place)
+        """The cohort of trial ``number``."""
+        rounds, offset = divmod(number, self._firsts[-1])
+        index = max(i for i, first in enumerate(self._firsts[:-1]) if first <= offset)
         size, rungs = self._brackets[index]
         return Cohort(rounds * self._firsts[-1] + self._firsts[index], size, rungs)
 
 
-def equal_cohorts(search: SearchSettings, rungs: tuple[int, ...]) -> EqualCohorts:
-    """Cohorts as the settings want them."""
-    return EqualCohorts(search.stopping.cohort or usual_cohort(search, rungs), rungs)
+@dataclass(frozen=True, slots=True)
+class RungRecord:
+    """One trial's row of the rung table.
+
+    Attributes:
+        values: measured, by optimiser step.
+        ended: whether the trial has ended, however.
+        passed: the last rung past which an asynchronous rule let it.
+    """
+
+    values: Mapping[int, float] = field(default_factory=dict)
+    ended: bool = False
+    passed: int = 0
+
+    def missing(self, rung: int) -> bool:
+        """Whether its value at the rung may still come."""
+        return rung not in self.values and not self.ended and not self.beyond(rung)
+
+    def beyond(self, rung: int) -> bool:
+        """Whether it has trained further than this rung."""
+        return any(step > rung for step in self.values)
 
 
-def usual_cohort(search: SearchSettings, rungs: tuple[int, ...]) -> int:
-    """How large a cohort is by default: as the rule makes use of."""
-    stopping = search.stopping
-    natural = search.parallel if stopping.kind == "median" else stopping.eta ** len(rungs)
-    return max(2, min(natural, search.trials))
+@dataclass(frozen=True, slots=True)
+class RungTable:
+    """The rows of all suggested trials, by number.
+
+    ``expected`` is how many trials there will be; None: no more than those, whatever numbers are missing in
+    between.
+    """
+
+    records: Mapping[int, RungRecord]
+    expected: int | None
+
+    def among(self, numbers: range) -> set[int]:
+        """Those of these numbers that exist or will."""
+        if self.expected is None:
+            return {number for number in numbers if number in self.records}
+        return {number for number in numbers if number < self.expected}
+
+    def coming(self, rung: int) -> int:
+        """How many values at the rung may still come, of all trials that exist or will."""
+        numbers = self.records.keys() | set(range(self.expected or 0))
+        return sum(self.missing(number, rung) for number in numbers)
+
+    def missing(self, number: int, rung: int) -> bool:
+        """Whether a trial's value at the rung may still come; that of one not yet suggested may."""
+        record = self.records.get(number)
+        return record is None or record.missing(rung)

@@ -1,10 +1,20 @@
-"""Between the engine's events and the rule that stops trials: who stands at a rung, and what comes of it."""
+"""The link between the engine's events, the study's rung table and the rule that stops trials.
+
+Values of the objective are the trial's intermediate values, as Optuna's pruners, its samplers and
+optuna-dashboard read them. Values of another metric are a user attribute, so that the two are never mixed; so
+are all values where there are several objectives, for which Optuna takes no intermediate values.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Protocol
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.jobs import JobSpec
 from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
@@ -12,26 +22,118 @@ from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.order import DataOrder
 from plait.search.objective import Observed
-from plait.search.rungs import EQUAL, Judged, judged, rung_steps, usual_cohort
-from plait.search.stopping import GO, CohortRule, Record, Rule, Table, Verdict, make_rule
+from plait.search.patience import Patience
+from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
+from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
 from plait.search.trials import Trial
 from plait.tracking.board import Ladder
 
+RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
+PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
+COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
+
 
 class RungMemory(Protocol):
-    """Keeps rungs where a killed search finds them again."""
+    """Keeps the rung table where a killed search finds it again."""
 
-    def records(self) -> Mapping[int, Record]:
-        """All trials that were drawn, by number."""
+    def records(self) -> Mapping[int, RungRecord]:
+        """All suggested trials, by number."""
 
     def keep_cohort(self, rule: str, size: int) -> int:
         """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
 
     def measure(self, number: int, step: int, value: float) -> None:
-        """Keep what was measured at a rung; of a step that was measured before, the first stands."""
+        """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
 
     def let_past(self, number: int, step: int) -> None:
         """Keep that an asynchronous rule let a trial past a rung."""
+
+    def prunes(self, pruner: BasePruner, number: int) -> bool:
+        """Whether a pruner of Optuna would end the trial now."""
+
+
+class StudyRungs:
+    """The rung table in a study.
+
+    Args:
+        study: where it is kept.
+        settings: of the search.
+        patience: repeats what a storage that is away could not do.
+        locked: does something under the study's lock, with patience.
+        own: whether a trial is still this process's own: nothing is written to one that another adopted.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        settings: SearchSettings,
+        patience: Patience,
+        locked: Callable[[Callable[[], int]], int],
+        own: Callable[[FrozenTrial], bool] = lambda _: True,
+    ) -> None:
+        self._study = study
+        self._own = own
+        self._patience = patience
+        self._locked = locked
+        first, *further = (each.metric for each in settings.objectives)
+        metric = rung_metric(settings).metric if settings.stopping.active else first
+        self._intermediate = not further and metric == first
+
+    def records(self) -> dict[int, RungRecord]:
+        """All suggested trials, by number; those that are enqueued may never be."""
+        trials = self._patience(lambda: self._study.get_trials(deepcopy=False))
+        return {
+            trial.number: RungRecord(
+                self._values(trial), trial.state.is_finished(), int(trial.user_attrs.get(PASSED, 0))
+            )
+            for trial in trials
+            if trial.state != TrialState.WAITING
+        }
+
+    def _values(self, trial: FrozenTrial) -> dict[int, float]:
+        if self._intermediate:
+            return trial.intermediate_values
+        return {int(step): value for step, value in trial.user_attrs.get(RUNGS, {}).items()}
+
+    def keep_cohort(self, rule: str, size: int) -> int:
+        """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
+        return self._locked(lambda: self._keep_cohort(rule, size))
+
+    def _keep_cohort(self, rule: str, size: int) -> int:
+        kept: dict[str, int] = self._study.user_attrs.get(COHORTS, {})
+        if rule not in kept:
+            self._study.set_user_attr(COHORTS, kept | {rule: size})
+        return kept.get(rule, size)
+
+    def measure(self, number: int, step: int, value: float) -> None:
+        """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
+        self._patience(lambda: self._measure(number, step, value))
+
+    def _measure(self, number: int, step: int, value: float) -> None:
+        frozen, live = self._live(number)
+        if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
+            return
+        if self._intermediate:
+            live.report(value, step)
+        else:
+            live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
+
+    def let_past(self, number: int, step: int) -> None:
+        """Keep that an asynchronous rule let a trial past a rung."""
+        self._patience(lambda: self._let_past(number, step))
+
+    def _let_past(self, number: int, step: int) -> None:
+        frozen, live = self._live(number)
+        if self._own(frozen):
+            live.set_user_attr(PASSED, step)
+
+    def prunes(self, pruner: BasePruner, number: int) -> bool:
+        """Whether a pruner of Optuna would end the trial now, from what is recorded at this moment."""
+        return self._patience(lambda: pruner.prune(self._study, self._live(number)[0]))
+
+    def _live(self, number: int) -> tuple[FrozenTrial, optuna.trial.Trial]:
+        frozen = self._study.get_trials(deepcopy=False)[number]
+        return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
 
 
 class Stopper:
@@ -39,33 +141,38 @@ class Stopper:
 
     Args:
         rule: decides.
-        judged: the metric.
-        memory: of the study.
+        metric: what trials are compared by.
+        memory: keeps the rung table.
+        asynchronous: the rule's decisions depend on the order of arrival, so that they must be kept.
     """
 
-    def __init__(self, rule: Rule, judged: Judged, memory: RungMemory) -> None:
+    def __init__(
+        self, rule: Rule, metric: RungMetric, memory: RungMemory, *, asynchronous: bool = False
+    ) -> None:
         self._rule = rule
-        self._judged = judged
+        self._metric = metric.metric
         self._memory = memory
+        self._asynchronous = asynchronous
         self._trials: dict[str, Trial] = {}
-        self._standing: dict[str, int] = {}  # step of the rung, by name
+        self._at_rung: dict[str, int] = {}  # step of the rung, by name
         self._past: dict[str, int] = {}  # the last rung that a trial was let past
         self._changed = False
 
     @property
     def measured(self) -> bool:
         """Whether the validation split must be evaluated at rungs."""
-        return self._judged.metric.startswith("eval/")
+        return self._metric.startswith("eval/")
 
     def ladder(self, number: int) -> Ladder:
-        """The rungs of a trial, and its cohort: what is shown of it."""
-        if isinstance(self._rule, CohortRule):
-            cohort = self._rule.layout.cohort(number)
-            return Ladder(cohort.rungs, range(cohort.first, cohort.first + cohort.size))
-        return Ladder(self._rule.rungs(number))
+        """The rungs and the cohort of trial ``number``, as views show them."""
+        rule = self._rule.rule if isinstance(self._rule, Divergence) else self._rule
+        if isinstance(rule, CohortRule):
+            cohort = rule.layout.cohort(number)
+            return Ladder(cohort.rungs, cohort.numbers)
+        return Ladder(rule.rungs(number))
 
     def start(self, trial: Trial) -> tuple[int, ...]:
-        """A trial is about to begin, or to go on: its rungs."""
+        """The rungs of a trial that is about to begin or to resume."""
         self._trials[trial.name] = trial
         return self._rule.rungs(trial.number)
 
@@ -82,54 +189,54 @@ class Stopper:
                 self._measure(event.job, event.step, observed)
             case JobEnded():
                 self._trials.pop(event.job, None)
-                self._standing.pop(event.job, None)
+                self._at_rung.pop(event.job, None)
                 self._changed = True
 
     def _reach(self, job: str, step: int) -> None:
         trial = self._trials.get(job)
         if trial is not None and step in self._rule.rungs(trial.number) and step > self._past.get(job, 0):
-            self._standing[job] = step
+            self._at_rung[job] = step
             self._changed = True
 
     def _measure(self, job: str, step: int, observed: Observed) -> None:
-        value = observed.value(job, self._judged.metric)
-        if value is not None and self._standing.get(job) == step:
+        value = observed.value(job, self._metric)
+        if value is not None and self._at_rung.get(job) == step:
             self._memory.measure(self._trials[job].number, step, value)
 
-    def verdicts(
+    def decisions(
         self, expected: Callable[[], int | None], *, ask_again: bool = False
-    ) -> list[tuple[Trial, Verdict]]:
-        """What becomes of those that stand at a rung, by trial number; who must wait is left out.
+    ) -> list[tuple[Trial, Decision]]:
+        """What becomes of the trials at a rung, by number; those that must wait are left out.
 
         Args:
-            expected: how many trials there will be; None: no more than were drawn, whatever waits. Asked for
-                where there is something to decide only, since it reads the study.
-            ask_again: even where nothing happened here: another process may have gone on, or no more trials
-                are to come.
+            expected: how many trials there will be; None: no more than were suggested. Called only where
+                there is something to decide, since it reads the study.
+            ask_again: even where nothing happened here: another process may have trained on, or no more
+                trials are to come.
         """
-        if not self._standing or not (self._changed or ask_again):
+        if not self._at_rung or not (self._changed or ask_again):
             return []
         self._changed = False
-        table = Table(self._memory.records(), expected())
+        table = RungTable(self._memory.records(), expected())
         found = []
-        for job, step in sorted(self._standing.items(), key=lambda item: self._trials[item[0]].number):
+        for job, step in sorted(self._at_rung.items(), key=lambda item: self._trials[item[0]].number):
             trial = self._trials[job]
-            verdict = self._ask(trial.number, step, table)
-            if verdict.action == "wait":
+            decision = self._decide(trial.number, step, table)
+            if decision.action == "wait":
                 continue
-            del self._standing[job]
+            del self._at_rung[job]
             self._past[job] = step
-            found.append((trial, verdict))
+            found.append((trial, decision))
         return found
 
-    def _ask(self, number: int, step: int, table: Table) -> Verdict:
+    def _decide(self, number: int, step: int, table: RungTable) -> Decision:
         record = table.records[number]
-        if step not in record.values:  # not measured, so there is nothing to judge it by
-            return GO
-        verdict = self._rule.verdict(number, step, table)
-        if verdict.action == "go" and self._rule.asynchronous and record.passed < step:
+        if step not in record.values:  # nothing was measured to decide by
+            return CONTINUE
+        decision = self._rule.decide(number, step, table)
+        if decision.action == "continue" and self._asynchronous and record.passed < step:
             self._memory.let_past(number, step)
-        return verdict
+        return decision
 
 
 def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
@@ -137,31 +244,19 @@ def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
     return min(DataOrder.of(job.train, len(data.of(job.data).train)).steps for job in jobs)
 
 
-def make_stopper(
-    search: SearchSettings, budget: int, memory: RungMemory, prunes: Callable[[int], bool]
-) -> Stopper | None:
-    """What the settings ask for; None where every trial is trained to its end.
+def make_stopper(search: SearchSettings, budget: int, memory: RungMemory) -> Stopper | None:
+    """The stopper that the settings ask for; None where every trial is trained to its end.
 
     Args:
         search: its settings.
         budget: optimiser steps of the shortest job.
-        memory: of the study.
-        prunes: asks Optuna's pruner about a trial.
+        memory: keeps the rung table.
 
     Raises:
-        ConfigError: the metric is not measured at rungs, or a rung is not within the budget.
+        ConfigError, SearchError: as ``make_rule``.
     """
-    rule = make_rule(_with_kept_cohort(search, budget, memory), budget, prunes)
-    return None if rule is None else Stopper(rule, judged(search), memory)
-
-
-def _with_kept_cohort(search: SearchSettings, budget: int, memory: RungMemory) -> SearchSettings:
-    """With cohorts of the size that the search began with: by default it depends on settings that may change
-    from start to start, and between workers."""
-    stopping = search.stopping
-    if stopping.kind not in EQUAL or stopping.cohort is not None:
-        return search
-    rungs = rung_steps(stopping, budget)
-    rule = f"{stopping.kind}, eta {stopping.eta}, {len(rungs)} rungs"
-    size = memory.keep_cohort(rule, usual_cohort(search, rungs))
-    return replace(search, stopping=replace(stopping, cohort=size))
+    rule = make_rule(search, budget, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
+    if rule is None:
+        return None
+    asynchronous = RULES.get(search.stopping.kind).asynchronous
+    return Stopper(rule, rung_metric(search), memory, asynchronous=asynchronous)

@@ -1,117 +1,237 @@
-"""Which trials end early: pure decisions over what has been measured at rungs.
+"""Stopping rules: which trials end early. Each is a pure decision over the rung table.
 
-A rule is asked about one trial at a rung, and answers from the table of all trials alone. Nothing is kept
-between two questions, so a search that was killed decides the same when it goes on. Rules over cohorts wait
-until every member has come to the rung or has ended: their answers do not depend on who came first.
+A rule is asked about one trial at a rung and answers from the table of all trials alone. Nothing is kept
+between two questions, so a search that was killed decides the same when it resumes. Rules over cohorts wait
+until every member has reached the rung or has ended: their decisions do not depend on the order of arrival.
+
+To add a rule, write a class with the two methods of :class:`Rule` and register it with ``RULES.add``: in this
+module, or in one that another package names in the entry-point group ``plait.stopping_rules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from plait.core.settings import SearchSettings
-from plait.search.rungs import Brackets, Judged, Layout, equal_cohorts, judged, rung_steps
+from plait.config.fields import build
+from plait.core.errors import ConfigError, SearchError, choices
+from plait.core.settings import SearchSettings, StoppingSettings
+from plait.search.rungs import (
+    Brackets,
+    EqualCohorts,
+    Layout,
+    RungMetric,
+    RungTable,
+    rung_metric,
+    steps_of_rungs,
+)
+from plait.utils.registry import Registry
 
-Action = Literal["go", "wait", "stop", "fail"]
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+
+OPTIONS = "search.stopping.options"
+
+# ---- what a rule is ----------------------------------------------------------------------------------------
+
+Action = Literal["continue", "wait", "stop", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What becomes of a trial at a rung: it goes on, waits, is stopped, or has failed."""
+class Decision:
+    """What a rule decides about a trial at a rung."""
 
     action: Action
     reason: str = ""
 
 
-GO = Verdict("go")
-WAIT = Verdict("wait")
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One trial as the study has it.
-
-    Attributes:
-        values: measured, by optimiser step.
-        ended: whether it is over, whatever came of it.
-        passed: the last rung past which an asynchronous rule let it.
-    """
-
-    values: Mapping[int, float] = field(default_factory=dict)
-    ended: bool = False
-    passed: int = 0
-
-    def missing(self, rung: int) -> bool:
-        """Whether its value at the rung may still come."""
-        return rung not in self.values and not self.ended and not self.beyond(rung)
-
-    def beyond(self, rung: int) -> bool:
-        """Whether it has come further than this rung."""
-        return any(step > rung for step in self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """All trials that were drawn, by number; ``expected`` is how many there will be. None: no more than
-    those, whatever waits between them."""
-
-    records: Mapping[int, Record]
-    expected: int | None
-
-    def among(self, numbers: range) -> set[int]:
-        """Those of these numbers that there are or will be."""
-        if self.expected is None:
-            return {number for number in numbers if number in self.records}
-        return {number for number in numbers if number < self.expected}
-
-    def coming(self, rung: int) -> int:
-        """How many values at the rung may still come, of all trials that there are or will be."""
-        numbers = self.records.keys() | set(range(self.expected or 0))
-        return sum(self.missing(number, rung) for number in numbers)
-
-    def missing(self, number: int, rung: int) -> bool:
-        """Whether a trial's value at the rung may still come; that of one not yet drawn may."""
-        record = self.records.get(number)
-        return record is None or record.missing(rung)
+CONTINUE = Decision("continue")
+WAIT = Decision("wait")
 
 
 class Rule(Protocol):
-    """Judges trials at rungs."""
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether its answers depend on the order of arrival, so that they must be kept."""
+    """Decides about trials at rungs."""
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        """Of a trial."""
+        """The rungs of trial ``number``, in optimiser steps."""
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
-        """What becomes of a trial that stands at the rung after ``step`` optimiser steps."""
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+        """What becomes of trial ``number``, which has reached the rung after ``step`` optimiser steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRequest:
+    """What a rule is made from.
+
+    Attributes:
+        search: its settings.
+        metric: what trials are compared by.
+        steps: the rungs, in optimiser steps.
+        cohort: trials that are compared with each other; 0 for a rule without cohorts of one size.
+        options: as the rule's ``options`` read them.
+        prunes: whether a pruner of Optuna would end a trial now.
+    """
+
+    search: SearchSettings
+    metric: RungMetric
+    steps: tuple[int, ...]
+    cohort: int
+    options: Any
+    prunes: Callable[[BasePruner, int], bool]
+
+    @property
+    def eta(self) -> int:
+        """One of so many trials is kept."""
+        return self.search.stopping.eta
+
+
+def _anything(_: SearchSettings) -> None:
+    """Refuses nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingRule:
+    """A stopping rule as it is registered: how it is made, what it needs and what it can do.
+
+    Attributes:
+        make: the rule of a search.
+        check: raises a ConfigError where the settings make no sense for it; called before a model is loaded.
+        options: type of ``search.stopping.options``: a dataclass, ``dict`` for any, or None for none.
+        several_objectives: whether it can be used where there are several objectives.
+        asynchronous: its decisions depend on the order of arrival, so the study must keep them.
+        geometric: each rung lies at eta times the one before where the settings leave it open; otherwise they
+            are evenly spaced.
+        cohort: size of a cohort where the settings leave it open, from them and the number of rungs; None:
+            the rule has no cohorts of one size.
+    """
+
+    make: Callable[[RuleRequest], Rule]
+    check: Callable[[SearchSettings], None] = _anything
+    options: type[Any] | None = None
+    several_objectives: bool = True
+    asynchronous: bool = False
+    geometric: bool = False
+    cohort: Callable[[SearchSettings, int], int] | None = None
+
+    def read_options(self, stopping: StoppingSettings) -> Any:
+        """The options that were given.
+
+        Raises:
+            ConfigError: the rule does not take them.
+        """
+        given = stopping.options
+        if self.options is dict:
+            return dict(given)
+        if self.options is not None:
+            return build(self.options, given, OPTIONS)
+        if given:
+            raise ConfigError(
+                f"{OPTIONS}={given!r}", f"search.stopping.kind={stopping.kind} takes none.", "Leave them out."
+            )
+        return None
+
+
+RULES: Registry[StoppingRule] = Registry(
+    "stopping rule", key="search.stopping.kind", group="plait.stopping_rules"
+)
+
+
+def check_stopping(search: SearchSettings) -> None:
+    """The stopping rule exists and can be used in this search; nothing is loaded for it.
+
+    Raises:
+        ConfigError, SearchError: not.
+    """
+    stopping = search.stopping
+    registered = RULES.get(stopping.kind)
+    if not stopping.active:
+        return
+    if len(search.objectives) > 1 and not registered.several_objectives:
+        able = [name for name in RULES if RULES.get(name).several_objectives]
+        raise ConfigError(
+            f"search.stopping.kind={stopping.kind} with {len(search.objectives)} objectives",
+            "It decides by a single objective.",
+            f"Take one of {choices(able)}: it uses search.stopping.metric, the first objective by default.",
+        )
+    rung_metric(search)
+    registered.read_options(stopping)
+    registered.check(search)
+
+
+def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
+    """The optimiser steps at which trials may be stopped, rising; none for the kind "none".
+
+    Args:
+        stopping: the settings.
+        budget: optimiser steps of the shortest job.
+
+    Raises:
+        ConfigError: there is no such rule, or a rung is not within the budget.
+    """
+    geometric = RULES.get(stopping.kind).geometric
+    return steps_of_rungs(stopping, budget, geometric=geometric) if stopping.active else ()
+
+
+def make_rule(
+    search: SearchSettings,
+    budget: int,
+    *,
+    keep_cohort: Callable[[str, int], int] = lambda _, size: size,
+    prunes: Callable[[BasePruner, int], bool] = lambda _, __: False,
+) -> Rule | None:
+    """The rule that the settings ask for; None where no trial is stopped early.
+
+    Args:
+        search: its settings.
+        budget: optimiser steps of the shortest job.
+        keep_cohort: the size of a cohort that was first kept under a name, or the one given: its default
+            depends on settings that may change from start to start, and between workers.
+        prunes: whether a pruner of Optuna would end a trial now.
+
+    Raises:
+        ConfigError, SearchError: the settings make no sense, or a rung is not within the budget.
+    """
+    check_stopping(search)
+    stopping = search.stopping
+    if not stopping.active:
+        return None
+    registered = RULES.get(stopping.kind)
+    metric, steps = rung_metric(search), rung_steps(stopping, budget)
+    cohort = stopping.cohort or 0
+    if registered.cohort is not None and not cohort:
+        usual = max(2, min(registered.cohort(search, len(steps)), search.trials))
+        cohort = keep_cohort(f"{stopping.kind}, eta {stopping.eta}, {len(steps)} rungs", usual)
+    options = registered.read_options(stopping)
+    rule = registered.make(RuleRequest(search, metric, steps, cohort, options, prunes))
+    if stopping.divergence is None:
+        return rule
+    return Divergence(rule, metric.metric, stopping.divergence, stopping.divergence_from == "start")
+
+
+# ---- comparing whole cohorts -------------------------------------------------------------------------------
+
+# Who continues: from (badness, number) of the measured members, best first, how many members there are, the
+# rung, and the table.
+Keep = Callable[[list[tuple[float, int]], int, int, RungTable], set[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class CohortRule:
-    """Compares whole cohorts.
-
-    Attributes:
-        layout: who is compared with whom.
-        keep: of (badness, number), best first, of those measured, how many members there are, the rung and
-            the table: those that go on.
-    """
+    """Compares the members of a cohort with each other when all have reached a rung."""
 
     layout: Layout
-    judged: Judged
-    keep: Callable[[list[tuple[float, int]], int, int, Table], set[int]]
-    asynchronous: bool = False
+    metric: RungMetric
+    keep: Keep
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        """Of a trial."""
+        """The rungs of the trial's cohort."""
         return self.layout.cohort(number).rungs
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """Replays the cohort's rungs up to this one; waits where one cannot be decided yet."""
         cohort = self.layout.cohort(number)
         members = table.among(cohort.numbers) | {number}
@@ -119,140 +239,253 @@ class CohortRule:
             if any(table.missing(member, rung) for member in members):
                 return WAIT
             ranked = sorted(
-                (self.judged.badness(table.records[member].values[rung]), member)
+                (self.metric.badness(table.records[member].values[rung]), member)
                 for member in members
                 if rung in table.records[member].values
             )
-            # Who was beyond this rung before there were rungs has no value here, and is not in question.
-            kept = {member for member in members if _unmeasured(table.records[member], rung)}
+            # A trial that was past this rung before there were rungs has no value here, and continues.
+            kept = {member for member in members if _unmeasured(table, member, rung)}
             kept |= self.keep(ranked, len(members), rung, table)
             if number not in kept:
                 value = table.records[number].values.get(rung)
-                place = 1 + [member for _, member in ranked].index(number) if value is not None else 0
-                return Verdict(
+                if value is None:
+                    return Decision("stop", f"no {self.metric.metric} at rung {rung}")
+                rank = 1 + [member for _, member in ranked].index(number)
+                return Decision(
                     "stop",
-                    f"{self.judged.metric} {value:.6g} at rung {rung}: place {place} of {len(members)}, "
-                    f"{len(kept)} go on ({cohort})"
-                    if value is not None
-                    else f"no {self.judged.metric} at rung {rung}",
+                    f"{self.metric.metric} {value:.6g} at rung {rung}: ranked {rank} of {len(members)}, "
+                    f"{len(kept)} continue ({cohort})",
                 )
             members = kept
-        return GO
+        return CONTINUE
 
 
-def _unmeasured(record: Record, rung: int) -> bool:
+def _unmeasured(table: RungTable, number: int, rung: int) -> bool:
+    record = table.records[number]
     return rung not in record.values and record.beyond(rung)
 
 
-def best_share(eta: int) -> Callable[[list[tuple[float, int]], int, int, Table], set[int]]:
-    """Keeps the best 1/eta of a cohort, one at least; those that ended before the rung count as its worst."""
-
-    def keep(ranked: list[tuple[float, int]], members: int, _rung: int, _table: Table) -> set[int]:
-        return {number for _, number in ranked[: max(1, members // eta)]}
-
-    return keep
+def best_share(eta: int) -> Keep:
+    """Keeps the best 1/eta of a cohort, at least one; members that ended before the rung count as its
+    worst."""
+    return lambda ranked, members, _, __: {number for _, number in ranked[: max(1, members // eta)]}
 
 
-def above_median(judged_by: Judged) -> Callable[[list[tuple[float, int]], int, int, Table], set[int]]:
+def above_median(metric: RungMetric) -> Keep:
     """The median rule (Golovin et al., KDD 2017, §3.2), within a cohort: a trial ends whose best value so far
     is worse than the median of the members' averages so far."""
 
-    def keep(ranked: list[tuple[float, int]], _members: int, rung: int, table: Table) -> set[int]:
+    def keep(ranked: list[tuple[float, int]], _members: int, rung: int, table: RungTable) -> set[int]:
         histories = {
             number: [
-                judged_by.badness(value)
-                for step, value in table.records[number].values.items()
-                if step <= rung
+                metric.badness(value) for step, value in table.records[number].values.items() if step <= rung
             ]
             for _, number in ranked
         }
-        if not histories:
-            return set()
-        middle = median(fmean(values) for values in histories.values())
+        middle = median([fmean(values) for values in histories.values()] or [0.0])
         return {number for number, values in histories.items() if min(values) <= middle}
 
     return keep
 
 
+def _successive_halving(ask: RuleRequest) -> CohortRule:
+    return CohortRule(EqualCohorts(ask.cohort, ask.steps), ask.metric, best_share(ask.eta))
+
+
+def _hyperband(ask: RuleRequest) -> CohortRule:
+    return CohortRule(Brackets(ask.steps, ask.eta), ask.metric, best_share(ask.eta))
+
+
+def _median(ask: RuleRequest) -> CohortRule:
+    return CohortRule(EqualCohorts(ask.cohort, ask.steps), ask.metric, above_median(ask.metric))
+
+
+RULES.add(
+    "successive_halving",
+    StoppingRule(
+        _successive_halving,
+        geometric=True,
+        cohort=lambda search, rungs: int(search.stopping.eta**rungs),
+    ),
+)
+RULES.add("hyperband", StoppingRule(_hyperband, geometric=True))
+RULES.add("median", StoppingRule(_median, cohort=lambda search, _: search.parallel))
+
+
+# ---- in the order of arrival -------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class AshaRule:
-    """Asynchronous successive halving (Li et al., MLSys 2020): whoever is among the best 1/eta of those that
-    have come to the rung so far goes on at once; the others wait for their turn.
+    """Asynchronous successive halving (Li et al., MLSys 2020): a trial continues as soon as it is among the
+    best 1/eta of those that have reached the rung so far; the others wait.
 
-    It ends whoever could not come among the best any more, were all that may still come worse.
+    A trial ends when it could not be among the best any more, even if all that may still come were worse. The
+    best of all continues, even of fewer than eta trials.
     """
 
     steps: tuple[int, ...]
     eta: int
-    judged: Judged
-    asynchronous: bool = True
+    metric: RungMetric
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """Of a trial: the same for all."""
+        """The same for all trials."""
         return self.steps
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
-        """From those at this rung so far."""
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+        """By rank among those at this rung so far."""
         record = table.records[number]
         if record.passed >= step or step not in record.values:
-            return GO
+            return CONTINUE
         ranked = sorted(
-            (self.judged.badness(each.values[step]), other)
+            (self.metric.badness(each.values[step]), other)
             for other, each in table.records.items()
             if step in each.values
         )
-        place = [other for _, other in ranked].index(number) + 1
+        rank = [other for _, other in ranked].index(number) + 1
         coming = table.coming(step)
-        if place <= len(ranked) // self.eta or (not coming and place == 1):
-            return GO
-        if place > max(1, (len(ranked) + coming) // self.eta):
+        if rank <= len(ranked) // self.eta or (not coming and rank == 1):
+            return CONTINUE
+        if rank > max(1, (len(ranked) + coming) // self.eta):
             value = record.values[step]
-            return Verdict(
+            return Decision(
                 "stop",
-                f"{self.judged.metric} {value:.6g} at rung {step}: place {place} of {len(ranked)} so far",
+                f"{self.metric.metric} {value:.6g} at rung {step}: ranked {rank} of {len(ranked)} so far",
             )
         return WAIT
 
 
-@dataclass(frozen=True, slots=True)
-class AloneRule:
-    """Judges each trial by its own values.
+def _asha(ask: RuleRequest) -> AshaRule:
+    return AshaRule(ask.steps, ask.eta, ask.metric)
 
-    Attributes:
-        steps: the rungs.
-        stops: of the values at the rungs so far, oldest first: why it ends, or None.
-    """
+
+RULES.add("asha", StoppingRule(_asha, asynchronous=True, geometric=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OptunaPrunerRule:
+    """Asks a pruner of Optuna about one trial after another."""
 
     steps: tuple[int, ...]
-    stops: Callable[[list[float]], str | None]
-    asynchronous: bool = False
+    prunes: Callable[[int], bool]
+    name: str
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """Of a trial: the same for all."""
+        """The same for all trials."""
         return self.steps
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
+        """As the pruner says, which is asked once at each rung."""
+        if table.records[number].passed >= step or not self.prunes(number):
+            return CONTINUE
+        return Decision("stop", f"{self.name} at rung {step}")
+
+
+PRUNERS = (
+    "HyperbandPruner",
+    "MedianPruner",
+    "NopPruner",
+    "PatientPruner",
+    "PercentilePruner",
+    "SuccessiveHalvingPruner",
+    "ThresholdPruner",
+)
+
+
+def make_pruner(stopping: StoppingSettings) -> BasePruner:
+    """Optuna's pruner of the settings.
+
+    Raises:
+        SearchError: there is none of this name, or it does not take the options.
+    """
+    import optuna
+
+    if stopping.pruner not in PRUNERS:
+        raise SearchError(
+            f"search.stopping.pruner={stopping.pruner!r}", f"It must be one of {choices(PRUNERS)}."
+        )
+    factory = getattr(optuna.pruners, stopping.pruner)
+    options: dict[str, Any] = dict(stopping.options)
+    if stopping.pruner == "PatientPruner":  # wraps another; alone it looks at the trial's own values
+        options = {"wrapped_pruner": None} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        try:
+            pruner: BasePruner = factory(**options)
+        except (TypeError, ValueError) as error:
+            known = [name for name in inspect.signature(factory).parameters if name != "wrapped_pruner"]
+            raise SearchError(
+                f"{OPTIONS}={dict(stopping.options)!r}",
+                f"{stopping.pruner} does not take them: {error}",
+                f"It takes {choices(known)}." if known else "It takes none.",
+            ) from error
+    return pruner
+
+
+def _check_pruner(search: SearchSettings) -> None:
+    objective = search.objectives[0].metric
+    if rung_metric(search).metric != objective:
+        raise SearchError(
+            f"search.stopping.metric={search.stopping.metric} with search.stopping.kind=optuna",
+            f"Optuna's pruners read the intermediate values of the objective: {objective}.",
+            "Leave search.stopping.metric out, or take another kind.",
+        )
+    make_pruner(search.stopping)
+
+
+def _optuna(ask: RuleRequest) -> OptunaPrunerRule:
+    pruner = make_pruner(ask.search.stopping)
+    return OptunaPrunerRule(ask.steps, lambda number: ask.prunes(pruner, number), ask.search.stopping.pruner)
+
+
+RULES.add(
+    "optuna",
+    StoppingRule(_optuna, check=_check_pruner, options=dict, several_objectives=False, asynchronous=True),
+)
+
+
+# ---- each trial by itself ----------------------------------------------------------------------------------
+
+Stops = Callable[[list[float]], str | None]  # from the values at the rungs so far, oldest first: why it ends
+
+
+@dataclass(frozen=True, slots=True)
+class PerTrialRule:
+    """Decides about each trial by its own values."""
+
+    steps: tuple[int, ...]
+    stops: Stops
+
+    def rungs(self, _number: int, /) -> tuple[int, ...]:
+        """The same for all trials."""
+        return self.steps
+
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """From the trial's own record."""
         values = table.records[number].values
         reason = self.stops([values[rung] for rung in self.steps if rung <= step and rung in values])
-        return GO if reason is None else Verdict("stop", f"{reason} at rung {step}")
+        return CONTINUE if reason is None else Decision("stop", f"{reason} at rung {step}")
 
 
-def impatient(judged_by: Judged, patience: int, min_delta: float) -> Callable[[list[float]], str | None]:
+def _patience(ask: RuleRequest) -> PerTrialRule:
     """Stops after ``patience`` rungs in a row that were not better than the best before by ``min_delta``."""
+    stopping = ask.search.stopping
 
     def stops(values: list[float]) -> str | None:
         best, since = float("inf"), 0
-        for value in map(judged_by.badness, values):
-            since = 0 if value < best - min_delta else since + 1
+        for value in map(ask.metric.badness, values):
+            since = 0 if value < best - stopping.min_delta else since + 1
             best = min(best, value)
-        return f"{judged_by.metric} has not improved for {since} rungs" if since >= patience else None
+        return (
+            f"{ask.metric.metric} has not improved for {since} rungs" if since >= stopping.patience else None
+        )
 
-    return stops
+    return PerTrialRule(ask.steps, stops)
 
 
-def outside(metric: str, lower: float | None, upper: float | None) -> Callable[[list[float]], str | None]:
+def _threshold(ask: RuleRequest) -> PerTrialRule:
     """Stops where the last value is below ``lower`` or above ``upper``."""
+    lower, upper, metric = ask.search.stopping.lower, ask.search.stopping.upper, ask.metric.metric
 
     def stops(values: list[float]) -> str | None:
         last = values[-1] if values else None
@@ -262,101 +495,57 @@ def outside(metric: str, lower: float | None, upper: float | None) -> Callable[[
             return f"{metric} {last:.6g} is above {upper:g}"
         return None
 
-    return stops
+    return PerTrialRule(ask.steps, stops)
 
 
-@dataclass(frozen=True, slots=True)
-class AskedRule:
-    """Leaves the answer to somebody else, who is asked about one trial after another: a pruner of Optuna."""
+def _never(ask: RuleRequest) -> PerTrialRule:
+    """Stops nobody: ``search.stopping.divergence``, which goes with any rule, is all there is."""
+    return PerTrialRule(ask.steps, lambda _: None)
 
-    steps: tuple[int, ...]
-    prunes: Callable[[int], bool]
-    name: str
-    asynchronous: bool = True
 
-    def rungs(self, _number: int, /) -> tuple[int, ...]:
-        """Of a trial: the same for all."""
-        return self.steps
+def _needs(*keys: str) -> Callable[[SearchSettings], None]:
+    """Refuses settings that give none of these keys."""
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
-        """Asked once at each rung."""
-        if table.records[number].passed >= step or not self.prunes(number):
-            return GO
-        return Verdict("stop", f"{self.name} at rung {step}")
+    def check(search: SearchSettings) -> None:
+        if all(getattr(search.stopping, key) is None for key in keys):
+            wanted = choices([f"search.stopping.{key}" for key in keys])
+            raise ConfigError(
+                f"search.stopping.kind={search.stopping.kind}", f"It needs {wanted}.", "Give a number."
+            )
+
+    return check
+
+
+RULES.add("patience", StoppingRule(_patience))
+RULES.add("threshold", StoppingRule(_threshold, check=_needs("lower", "upper")))
+RULES.add("divergence", StoppingRule(_never, check=_needs("divergence")))
+RULES.add("none", StoppingRule(_never))  # so that the name is known: ``make_rule`` makes none
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Fails a trial whose loss has risen beyond a factor of its best or first; asks ``rule`` otherwise."""
+    """Fails a trial whose loss has risen above a factor of its best or first; asks ``rule`` otherwise."""
 
     rule: Rule
     metric: str
     factor: float
-    start: bool
-
-    @property
-    def asynchronous(self) -> bool:
-        """As the rule beneath."""
-        return self.rule.asynchronous
+    from_start: bool
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        """Of a trial."""
+        """Those of the rule."""
         return self.rule.rungs(number)
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
         """From the trial's own record first."""
         values = table.records[number].values
         before = [values[rung] for rung in self.rungs(number) if rung < step and rung in values]
         if before and step in values:
-            from_ = before[0] if self.start else min(before)
-            if values[step] > self.factor * from_:
-                whose = "first" if self.start else "best"
-                return Verdict(
+            reference = before[0] if self.from_start else min(before)
+            if values[step] > self.factor * reference:
+                whose = "first" if self.from_start else "best"
+                return Decision(
                     "fail",
                     f"diverged: {self.metric} {values[step]:.6g} at rung {step} is more than "
-                    f"{self.factor:g} times its {whose}, {from_:.6g}",
+                    f"{self.factor:g} times its {whose}, {reference:.6g}",
                 )
-        return self.rule.verdict(number, step, table)
-
-
-def make_rule(search: SearchSettings, budget: int, prunes: Callable[[int], bool]) -> Rule | None:
-    """The rule that the settings ask for; None where nothing is stopped early.
-
-    Args:
-        search: its settings.
-        budget: optimiser steps of the shortest job.
-        prunes: asks Optuna's pruner about a trial.
-
-    Raises:
-        ConfigError: the metric is not measured at rungs, or a rung is not within the budget.
-    """
-    stopping = search.stopping
-    if stopping.kind == "none":
-        return None
-    by, steps = judged(search), rung_steps(stopping, budget)
-    rule = _make(search, by, steps, prunes)
-    if stopping.divergence is None:
-        return rule
-    return Divergence(rule, by.metric, stopping.divergence, stopping.divergence_from == "start")
-
-
-def _make(search: SearchSettings, by: Judged, steps: tuple[int, ...], prunes: Callable[[int], bool]) -> Rule:
-    stopping = search.stopping
-    match stopping.kind:
-        case "successive_halving":
-            return CohortRule(equal_cohorts(search, steps), by, best_share(stopping.eta))
-        case "hyperband":
-            return CohortRule(Brackets(steps, stopping.eta), by, best_share(stopping.eta))
-        case "median":
-            return CohortRule(equal_cohorts(search, steps), by, above_median(by))
-        case "asha":
-            return AshaRule(steps, stopping.eta, by)
-        case "patience":
-            return AloneRule(steps, impatient(by, stopping.patience, stopping.min_delta))
-        case "threshold":
-            return AloneRule(steps, outside(by.metric, stopping.lower, stopping.upper))
-        case "divergence":
-            return AloneRule(steps, lambda _: None)
-        case "optuna":
-            return AskedRule(steps, prunes, stopping.pruner)
-    raise AssertionError(stopping.kind)  # StoppingSettings knows no other
+        return self.rule.decide(number, step, table)

@@ -18,19 +18,19 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.search.claims import Claims, Departed
-from plait.search.completion import complete
-from plait.search.feasibility import check_sampler
 from plait.search.identity import Identity
 from plait.search.kept import Kept
 from plait.search.opening import open_study, withdraw
 from plait.search.patience import Patience
-from plait.search.points import EnqueuedPoint, read_enqueued
+from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
 from plait.search.prior import Known, take_over
-from plait.search.rung_records import StudyRungs
-from plait.search.samplers import distributions, make_sampler, one_torch_thread
+from plait.search.samplers import check_sampler
 from plait.search.signature import TOKEN, check_material
+from plait.search.stopper import StudyRungs
+from plait.search.stopping import check_stopping
 from plait.search.storage import study_lock
 from plait.search.study_orders import StudyOrders
+from plait.search.suggest import complete, distributions, make_sampler, one_torch_thread
 from plait.search.trial_records import (
     BEYOND,
     CHECKPOINT,
@@ -48,7 +48,6 @@ from plait.search.trial_records import (
     total_of,
 )
 from plait.search.trials import Finished, Outcome, Trial
-from plait.search.untried import points_left, tried_points
 from plait.search.workers import Workers
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
@@ -94,6 +93,7 @@ class StudyTrials:
         prior_storage: BaseStorage | None = None,
     ) -> None:
         check_sampler(settings, space)
+        check_stopping(settings)
         points = read_enqueued(settings, space)
         self.patience = patience or Patience()
         self.revision = 0

@@ -8,8 +8,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.settings import SearchSettings
 from plait.core.space import Space
+from plait.search.points import points_left
 from plait.search.trials import Outcome
-from plait.search.untried import points_left
 from plait.search.workers import Owner, owner_of
 
 REASON = "plait.reason"  # trial: why it ended as it did

@@ -1,9 +1,10 @@
-"""No draw repeats a trial: training is deterministic, so the same point would be the same adapter."""
+"""In a finite space no combination is trained twice: training is deterministic."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,18 @@ from plait.config.overrides import read_request
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
-from plait.search.feasibility import too_few_points
 from plait.search.identity import identify
-from plait.search.samplers import distributions, make_sampler
+from plait.search.points import too_few_points, tried_points
+from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
+from plait.search.suggest import distributions, make_sampler
 from plait.search.trials import Outcome, Trial
-from plait.search.untried import tried_points
 
 EIGHT = ("adapter.rank=4,8", "adapter.dropout=0,0.1", "train.batch_size=choice(2,8)")
 NUMBERS = ("adapter.rank=range(4,8)", "train.steps=range(10,30,10)")  # eight as well, in numbers
 CONTINUOUS = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
-SAMPLERS = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
+NAMES = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
 
 
 def space_of(arguments: tuple[str, ...]) -> Space:
@@ -76,8 +77,8 @@ def drawn(trials: StudyTrials, together: int = 3, others: tuple[float, ...] = ()
 @pytest.mark.parametrize(
     ("sampler", "several"),
     [
-        *((sampler, False) for sampler in SAMPLERS),
-        *((sampler, True) for sampler in SAMPLERS[:3]),
+        *((sampler, False) for sampler in NAMES),
+        *((sampler, True) for sampler in NAMES[:3]),
         ("nsgaii", True),
     ],
 )
@@ -94,18 +95,33 @@ def test_each_sampler_draws_each_of_a_few_points_once_and_then_it_is_over(
     assert trials.total == 8
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "nsgaii"])
-def test_a_draw_differs_where_points_cannot_be_counted(sampler: str) -> None:
-    """A child in NSGA-II may be its parent once more."""
-    options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
-    found = drawn(source(CONTINUOUS, sampler=sampler, trials=24, **options))
-    assert len(found) == len({point(trial) for trial in found}) == 24
+class Stubborn(optuna.samplers.RandomSampler):
+    """Suggests the same whatever it is asked."""
+
+    def __init__(self, seed: int, value: int) -> None:
+        super().__init__(seed)
+        self._value = value
+
+    def sample_independent(self, *_: Any) -> int:
+        return self._value
 
 
-def test_a_sampler_that_always_says_the_same_is_not_asked_for_ever() -> None:
-    for space, expected in ((EIGHT, 8), (CONTINUOUS, 12)):
-        found = drawn(source(space, sampler="random", sampler_options={"seed": 1}))
-        assert len(found) == len({point(trial) for trial in found}) == expected
+@pytest.fixture
+def stubborn() -> Iterator[str]:
+    SAMPLERS.add("stubborn", Sampler(Stubborn))
+    yield "stubborn"
+    SAMPLERS.remove("stubborn")
+
+
+@pytest.mark.parametrize(("high", "trials"), [(12, 12), (10**9, 20)])
+def test_a_sampler_that_always_says_the_same_is_not_asked_for_ever(
+    stubborn: str, high: int, trials: int
+) -> None:
+    """What is left is listed in a small space, and found by chance in a large one."""
+    space = Space((Dimension("adapter.rank", Whole(1, high)),))
+    found = drawn(source(space, sampler=stubborn, sampler_options={"value": 7}, trials=trials))
+    assert found[0].values == {"adapter.rank": 7}
+    assert len(found) == len({point(trial) for trial in found}) == trials
 
 
 DOMAINS = st.one_of(
@@ -285,7 +301,9 @@ def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int
 
 def test_a_space_with_fewer_points_than_trials_is_told_of() -> None:
     few = too_few_points(SearchSettings(trials=12), space_of(EIGHT))
-    assert few == "The space has 8 points, 12 trials were asked for: each point is drawn once."
+    assert few == "Only 8 combinations exist; running 8 trials."
+    one = too_few_points(SearchSettings(trials=12), Space((Dimension("k", Choice((4,), ("4",))),)))
+    assert one == "Only 1 combination exists; running 1 trial."
     assert too_few_points(SearchSettings(trials=8), space_of(EIGHT)) == ""
     assert too_few_points(SearchSettings(trials=10**9), space_of(CONTINUOUS)) == ""
 

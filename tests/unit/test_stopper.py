@@ -1,4 +1,4 @@
-"""When the rule is asked about a trial, and what is kept of its answer: events in, verdicts out."""
+"""When the rule is asked about a trial, and what is kept of its answer: events in, decisions out."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from curve_worker import ADAPTER, lengths_data, load_lengths
+from optuna.pruners import BasePruner
 
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
-from plait.search.rungs import Judged
+from plait.search.rungs import RungMetric, RungRecord, RungTable
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.stopping import GO, WAIT, Record, Table, Verdict
+from plait.search.stopping import CONTINUE, WAIT, Decision
 from plait.search.trials import Trial
 
-STOP = Verdict("stop", "not good enough")
+STOP = Decision("stop", "not good enough")
 
 
 @dataclass
 class Memory:
     """Of a study, with what was said to it."""
 
-    drawn: dict[int, Record] = field(default_factory=lambda: {0: Record(), 1: Record()})
+    drawn: dict[int, RungRecord] = field(default_factory=lambda: {0: RungRecord(), 1: RungRecord()})
     cohorts: dict[str, int] = field(default_factory=dict)
     past: list[tuple[int, int]] = field(default_factory=list)
 
-    def records(self) -> Mapping[int, Record]:
+    def records(self) -> Mapping[int, RungRecord]:
         return self.drawn
 
     def keep_cohort(self, rule: str, size: int) -> int:
@@ -37,6 +38,9 @@ class Memory:
     def measure(self, number: int, step: int, value: float) -> None:
         record = self.drawn[number]
         self.drawn[number] = replace(record, values={step: value, **record.values})
+
+    def prunes(self, pruner: BasePruner, number: int) -> bool:
+        raise AssertionError(f"no pruner is asked about {number}: {pruner}")
 
     def let_past(self, number: int, step: int) -> None:
         self.past.append((number, step))
@@ -47,14 +51,13 @@ class Memory:
 class Scripted:
     """Says what it is told to, and notes what it was asked."""
 
-    answer: Verdict = WAIT
-    asynchronous: bool = False
+    answer: Decision = WAIT
     asked: list[tuple[int, int, int | None]] = field(default_factory=list)
 
     def rungs(self, _number: int, /) -> tuple[int, ...]:
         return (2, 4)
 
-    def verdict(self, number: int, step: int, table: Table) -> Verdict:
+    def decide(self, number: int, step: int, table: RungTable) -> Decision:
         self.asked.append((number, step, table.expected))
         return self.answer
 
@@ -65,11 +68,13 @@ class Search:
 
     rule: Scripted = field(default_factory=Scripted)
     metric: str = "train/loss"
+    asynchronous: bool = False
     memory: Memory = field(default_factory=Memory)
     observed: Observed = field(default_factory=Observed)
 
     def __post_init__(self) -> None:
-        self.stopper = Stopper(self.rule, Judged(self.metric, minimise=True), self.memory)
+        metric = RungMetric(self.metric, minimise=True)
+        self.stopper = Stopper(self.rule, metric, self.memory, asynchronous=self.asynchronous)
         for number in (0, 1):
             assert self.stopper.start(Trial(number)) == (2, 4)
 
@@ -86,29 +91,31 @@ class Search:
 
 
 def test_who_was_let_past_a_rung_is_asked_about_at_the_next_one_only() -> None:
-    search = Search(Scripted(GO))
+    search = Search(Scripted(CONTINUE))
     search.trains(0, 1)
-    assert search.stopper.verdicts(lambda: 2) == []
+    assert search.stopper.decisions(lambda: 2) == []
     search.trains(0, 2)
-    assert [(trial.number, verdict) for trial, verdict in search.stopper.verdicts(lambda: 2)] == [(0, GO)]
+    assert [(trial.number, decision) for trial, decision in search.stopper.decisions(lambda: 2)] == [
+        (0, CONTINUE)
+    ]
     search.admitted(0, 2)  # back from a pause, or after it made room
-    assert search.stopper.verdicts(lambda: 2, ask_again=True) == []
+    assert search.stopper.decisions(lambda: 2, ask_again=True) == []
     search.trains(0, 3)
     search.trains(0, 4)
-    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [0]
+    assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0]
     assert search.rule.asked == [(0, 2, 2), (0, 4, 2)]
 
 
 def test_who_waits_is_asked_about_again_when_something_happened_and_not_before() -> None:
     search = Search()
     search.trains(0, 2)
-    assert search.stopper.verdicts(lambda: 2) == []
-    assert search.stopper.verdicts(lambda: 2) == []
+    assert search.stopper.decisions(lambda: 2) == []
+    assert search.stopper.decisions(lambda: 2) == []
     assert len(search.rule.asked) == 1
     search.tell(JobEnded(Trial(1).name, "failed", 1, "", None, 10, 0.1, 1.0, None))
-    search.stopper.verdicts(lambda: 2)
+    search.stopper.decisions(lambda: 2)
     assert len(search.rule.asked) == 2, "an end may decide a cohort"
-    search.stopper.verdicts(lambda: 3, ask_again=True)
+    search.stopper.decisions(lambda: 3, ask_again=True)
     assert len(search.rule.asked) == 3, "so may what another process did"
     assert [expected for _, _, expected in search.rule.asked] == [2, 2, 3]
 
@@ -122,18 +129,18 @@ def test_nothing_is_read_where_there_is_nothing_to_decide() -> None:
 
     search = Search()
     search.trains(0, 1)
-    assert search.stopper.verdicts(expected, ask_again=True) == []
+    assert search.stopper.decisions(expected, ask_again=True) == []
     assert not reads, "nobody stands at a rung"
     search.trains(0, 2)
-    assert search.stopper.verdicts(expected) == []
-    assert search.stopper.verdicts(expected) == []
+    assert search.stopper.decisions(expected) == []
+    assert search.stopper.decisions(expected) == []
     assert len(reads) == 1, "nothing happened since"
 
 
 def test_where_no_more_are_drawn_the_rule_hears_so() -> None:
     search = Search()
     search.trains(0, 2)
-    search.stopper.verdicts(lambda: None)
+    search.stopper.decisions(lambda: None)
     assert search.rule.asked == [(0, 2, None)]
 
 
@@ -142,14 +149,14 @@ def test_an_end_takes_a_trial_from_its_rung() -> None:
     search.trains(0, 2)
     search.trains(1, 2)
     search.tell(JobEnded(Trial(0).name, "failed", 2, "", None, 20, 0.2, 1.0, None))
-    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [1]
+    assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [1]
 
 
-def test_verdicts_come_by_number_whoever_came_first() -> None:
+def test_decisions_come_by_number_whoever_came_first() -> None:
     search = Search(Scripted(STOP))
     search.trains(1, 2)
     search.trains(0, 2)
-    assert [trial.number for trial, _ in search.stopper.verdicts(lambda: 2)] == [0, 1]
+    assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0, 1]
 
 
 def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
@@ -159,25 +166,27 @@ def test_only_what_is_measured_at_a_rung_is_kept_and_judged() -> None:
     search.tell(JobEvaluated(Trial(0).name, 1, 3.0, 4))
     search.trains(0, 2)
     assert search.memory.drawn[0].values == {}
-    (found,) = search.stopper.verdicts(lambda: 2)
-    assert found == (Trial(0), GO), "nothing was measured there, so there is nothing to judge it by"
+    (found,) = search.stopper.decisions(lambda: 2)
+    assert found == (Trial(0), CONTINUE), "nothing was measured there, so there is nothing to judge it by"
     assert search.rule.asked == []
     search.trains(1, 2)
     search.tell(JobEvaluated(Trial(1).name, 2, 2.5, 4))
     assert search.memory.drawn[1].values == {2: 2.5}
-    assert search.stopper.verdicts(lambda: 2) == [(Trial(1), STOP)]
+    assert search.stopper.decisions(lambda: 2) == [(Trial(1), STOP)]
 
 
 def test_only_an_asynchronous_rules_leave_is_kept_and_once() -> None:
     for asynchronous in (False, True):
-        search = Search(Scripted(GO, asynchronous))
+        search = Search(Scripted(CONTINUE), asynchronous=asynchronous)
         assert not search.stopper.measured
         search.trains(0, 2)
-        search.stopper.verdicts(lambda: 2)
+        search.stopper.decisions(lambda: 2)
         assert search.memory.past == ([(0, 2)] if asynchronous else [])
-        again = Search(search.rule, memory=search.memory)  # killed, and goes on from the state at the rung
+        again = Search(
+            search.rule, memory=search.memory, asynchronous=asynchronous
+        )  # killed, and goes on from the state at the rung
         again.admitted(0, 2)
-        again.stopper.verdicts(lambda: 2)
+        again.stopper.decisions(lambda: 2)
         assert search.memory.past == ([(0, 2)] if asynchronous else [])
 
 
@@ -199,7 +208,9 @@ def test_another_rule_has_cohorts_of_its_own() -> None:
         (replace(search.stopping, rungs=(2,)), 2),
         (search.stopping, 4),
     ):
-        found = make_stopper(replace(search, stopping=stopping), 8, memory, lambda _: False)
-        assert found is not None
-        assert found.ladder(0).cohort == range(size)
+        for divergence in (None, 2.0):  # which is beside the rule, and changes no cohort
+            with_it = replace(stopping, divergence=divergence)
+            found = make_stopper(replace(search, stopping=with_it), 8, memory)
+            assert found is not None
+            assert found.ladder(0).cohort == range(size)
     assert len(memory.cohorts) == 3

@@ -10,8 +10,9 @@ import pytest
 
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.patience import Patience
-from plait.search.rung_records import StudyRungs, make_pruner
-from plait.search.stopping import Record
+from plait.search.rungs import RungRecord
+from plait.search.stopper import StudyRungs
+from plait.search.stopping import make_pruner
 
 ONE = SearchSettings(stopping=StoppingSettings(kind="asha"))
 ANOTHER = SearchSettings(stopping=StoppingSettings(kind="asha", metric="train/loss"))
@@ -39,7 +40,7 @@ def test_the_first_value_of_a_step_stands_and_only_finite_ones_count(search: Sea
         warnings.simplefilter("error")
         for step, value in ((2, 1.5), (2, 9.0), (4, math.nan), (8, math.inf), (4, 1.25)):
             mine.measure(0, step, value)
-    assert rungs(study, search).records() == {0: Record({2: 1.5, 4: 1.25})}
+    assert rungs(study, search).records() == {0: RungRecord({2: 1.5, 4: 1.25})}
     shown = study.get_trials()[0].intermediate_values
     assert shown == ({2: 1.5, 4: 1.25} if search is ONE else {})
 
@@ -53,7 +54,7 @@ def test_records_are_of_those_that_were_drawn_with_their_ends_and_what_was_let_p
         study.ask()
     rungs(study, ONE).let_past(0, 2)
     study.tell(1, state=optuna.trial.TrialState.FAIL)
-    assert rungs(study, ONE).records() == {0: Record(passed=2), 1: Record(ended=True)}
+    assert rungs(study, ONE).records() == {0: RungRecord(passed=2), 1: RungRecord(ended=True)}
 
 
 def test_the_size_of_a_cohort_is_what_was_kept_first_for_each_rule() -> None:

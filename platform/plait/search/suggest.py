@@ -1,0 +1,288 @@
+"""Suggests the values of a trial: Optuna's sampler, seeded so that a resumed search suggests the same, and in
+a finite space never a combination that another trial has."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from plait.core.errors import SearchError
+from plait.core.settings import SearchSettings
+from plait.core.space import Choice, Domain, Point, Space, Value, Values, Whole
+from plait.search.points import tried_points
+from plait.search.prior import Known
+from plait.search.samplers import SAMPLERS
+
+ATTEMPTS = 6  # times that a sampler is asked for an untried combination before one is chosen without it
+LISTED = 100_000  # combinations up to which the untried ones are listed
+
+Distributions = dict[str, BaseDistribution]
+
+
+def distributions(space: Space) -> Distributions:
+    """The space as Optuna knows it."""
+    return {dimension.name: _distribution(dimension.domain) for dimension in space.dimensions}
+
+
+def _distribution(domain: Domain) -> BaseDistribution:
+    if isinstance(domain, Choice):
+        return CategoricalDistribution(domain.values)
+    if isinstance(domain, Whole):
+        return IntDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
+    return FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
+
+
+def derived_seed(seed: int, number: int, attempt: int = 0) -> int:
+    """Seed of a suggestion, from the search's seed, the trial's number, and how often it was asked for
+    before.
+
+    A sampler that is made again starts its random numbers again, so one seed for all would repeat suggestions
+    after a restart; this one depends on the study alone, however often the process was killed.
+    """
+    words = (seed, number, attempt) if attempt else (seed, number)
+    digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
+def make_sampler(
+    settings: SearchSettings,
+    space: Space,
+    number: int,
+    earlier: Sequence[FrozenTrial] = (),
+    *,
+    tried: frozenset[Point] = frozenset(),
+    given: Values | None = None,
+) -> BaseSampler:
+    """The sampler for one trial.
+
+    Args:
+        settings: of the search.
+        space: what is searched.
+        number: of the trial.
+        earlier: trials of an earlier study, for a sampler that takes them as an argument.
+        tried: points not to be suggested; empty where the space is not finite.
+        given: values of the trial that were written already.
+
+    Raises:
+        SearchError: the sampler does not know an option.
+    """
+
+    def make(attempt: int) -> BaseSampler:
+        return _sampler(settings, number, earlier, attempt)
+
+    if space.size is None:
+        return make(0)
+    return Untried(make, space, tried, given or {}, derived_seed(settings.seed, number, ATTEMPTS))
+
+
+def _sampler(
+    settings: SearchSettings, number: int, earlier: Sequence[FrozenTrial], attempt: int
+) -> BaseSampler:
+    chance = derived_seed(settings.seed, number, attempt)
+    registered = SAMPLERS.get(settings.sampler)
+    options: dict[str, Any] = {"seed": settings.seed if registered.one_sequence else chance}
+    if earlier and registered.source_trials:
+        options["source_trials"] = list(earlier)
+    if registered.one_sequence:
+        # For suggestions until a trial has succeeded: with the sequence's seed they would all be the same.
+        options["independent_sampler"] = optuna.samplers.RandomSampler(chance)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
+        try:
+            return registered.make(**options | dict(settings.sampler_options))
+        except (TypeError, ValueError) as error:
+            raise SearchError(
+                f"search.sampler_options={dict(settings.sampler_options)!r}",
+                f"The {settings.sampler} sampler does not take them: {error}",
+                "Correct them, or leave them out.",
+            ) from error
+
+
+class Untried(BaseSampler):
+    """Asks a sampler again where a trial has its combination already; at last it chooses one that is left.
+
+    Training is deterministic, so that the same combination would be the same adapter. Where none is left,
+    since an enqueued trial fixes some values, the first suggestion stays.
+
+    Args:
+        make: the sampler, by how often it was asked for this trial before, which changes its random numbers.
+        space: what is searched: finite.
+        tried: points not to be suggested.
+        given: values of the trial that were written already.
+        seed: of the choice without the sampler.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], BaseSampler],
+        space: Space,
+        tried: frozenset[Point],
+        given: Values,
+        seed: int,
+    ) -> None:
+        self._make = make
+        self._sampler = make(0)
+        self._space = space
+        self._distributions = distributions(space)
+        self._tried = tried
+        self._given = given
+        self._seed = seed
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> Distributions:
+        """All keys that are not enqueued with the trial: a point is tried or not as a whole."""
+        del study
+        fixed = trial.system_attrs.get("fixed_params", {})
+        return {
+            key: distribution
+            for key, distribution in self._distributions.items()
+            if key not in fixed and not distribution.single()
+        }
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: Distributions
+    ) -> dict[str, Any]:
+        """An untried point."""
+        fixed = {
+            dimension.name: dimension.domain.at(0)
+            for dimension in self._space.dimensions
+            if dimension.domain.count == 1
+        }
+        fixed |= trial.system_attrs.get("fixed_params", {}) | dict(self._given)
+        first: dict[str, Any] = {}
+        for attempt in range(ATTEMPTS):
+            sampler = self._make(attempt) if attempt else self._sampler
+            suggested = self._ask(sampler, study, trial, search_space)
+            if self._space.point(suggested | fixed) not in self._tried:
+                return suggested
+            first = first or suggested
+        return first | self._choose(fixed)
+
+    def _ask(
+        self, sampler: BaseSampler, study: Study, trial: FrozenTrial, search_space: Distributions
+    ) -> dict[str, Any]:
+        """As Optuna asks a sampler: for what it suggests together, then for the rest one by one."""
+        together = sampler.infer_relative_search_space(study, trial)
+        values = sampler.sample_relative(study, trial, together)
+        now = study._storage.get_trial(trial._trial_id)  # with what the sampler noted of it
+        return {
+            key: values[key] if key in values else sampler.sample_independent(study, now, key, distribution)
+            for key, distribution in search_space.items()
+        }
+
+    def _choose(self, fixed: Values) -> dict[str, Value]:
+        """One of the untried combinations with these values, each as likely as another; {} where none is
+        left."""
+        free = [each for each in self._space.dimensions if each.name not in fixed]
+        counts = [each.domain.count or 1 for each in free]
+        chance = random.Random(self._seed)
+
+        def untried(places: Sequence[int]) -> dict[str, Value] | None:
+            values = {each.name: each.domain.at(at) for each, at in zip(free, places, strict=True)}
+            return None if self._space.point(values | dict(fixed)) in self._tried else values
+
+        if math.prod(counts) <= LISTED:
+            left = [found for each in itertools.product(*map(range, counts)) if (found := untried(each))]
+            return chance.choice(left) if left else {}
+        attempts = ([chance.randrange(count) for count in counts] for _ in range(LISTED))
+        return next((found for each in attempts if (found := untried(each))), {})
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """As the sampler."""
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """As the sampler."""
+        self._sampler.before_trial(study, trial)
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """As the sampler."""
+        self._sampler.after_trial(study, trial, state, values)
+
+
+def complete(
+    study: Study,
+    storage: BaseStorage,
+    item: FrozenTrial,
+    settings: SearchSettings,
+    space: Space,
+    earlier: Sequence[Known],
+) -> None:
+    """Suggest the values that a trial lacks: its process was killed before they were written, it comes before
+    others that are enqueued, or the sampler learns from an earlier study.
+
+    They are suggested in a study of their own that holds the earlier trials and those before this one, since
+    a sampler suggests all values of a trial at once. No other trial's point is suggested, of later ones
+    neither.
+    """
+    keys = distributions(space)
+    trials = study.get_trials(deepcopy=False)
+    before = [other for other in trials[: item.number] if other.state != TrialState.WAITING]
+    known = [*(each.frozen(keys) for each in earlier), *before]
+    tried = tried_points([other for other in trials if other.number != item.number], space)
+    sampler = make_sampler(
+        settings, space, item.number, known[: len(earlier)], tried=tried, given=item.params
+    )
+    with one_torch_thread(settings.sampler):
+        found = _suggest_beside(sampler, study.directions, known, item, keys)
+    for key, value in found.system_attrs.items():
+        if key not in item.system_attrs:
+            storage.set_trial_system_attr(item._trial_id, key, value)
+    for key, distribution in keys.items():
+        if key not in item.params:
+            value = distribution.to_internal_repr(found.params[key])
+            storage.set_trial_param(item._trial_id, key, value, distribution)
+
+
+def _suggest_beside(
+    sampler: BaseSampler,
+    directions: Sequence[StudyDirection],
+    known: Sequence[FrozenTrial],
+    item: FrozenTrial,
+    space: Distributions,
+) -> FrozenTrial:
+    """A trial with the values that a sampler suggests for ``item`` where it knows these trials and no
+    others."""
+    beside = optuna.create_study(directions=directions, sampler=sampler)
+    beside.add_trials(known)
+    if (fixed := item.system_attrs.get("fixed_params")) is not None:
+        beside.enqueue_trial(fixed)
+    beside.ask(space)
+    return beside.get_trials(deepcopy=False)[-1]
+
+
+@contextmanager
+def one_torch_thread(sampler: str) -> Iterator[None]:
+    """One thread of torch for a sampler that is many times slower with more; nothing for the others."""
+    if not SAMPLERS.get(sampler).one_thread:
+        yield
+        return
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
