@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class JointSide:
         return DataOrder.of(job.train, len(self.split(job))).steps
 
     def batch(self, job: JobSpec, step: int) -> GlobalBatch:
-        """The global batch of one optimiser step; the budget's batches come round again."""
+        """The global batch of one optimiser step; steps beyond the budget repeat its batches."""
         order = DataOrder.of(job.train, len(self.split(job)))
         return training_batch(job, order, self.split(job), (step - 1) % order.steps + 1)
 
@@ -67,11 +68,11 @@ class JointSide:
         return pack([self.batch(job, step) for job in jobs], capacity=capacity)
 
     def attach(self, job: JobSpec) -> None:
-        """Give the worker a job, fresh."""
+        """Attach a job to the worker, fresh."""
         self.worker.handle(Attach(job, self.data.of(job.data).digest))
 
     def detach(self, job: JobSpec) -> None:
-        """Take a job from the worker."""
+        """Detach a job from the worker."""
         self.worker.handle(Detach(job.name))
 
     def pass_through(self, microbatches: tuple[Microbatch, ...]) -> None:
@@ -81,6 +82,22 @@ class JointSide:
     def step(self, jobs: Sequence[JobSpec], step: int) -> None:
         """The optimiser step of every job."""
         self.worker.handle(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
+
+    def timed_step(self, jobs: Sequence[JobSpec], microbatches: tuple[Microbatch, ...], step: int) -> float:
+        """Seconds of a joint step: forward, backward and every job's optimiser step."""
+        started = perf_counter()
+        self.pass_through(microbatches)
+        self.step(jobs, step)
+        return perf_counter() - started
+
+    @contextmanager
+    def attached(self, jobs: Sequence[JobSpec]) -> Iterator[None]:
+        """Inside, the worker has the jobs, fresh."""
+        for job in jobs:
+            self.attach(job)
+        yield
+        for job in jobs:
+            self.detach(job)
 
     @contextmanager
     def kernels(self, backend: str) -> Iterator[None]:
@@ -93,15 +110,13 @@ class JointSide:
 
     def warm_up(self, job: JobSpec) -> None:
         """One forward and backward pass that leaves nothing behind, so that no first call is timed."""
-        self.attach(job)
-        self.pass_through(self.pack([job], 1, self.settings.engine.capacity_or_usual))
-        self.detach(job)
+        with self.attached([job]):
+            self.pass_through(self.pack([job], 1, self.settings.engine.capacity_or_usual))
 
     def initial_weights(self, job: JobSpec, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         """A and B of each site as a fresh job has them, by way of what Plait exports."""
-        self.attach(job)
-        self.worker.handle(Export(job.name, folder))
-        self.detach(job)
+        with self.attached([job]):
+            self.worker.handle(Export(job.name, folder))
         return import_adapter(folder).weights
 
 

@@ -1,43 +1,108 @@
 """Joint training against sequential transformers + PEFT: the same jobs, in one process, taking turns.
 
 Both sides have the same dense weights, initial adapters, samples in the same order, learning rates and
-optimiser. Sequential PEFT trains one adapter at a time; before each of them Plait goes on by its share of
+optimiser. Sequential PEFT trains one adapter at a time; before each of them Plait trains its share of
 optimiser steps, so that a machine that grows slower or faster does so for both.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
+import psutil
 import torch
 
 from plait.config.fields import build
-from plait.core.errors import ConfigError, PlaitError
+from plait.core.errors import PlaitError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.engine.devices import choose_device
-from plait.models import load_model, load_tokeniser
-from plait.models.load import transformers_model
+from plait.models import load_model
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
 from plait.utils.progress import part
-from plait_bench.backends import backend_figures, time_backends
-from plait_bench.capacity import CAPACITIES, capacity_figures, measure_capacities
+from plait_bench.inputs import OPTIONS, require_processor
 from plait_bench.joint_side import JointRun, JointSide, load_joint_side
-from plait_bench.memory import Footprint
 from plait_bench.peft_baseline import BaselineRun, PeftBaseline
-from plait_bench.time_shares import share_figures, time_shares
+from plait_bench.step_costs import (
+    CAPACITIES,
+    backend_figures,
+    capacity_figures,
+    measure_capacities,
+    share_figures,
+    time_backends,
+    time_shares,
+)
 
 GIB = 2**30
+INTERVAL = 0.01  # seconds between two readings of the resident size
+
+
+class Footprint:
+    """Resident memory of what runs inside ``with`` blocks of this object, however many there are.
+
+    Each block adds what it leaves behind; the peak is what earlier blocks left and the block's own growth.
+    What others do between the blocks does not count. Freed memory is returned to the system around each
+    block, so that one side does not grow inside what the other has freed.
+
+    Attributes:
+        held_bytes: left behind so far.
+        peak_bytes: largest so far.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._process = psutil.Process()
+
+    def __enter__(self) -> Footprint:
+        _trim()
+        self._start = self._highest = self._resident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.read()
+        _trim()
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + self._highest - self._start)
+        self.held_bytes += self._resident() - self._start
+
+    def read(self) -> None:
+        """Record the resident size now; a thread does so all the time."""
+        self._highest = max(self._highest, self._resident())
+
+    def _resident(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            self.read()
+
+
+def _trim() -> None:
+    """Ask the C library to return freed memory; other systems than Linux keep it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+        if trim is not None:
+            trim(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the benchmark.
+    """Options of ``joint_vs_peft``.
 
     Attributes:
         loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
@@ -67,20 +132,15 @@ class Race:
 
 
 @BENCHMARKS.register("joint_vs_peft")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Train ``jobs`` on both sides and compare.
 
     Raises:
         ConfigError: no jobs, an unknown option, or another device than the processor.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
-    asked = build(Options, options, "bench.options")
-    if choose_device(settings.engine.device).type != "cpu":
-        raise ConfigError(
-            f"engine.device={settings.engine.device}",
-            "This benchmark measures the processor's time and memory.",
-            "Give engine.device=cpu.",
-        )
+    asked = build(Options, options, OPTIONS)
+    require_processor(settings)
     with tempfile.TemporaryDirectory() as folder:
         side, race = run_race(settings, jobs, Path(folder), autocast=asked.autocast)
     differences = loss_differences(race)
@@ -107,12 +167,7 @@ def run_race(
         initial = {job.name: side.initial_weights(job, folder / "initial" / job.name) for job in jobs}
         joint = JointRun.of(side, jobs, folder / "joint")
     with baseline_memory:
-        pad = load_tokeniser(settings.model, cache=cache_dir())
-        baseline = PeftBaseline(
-            transformers_model(settings.model, cache=cache_dir()),
-            pad.eos_token_id if pad.pad_token_id is None else pad.pad_token_id,
-            autocast=autocast,
-        )
+        baseline = PeftBaseline.load(settings, autocast=autocast)
         baseline.warm_up(jobs[0], side.split(jobs[0]))
     runs = []
     piece = part("training on both sides in turns", len(jobs))

@@ -1,4 +1,4 @@
-"""The baseline of ``joint_vs_peft``: transformers + PEFT, one adapter after another, as it is usually run.
+"""The baseline of the comparisons: transformers + PEFT, one adapter after another, as it is usually run.
 
 Padded batches, the model's own loss over all logits normalised by the labelled tokens of the global batch,
 adapters in float32 over dense weights in the model's dtype, gradient accumulation, clipping, fused AdamW and
@@ -20,9 +20,13 @@ from transformers import PreTrainedModel
 
 from plait.core.jobs import JobSpec
 from plait.core.samples import Sample, Split
+from plait.core.settings import RunSettings
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.rates import learning_rate
+from plait.models import load_tokeniser
+from plait.models.load import transformers_model
 from plait.models.quiet import quiet
+from plait.utils.paths import cache_dir
 
 IGNORED = -100  # the label that transformers leaves out of its loss
 
@@ -86,6 +90,13 @@ class PeftBaseline:
         self._pad = pad
         self._autocast = autocast and model.dtype != torch.float32
 
+    @classmethod
+    def load(cls, settings: RunSettings, *, autocast: bool = False) -> PeftBaseline:
+        """The run's model, loaded."""
+        tokeniser = load_tokeniser(settings.model, cache=cache_dir())
+        pad = tokeniser.eos_token_id if tokeniser.pad_token_id is None else tokeniser.pad_token_id
+        return cls(transformers_model(settings.model, cache=cache_dir()), pad, autocast=autocast)
+
     def describe(self) -> str:
         """What this side computes, in a sentence."""
         dtype = str(self._model.dtype).removeprefix("torch.")
@@ -113,7 +124,7 @@ class PeftBaseline:
 
     @contextmanager
     def training(self, job: JobSpec, split: Split, initial: InitialWeights) -> Iterator[Training]:
-        """The adapter of ``job`` on the model, to be trained step by step; afterwards it is gone."""
+        """The adapter of ``job`` on the model, to be trained step by step; removed afterwards."""
         with _Adapter(self._model, job, initial) as adapter:
             yield Training(self, adapter, job, split)
 
@@ -192,7 +203,7 @@ class Training:
 
 
 class _Adapter:
-    """A PEFT adapter on a model with its optimiser; leaving the block takes it off again."""
+    """A PEFT adapter on a model with its optimiser; removed when the block ends."""
 
     def __init__(self, model: PreTrainedModel, job: JobSpec, initial: InitialWeights | None) -> None:
         self._train = job.train

@@ -1,12 +1,13 @@
-"""Seconds that planning takes: deployment by devices, dispatch and bucketing by step."""
+"""Seconds that planning takes: deployment by devices, dispatch and bucketing by step, packing by samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
+from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
@@ -22,26 +23,18 @@ from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
-from plait_bench.lobra_workload import (
-    Assumption,
-    Rows,
-    Task,
-    Workload,
-    costs_of,
-    limits,
-    replicas,
-)
-from plait_bench.lorafusion_workload import read_profile
+from plait_bench.inputs import OPTIONS, read_profile
+from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
+from plait_bench.lorafusion import read_options, scheduler_time
 
 SOURCE = "LobRA appendix B.2, Table 5 (70B, 4 tasks)"
-SAMPLE_STEPS = 100
 WHOLE_STEP = "whole step (bucketing, search and by replica)"
 ILP = Limits(nodes=500, gap=0.005, seconds=5.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Of the benchmark.
+class DeploymentOptions:
+    """Options of ``lobra/planning_time``.
 
     Attributes:
         tasks: of the joint batch.
@@ -72,14 +65,14 @@ class Options:
 
 
 @BENCHMARKS.register("lobra/planning_time")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Planning seconds beside the published ones, with each plan's distance to its proved bound.
 
     Raises:
         ConfigError: a wrong option, or a cluster that is not described.
     """
     del jobs
-    asked = build(Options, options, "bench.options")
+    asked = build(DeploymentOptions, options, OPTIONS)
     profile = read_profile(settings)
     workloads = [Workload.draw(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions]
     figures = []
@@ -189,3 +182,47 @@ def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_sec
 
 def _devices(rows: Rows) -> int:
     return sum(tp * pp * count for tp, pp, count in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Options of ``planner``.
+
+    Attributes:
+        lobra: those of ``lobra/planning_time``.
+        lorafusion: those of ``lorafusion/scheduler_time``.
+        packing_published: milliseconds by sample.
+    """
+
+    lobra: dict[str, Any]
+    lorafusion: dict[str, Any]
+    packing_published: float
+
+
+@BENCHMARKS.register("planner")
+def planner(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """The figures of the benchmarks of deployment and packing, and milliseconds of packing by sample.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    asked = build(PlannerOptions, options, OPTIONS)
+    read_options(asked.lorafusion)  # so that a mistake there is told before deployments take their time
+    deployed = planning_time(settings, jobs, asked.lobra)
+    packed = scheduler_time(settings, jobs, asked.lorafusion)
+    figures = [*deployed.figures]
+    for figure in packed.figures:
+        samples = int(figure.name.split()[0])
+        figures.append(replace(figure, name=f"packing, {figure.name}"))
+        figures.append(
+            Figure(
+                f"packing, {figure.name}: each",
+                1000.0 * figure.ours / samples,
+                "ms",
+                "measured",
+                asked.packing_published,
+                "LoRAFusion, figure 21, largest case",
+                note="grouping, packing, merging, ordering and verifying",
+            )
+        )
+    return Report("Planner", tuple(figures), (*deployed.assumptions, *packed.assumptions))

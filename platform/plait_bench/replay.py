@@ -1,22 +1,32 @@
-"""The real search loop, study and rules over recorded curves, which stand in for the engine as an oracle."""
+"""`plait bench replay/stopping`: stopping rules on the recorded curves of a full grid.
+
+The real search loop, study and rules run over curves, which stand in for the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import quantiles
 
+from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
+from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
-from plait.core.settings import SearchSettings
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.engine.live import AT_RUNG
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
 from plait.search.stopping import rung_steps
 from plait.search.trials import Trial
-from plait_bench.recorded_curves import Curve
-from plait_bench.replay_study import Evaluation, Timeline, listed_study
+from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
+from plait_bench.curves import Curve, RecordedCurves, read_curves
+from plait_bench.inputs import OPTIONS, at_least_one, shipped
+from plait_bench.listed_search import Evaluation, Timeline, listed_study
 
 GROUP = "replay"
 
@@ -149,7 +159,7 @@ class ReplayCoordinator:
         replayed.seconds += seconds
 
     def _events(self, replayed: Replayed) -> Iterable[Event]:
-        """What the engine would tell of a job after its last step."""
+        """The engine's events about a job after its last step."""
         name, step, point = replayed.job.name, replayed.step, replayed.curve.at(replayed.step)
         done = step == replayed.budget
         if point is not None and (done or step in replayed.rungs):
@@ -233,3 +243,112 @@ def check_rungs(search: SearchSettings, steps: Sequence[int]) -> None:
             f"The curves have points at the steps {choices(steps)}.",
             "Put the rungs there.",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of ``replay/stopping``.
+
+    Attributes:
+        curves: name of a record that comes with Plait, or a file.
+        rules: settings of ``search.stopping`` by label.
+        orders: how many random orders of the trials each rule is tried on.
+        within: what a search may choose above the full grid's best loss, in percent.
+        share: of the full grid's device time that it may take, in percent.
+    """
+
+    curves: str = "smollm2_gsm_symbolic.json"
+    rules: dict[str, StoppingSettings] = field(default_factory=dict)
+    orders: int = 100
+    within: float = 1.0
+    share: float = 25.0
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "orders")
+        if not self.rules:
+            raise ConfigError("bench.options.rules={}", "There must be at least one rule.")
+
+
+@dataclass(frozen=True, slots=True)
+class OrderResult:
+    """One search over the curves.
+
+    Attributes:
+        gap: of the best loss found above the full grid's best, in percent.
+        share: of the full grid's device time, in percent.
+        replay: all of it.
+    """
+
+    gap: float
+    share: float
+    replay: Replay
+
+
+@BENCHMARKS.register("replay/stopping")
+def replay_stopping(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Search the recorded curves by every rule in many orders; ``jobs`` are not used.
+
+    Raises:
+        ConfigError: an unknown option, or a rung at which nothing was recorded.
+        DataError: there is no such record.
+    """
+    del jobs
+    asked = build(Options, options, OPTIONS)
+    recorded = read_curves(shipped(asked.curves))
+    figures = [
+        Figure("full grid: best loss", recorded.best, "nats", "measured"),
+        Figure("full grid: device time", recorded.seconds, "s", "measured", note="each evaluated at its end"),
+    ]
+    piece = part("replays", len(asked.rules))
+    for label, rule in asked.rules.items():
+        piece(label)
+        search = replace(settings.search, stopping=rule)
+        results = [search_in_order(recorded, search, seed) for seed in range(asked.orders)]
+        figures += _figures(label, results, asked)
+    return Report("replay/stopping", tuple(figures), _assumptions(settings.search, recorded, asked))
+
+
+def search_in_order(recorded: RecordedCurves, search: SearchSettings, seed: int) -> OrderResult:
+    """Search the curves in a random order."""
+    order = list(recorded.curves)
+    random.Random(seed).shuffle(order)
+    found = replay(order, search)
+    gap, share = found.best / recorded.best - 1, found.seconds / recorded.seconds
+    return OrderResult(100 * gap, 100 * share, found)
+
+
+def _figures(label: str, results: Sequence[OrderResult], options: Options) -> list[Figure]:
+    good = sum(each.gap <= options.within and each.share <= options.share for each in results)
+    near = sum(each.gap <= options.within for each in results)
+    count = len(results)
+    return [
+        _spread(f"{label}: device time", [each.share for each in results], "% of the full grid's"),
+        _spread(f"{label}: found above the best", [each.gap for each in results], "%"),
+        Figure(
+            f"{label}: within {options.within:g} % at {options.share:g} % or less",
+            100 * good / count,
+            "% of orders",
+            "simulated",
+            note=f"within {options.within:g} % at any cost: {100 * near / count:.0f} %",
+        ),
+    ]
+
+
+def _spread(name: str, values: Sequence[float], unit: str) -> Figure:
+    """The median, with quartiles and extremes in the note."""
+    first, middle, third = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    note = f"quartiles {first:.3g} and {third:.3g}; {min(values):.3g} to {max(values):.3g}"
+    return Figure(name, middle, unit, "simulated", note=note)
+
+
+def _assumptions(search: SearchSettings, recorded: RecordedCurves, options: Options) -> tuple[str, ...]:
+    facts = recorded.facts
+    machine = facts.get("machine", {})
+    return (
+        f"Medians over {options.orders} random orders of {len(recorded.curves)} trials, {search.parallel} at "
+        "a time. Replays of measured curves through the real loop, study and rules; evaluations at rungs "
+        "count, each as long as it took; pausing and resuming are taken to cost nothing.",
+        f"Curves recorded {facts.get('date', '')} on {machine.get('cpus', '?')} × "
+        f"{machine.get('processor', '?')}, {facts.get('together', '?')} trials together, "
+        f"{recorded.steps[-1]} steps each.",
+    )

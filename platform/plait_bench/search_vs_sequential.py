@@ -1,8 +1,12 @@
-"""``plait bench search_vs_sequential``: Plait's search against sequential Optuna + PEFT, on the same trials.
+"""`plait bench search_vs_sequential`: Plait's search against sequential Optuna + PEFT, on the same trials.
 
 Both sides have the same trials in the same order, with the same dense weights, initial adapters, samples,
 learning rates and evaluations. They take turns in one process: after each iteration of Plait's search, PEFT
-goes on by its share of trials, so that a machine that grows slower or faster does so for both.
+trains its share of trials, so that a machine that grows slower or faster does so for both.
+
+PEFT trains every trial to its end and evaluates it at the rungs too, each part timed by itself. So one run
+tells what a search without a pruner takes (which evaluates at the ends alone), and, by replay through the
+same rules, what a search takes that trains no trial further than its rungs allow.
 """
 
 from __future__ import annotations
@@ -14,37 +18,257 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from math import inf, isfinite, isnan
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from plait.config.fields import build
-from plait.core.errors import ConfigError, DataError, StorageError
+from plait.core.errors import ConfigError, DataError, PlaitError, StorageError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings
-from plait.engine.devices import choose_device
-from plait.models import load_tokeniser
-from plait.models.load import transformers_model
+from plait.core.samples import Split
+from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.objective import check_measured
 from plait.search.stopping import rung_steps
 from plait.tracking.facts import git_state
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.files import write_text
-from plait.utils.paths import cache_dir
 from plait.utils.progress import part
+from plait_bench.curves import Curve, Point
+from plait_bench.inputs import OPTIONS, at_least_one, require_processor
 from plait_bench.joint_side import JointSide, load_joint_side
-from plait_bench.peft_baseline import PeftBaseline
-from plait_bench.search_vs_sequential_joint import search_together
-from plait_bench.search_vs_sequential_result import Comparison, SeedResult, check_agreement, compare
-from plait_bench.sequential_search import SequentialSearch
+from plait_bench.listed_search import Evaluation, JointSearch, parameters_apart, reached, search_together
+from plait_bench.peft_baseline import InitialWeights, PeftBaseline, Training
+from plait_bench.replay import replay
+
+
+class SequentialSearch:
+    """Trains one trial after another.
+
+    Args:
+        baseline: PEFT's model.
+        side: data.
+        jobs: all different.
+        initial: weights that the adapter of each begins with.
+        steps: after which each is evaluated; the last is the budget.
+        batch_size: of evaluations.
+
+    Attributes:
+        curves: of the trials trained so far.
+    """
+
+    def __init__(
+        self,
+        baseline: PeftBaseline,
+        side: JointSide,
+        jobs: Sequence[JobSpec],
+        initial: Sequence[InitialWeights],
+        steps: Sequence[int],
+        batch_size: int,
+    ) -> None:
+        self._baseline = baseline
+        self._side = side
+        self._jobs = jobs
+        self._initial = initial
+        self._steps = steps
+        self._batch_size = batch_size
+        self._points = parameters_apart(jobs)
+        self.curves: list[Curve] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every trial is trained."""
+        return len(self.curves) == len(self._jobs)
+
+    def advance(self) -> None:
+        """Train and evaluate the next trial."""
+        index = len(self.curves)
+        job = self._jobs[index]
+        data = self._side.data.of(job.data)
+        with self._baseline.training(job, data.train, self._initial[index]) as training:
+            points = self._train(training, data.validation)
+        self.curves.append(Curve(self._points[index], tuple(points)))
+
+    def _train(self, training: Training, validation: Split) -> list[Point]:
+        points: list[Point] = []
+        seconds = 0.0
+        for step in self._steps:
+            began = perf_counter()
+            while training.done < step:
+                train_loss = training.step()
+            trained = perf_counter()
+            loss = training.evaluate(validation, self._batch_size)
+            seconds += trained - began
+            points.append(Point(step, loss, seconds, perf_counter() - trained, train_loss))
+        return points
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """Measured with one seed.
+
+    Attributes:
+        seed: of the order of the trials and of their data order, initial weights and dropout.
+        joint: Plait's search.
+        curves: PEFT's trials in the same order, all to their ends.
+        facts: when, on what commit.
+    """
+
+    seed: int
+    joint: JointSearch
+    curves: tuple[Curve, ...]
+    facts: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "seed": self.seed,
+            "joint": asdict(self.joint),
+            "curves": [asdict(curve) for curve in self.curves],
+            "facts": dict(self.facts),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> SeedResult:
+        """From :meth:`to_json`."""
+        joint = dict(data["joint"])
+        joint["evaluations"] = tuple(Evaluation(**each) for each in joint["evaluations"])
+        joint["names"] = tuple(joint["names"])
+        curves = tuple(
+            Curve(item["parameters"], tuple(Point(**point) for point in item["points"]))
+            for item in data["curves"]
+        )
+        return cls(data["seed"], JointSearch(**joint), curves, data["facts"])
+
+
+def largest_difference(result: SeedResult) -> tuple[float, str]:
+    """|Plait's loss − PEFT's| over PEFT's, at its largest over all evaluations that both did; and where."""
+    found = (-1.0, "nowhere")
+    for each in result.joint.evaluations:
+        theirs = result.curves[result.joint.names.index(each.job)].at(each.step)
+        if theirs is not None:
+            difference = abs(each.loss - theirs.loss) / theirs.loss
+            if not difference <= found[0]:  # what is no number counts as the largest
+                found = (difference, f"{each.job}, step {each.step}")
+            if isnan(difference):
+                break
+    return found
+
+
+def check_agreement(result: SeedResult, tolerance: float) -> float:
+    """The largest difference of a loss between the sides.
+
+    Raises:
+        PlaitError: it is larger than ``tolerance``.
+    """
+    largest, where = largest_difference(result)
+    if not 0 <= largest <= tolerance:
+        raise PlaitError(
+            f"{where}: the validation losses of Plait and PEFT differ by {100 * largest:.3g} %",
+            f"At most {100 * tolerance:g} % may lie between them (bench.options.loss_tolerance).",
+            "Without agreement no speed is reported: look for what changed on either side.",
+        )
+    return largest
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One way to search.
+
+    Attributes:
+        best: lowest loss of a trial that came to its end.
+        seconds: of the whole search.
+        reached: until an evaluation was at the loss that all sides reach, or below.
+    """
+
+    best: float
+    seconds: float
+    reached: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The sides with one seed.
+
+    Attributes:
+        target: the loss to be reached: the worst of the sides' best.
+        joint: Plait.
+        full: PEFT without a pruner.
+        rungs: PEFT with the same rungs and the same decisions.
+        pruner: PEFT with Optuna's SuccessiveHalvingPruner.
+        any_order: ``full.reached``, on average over all orders of the trials.
+    """
+
+    target: float
+    joint: Side
+    full: Side
+    rungs: Side
+    pruner: Side
+    any_order: float
+
+
+def compare(result: SeedResult, search: SearchSettings) -> Comparison:
+    """How long each way to search takes to the same loss.
+
+    Raises:
+        PlaitError: a side ended without a finished trial.
+    """
+    alone = replace(search, parallel=1)
+    sides = {
+        "full": replay(result.curves, replace(alone, stopping=StoppingSettings())),
+        "rungs": replay(result.curves, alone),
+        "pruner": replay(result.curves, replace(alone, stopping=optunas_halving(search.stopping))),
+    }
+    best = {"joint": min(result.joint.finished.values(), default=inf)} | {
+        name: side.best for name, side in sides.items()
+    }
+    target = max(best.values())
+    if not isfinite(target):
+        raise PlaitError(f"best losses {best}", "Each side must bring a trial to its end.")
+    timelines = {"joint": (result.joint.evaluations, result.joint.seconds)}
+    timelines |= {name: (side.evaluations, side.seconds) for name, side in sides.items()}
+    found = {
+        name: Side(best[name], seconds, _reached(evaluations, target))
+        for name, (evaluations, seconds) in timelines.items()
+    }
+    return Comparison(target=target, any_order=any_order(result.curves, target), **found)
+
+
+def optunas_halving(stopping: StoppingSettings) -> StoppingSettings:
+    """Optuna's own successive halving at the same rungs: asked for each trial when it gets there."""
+    assert stopping.rungs  # checked where the options are
+    return StoppingSettings(
+        kind="optuna",
+        rungs=stopping.rungs,
+        pruner="SuccessiveHalvingPruner",
+        options={"min_resource": stopping.rungs[0], "reduction_factor": stopping.eta},
+    )
+
+
+def _reached(evaluations: Sequence[Evaluation], target: float) -> float:
+    seconds = reached(evaluations, target)
+    assert seconds is not None  # the target is some trial's last loss on each side
+    return seconds
+
+
+def any_order(curves: Sequence[Curve], target: float) -> float:
+    """Mean time until the first of the trials at ``target`` or below is over, over all orders.
+
+    A trial that does not reach it is trained before the first of the k that do with probability 1 / (k + 1);
+    the first one is each of the k alike.
+    """
+    good = [curve.seconds for curve in curves if curve.last.loss <= target]
+    others = sum(curve.seconds for curve in curves if curve.last.loss > target)
+    return sum(good) / len(good) + others / (len(good) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the benchmark.
+    """Options of ``search_vs_sequential``.
 
     Attributes:
         seeds: how many; each has another order of the trials, other data orders and other initial weights.
@@ -52,8 +276,8 @@ class Options:
             benchmark fails, since sides that compute different things do not compare.
         evaluation_batch: samples of one padded batch in PEFT's evaluations.
         autocast: whether PEFT's side runs under autocast.
-        path: where each seed is kept when it is done, and gone on from; None: below ``tracking.root``.
-        fresh: measure all seeds anew.
+        path: file of the seeds that are done and not measured again; None: below ``tracking.root``.
+        fresh: measure all seeds again.
     """
 
     seeds: int = 5
@@ -64,13 +288,13 @@ class Options:
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "evaluation_batch"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"bench.options.{key}={getattr(self, key)}", "It must be at least 1.")
+        at_least_one(self, "seeds", "evaluation_batch")
 
 
 @BENCHMARKS.register("search_vs_sequential")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def search_vs_sequential(
+    settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]
+) -> Report:
     """Search ``jobs`` on both sides, with one seed after another.
 
     Raises:
@@ -78,7 +302,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
             other settings.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
-    asked = build(Options, options, "bench.options")
+    asked = build(Options, options, OPTIONS)
     _check(settings, jobs)
     kept = Kept.open(asked, settings, jobs)
     missing = [seed for seed in range(asked.seeds) if seed not in kept.results]
@@ -96,12 +320,7 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
 
 
 def _check(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
-    if choose_device(settings.engine.device).type != "cpu":
-        raise ConfigError(
-            f"engine.device={settings.engine.device}",
-            "This benchmark measures the processor's time.",
-            "Give engine.device=cpu.",
-        )
+    require_processor(settings)
     if not settings.search.stopping.rungs:
         raise ConfigError(
             f"search.stopping.rungs={settings.search.stopping.rungs}",
@@ -135,12 +354,7 @@ class Arena:
         """Load the model for both sides, and let each go through it once."""
         side = load_joint_side(settings, jobs)
         side.warm_up(jobs[0])
-        pad = load_tokeniser(settings.model, cache=cache_dir())
-        baseline = PeftBaseline(
-            transformers_model(settings.model, cache=cache_dir()),
-            pad.eos_token_id if pad.pad_token_id is None else pad.pad_token_id,
-            autocast=options.autocast,
-        )
+        baseline = PeftBaseline.load(settings, autocast=options.autocast)
         baseline.warm_up(jobs[0], side.split(jobs[0]))
         return cls(settings, jobs, options, side, baseline)
 
@@ -171,7 +385,7 @@ class Arena:
 
 
 def _turns(sequential: SequentialSearch, trials: int, iterations: int, seed: int) -> Callable[[], None]:
-    """What PEFT's side does between two iterations of Plait's search: its share of the trials."""
+    """What PEFT does between two iterations of Plait's search: train its share of the trials."""
     piece = part(f"seed {seed}, both sides in turns", trials)
     calls = 0
 
@@ -334,9 +548,9 @@ def _assumptions(
         f"{jobs[0].train.steps} steps, batch {jobs[0].train.global_batch}; {stopping.kind} at {rungs}, eta "
         f"{stopping.eta}; {settings.model.dtype}, {torch.get_num_threads()} threads, capacity "
         f"{settings.engine.capacity_or_usual}.",
-        "Plait's seconds are the whole loop: drawing, packing, training, evaluations, parking and export. "
+        "Plait's seconds are the whole loop: suggesting, packing, training, evaluations, pausing and export. "
         "PEFT's are its training and its evaluations: without a pruner at the ends of trials alone, with "
-        "rungs at those it comes to, nothing for leaving a trial and going on with it. Loading is not timed.",
+        "rungs at those it comes to, nothing for leaving a trial and resuming it. Loading is not timed.",
         "PEFT trained every trial to its end; what it takes with rungs is derived by replay of its measured "
         "parts through the same loop and rules, one trial at a time.",
         f"Each seed is kept in {kept.path}. {measured_when(facts)}",
@@ -350,4 +564,4 @@ def measured_when(facts: Sequence[Mapping[str, Any]]) -> str:
     text = f"They were measured from {times[0]} to {times[-1]}, commit {', '.join(commits)}."
     if len(commits) == 1:
         return text
-    return f"{text} These are {len(commits)} versions: bench.options.fresh=true measures all anew."
+    return f"{text} These are {len(commits)} versions: bench.options.fresh=true measures all again."

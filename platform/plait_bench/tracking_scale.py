@@ -1,16 +1,21 @@
-"""What tracking costs a search of many adapters: the tracker's calls, to a SQLite file and to a server."""
+"""`plait bench tracking_scale`: what tracking costs a search of many adapters, with SQLite and with a server.
+
+The tracker gets the calls that a search makes of it, without the search: as many adapters and steps as asked.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -19,16 +24,152 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
+from plait.core.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEnded,
+    JobEvaluated,
+    JobProgress,
+    ModelFitted,
+)
+from plait.core.objectives import Verdict
 from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
 from plait.tracking.store import Store
+from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.durations import duration
 from plait.utils.paths import search_folder
 from plait.utils.progress import part
+from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.joint_side import load_joint_side
-from plait_bench.tracking_calls import Script, Teller
+
+TOKENS = 332  # of one step of one adapter: what its curves show, nothing depends on it
+EVALUATIONS = 10  # of one adapter
+COMMITS = 10  # checkpoints of a group
+FITS_EVERY = 64  # iterations, of seconds and of bytes
+COEFFICIENTS = 24  # of a fit of bytes, the longer one
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the tracker is told was trained.
+
+    Attributes:
+        adapters: in all.
+        steps: of each.
+        together: adapters of one group; the next group begins when one is done.
+        adapter: folder that every adapter leaves behind.
+    """
+
+    adapters: int
+    steps: int
+    together: int
+    adapter: Path
+
+    def loss(self, adapter: int, step: int) -> float:
+        """Training loss of an adapter after a step: falling, with repeatable noise."""
+        return 4.0 / math.sqrt(step) + 0.1 * math.sin(step * (adapter + 1)) + 1.0
+
+    def kept(self, points: int) -> set[int]:
+        """Steps whose points are sent whatever their loss, where ``points`` are asked for."""
+        stride = -(-self.steps // points)
+        return {1, self.steps, *range(stride, self.steps + 1, stride)}
+
+    def best(self, adapter: int) -> int:
+        """The step of an adapter with the lowest training loss."""
+        return min(range(1, self.steps + 1), key=lambda step: self.loss(adapter, step))
+
+    def events(self, job: str, adapter: int, step: int) -> Iterator[Event]:
+        """The events of one adapter's step."""
+        tokens, seconds = TOKENS * step, 0.25 * step
+        yield JobProgress(job, step, self.loss(adapter, step), 1.0 / step, 1e-4, tokens, seconds, 1400.0)
+        if step % max(1, self.steps // EVALUATIONS) == 0:
+            yield JobEvaluated(job, step, self.loss(adapter, step) + 0.2, 4 * TOKENS)
+
+
+class Caller:
+    """Makes the tracker's calls and measures how long they hold up the thread that trains.
+
+    Args:
+        tracker: with its search begun.
+        jobs: whose settings the adapters have, in turns.
+        script: what is trained.
+        folder: of the search, for its tables of group steps and of fits.
+    """
+
+    def __init__(self, tracker: Tracker, jobs: Sequence[JobSpec], script: Script, folder: Path) -> None:
+        self._tracker = tracker
+        self._jobs = [
+            replace(jobs[at % len(jobs)], name=f"adapter-{at:04d}") for at in range(script.adapters)
+        ]
+        self._script = script
+        self._steps, self._fits = GroupSteps(folder), Fits(folder)
+        self._iteration = 0
+        self.seconds = 0.0  # in the tracker's calls, waiting for anything included
+
+    def train(self, start: int, stop: int) -> None:
+        """Train the adapters from ``start`` to ``stop``, a group after the other."""
+        for first in range(start, stop, self._script.together):
+            self._group(range(first, min(first + self._script.together, stop)))
+
+    def _timed(self, call: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        call()
+        self.seconds += time.perf_counter() - started
+
+    def _group(self, adapters: range) -> None:
+        script, tracker = self._script, self._tracker
+        jobs = {at: self._jobs[at] for at in adapters}
+        names = tuple(job.name for job in jobs.values())
+        for at, job in jobs.items():
+            self._timed(partial(tracker.start_job, job, at))
+            self._handle([JobAdmitted(job, 0, script.steps, "group-0")])
+        for step in range(1, script.steps + 1):
+            self._iteration += 1
+            tokens = TOKENS * len(jobs)
+            events = [event for at, job in jobs.items() for event in script.events(job.name, at, step)]
+            each = (TOKENS,) * len(jobs)
+            iteration = GroupStep(
+                "group-0", self._iteration, names, 2, tokens, 2.0, 2**30, 2048, each, 1.9, 2**30
+            )
+            self._handle([*events, iteration])
+            self._timed(partial(self._tables, iteration))
+            if step % max(1, script.steps // COMMITS) == 0:
+                self._timed(tracker.commit)
+        for at, job in jobs.items():
+            self._end(at, job.name)
+
+    def _tables(self, iteration: GroupStep) -> None:
+        """The tables of group steps and of fits, as a search keeps them."""
+        self._steps.add(iteration)
+        if self._steps.grown:
+            self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
+        if self._iteration % FITS_EVERY:
+            return
+        for target, terms in (("seconds", COEFFICIENTS // 4), ("bytes", COEFFICIENTS)):
+            found = tuple((f"term {at}", 1.0 / (self._iteration + at)) for at in range(terms))
+            self._fits.add(ModelFitted(target, self._iteration, 256, found, 0.01, 0.02, 0.03, 0.05))
+        if self._fits.grown:
+            self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
+
+    def _end(self, at: int, job: str) -> None:
+        script = self._script
+        loss, tokens = script.loss(at, script.steps) + 0.2, TOKENS * script.steps
+        seconds = 0.25 * script.steps
+        ended = JobEnded(job, "finished", script.steps, "", loss, tokens, seconds, 900.0, script.adapter)
+        self._handle([ended])
+        self._timed(partial(self._tracker.judge, Verdict(job, "finished", loss)))
+
+    def _handle(self, events: Sequence[Event]) -> None:
+        def call() -> None:
+            for event in events:
+                self._tracker.handle(event)
+
+        self._timed(call)
+
 
 STORES = ("sqlite", "server")
 MEASURED_STEPS = 5
@@ -40,7 +181,7 @@ SHARE = 2  # % of a run's time that tracking may take
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the benchmark.
+    """Options of ``tracking_scale``.
 
     Attributes:
         adapters: in all.
@@ -61,9 +202,7 @@ class Options:
     step_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("adapters", "steps", "together", "edge"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"bench.options.{key}={getattr(self, key)}", "It must be at least 1.")
+        at_least_one(self, "adapters", "steps", "together", "edge")
         if 2 * self.edge > self.adapters:
             raise ConfigError(
                 f"bench.options.edge={self.edge}", "First and last adapters must not be the same ones."
@@ -90,24 +229,23 @@ class Cost:
 
     def since(self, before: Cost) -> Cost:
         """The difference."""
-        mine, other = self, before
         return Cost(
-            mine.calls - other.calls,
-            mine.writer - other.writer,
-            mine.server - other.server,
-            mine.clock - other.clock,
+            self.calls - before.calls,
+            self.writer - before.writer,
+            self.server - before.server,
+            self.clock - before.clock,
         )
 
 
 @BENCHMARKS.register("tracking_scale")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Tell the tracker of every step, wait until the store has it all, and check that it has.
 
     Raises:
         ConfigError: an option that is unknown or out of range.
         StorageError: the store does not hold what was sent.
     """
-    asked = build(Options, options, "bench.options")
+    asked = build(Options, options, OPTIONS)
     step_seconds = asked.step_seconds or _step_seconds(settings, jobs[: asked.together])
     figures = [
         Figure(
@@ -140,17 +278,13 @@ def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, ob
 def _step_seconds(settings: RunSettings, jobs: Sequence[JobSpec]) -> float:
     """Seconds that one adapter adds to a joint step, here and now."""
     side = load_joint_side(settings, jobs)
-    for job in jobs:
-        side.attach(job)
-    fastest = float("inf")
-    for step in range(1, MEASURED_STEPS + 2):
-        microbatches = side.pack(jobs, step, settings.engine.capacity_or_usual)
-        started = time.perf_counter()
-        side.pass_through(microbatches)
-        side.step(jobs, step)
-        if step > 1:
-            fastest = min(fastest, time.perf_counter() - started)
-    return fastest / len(jobs)
+    capacity = settings.engine.capacity_or_usual
+    with side.attached(jobs):
+        _warm_up, *seconds = [
+            side.timed_step(jobs, side.pack(jobs, step, capacity), step)
+            for step in range(1, MEASURED_STEPS + 2)
+        ]
+    return min(seconds) / len(jobs)
 
 
 def _measure(
@@ -168,13 +302,13 @@ def _measure(
     with _served(folder) if store == "server" else _file(folder) as (uri, server):
         tracking = replace(settings.tracking, uri=uri, root=folder / "runs", experiment="tracking_scale")
         chosen = replace(settings, tracking=tracking)
-        edges = _tell(chosen, jobs, script, asked.edge, store, server)
+        edges = _costs(chosen, jobs, script, asked.edge, store, server)
         part(f"{store}: reading all back")
         values = _check(tracking, script)
     return _figures(store, edges, values, asked, step_seconds)
 
 
-def _tell(
+def _costs(
     settings: RunSettings,
     jobs: Sequence[JobSpec],
     script: Script,
@@ -188,15 +322,15 @@ def _tell(
     with Tracker(settings.tracking) as tracker:
         tracker.start_search(SearchFacts("tracking_scale", settings))
         tracker.flush()
-        teller = Teller(tracker, jobs, script, search_folder(settings.tracking.root, "tracking_scale"))
+        caller = Caller(tracker, jobs, script, search_folder(settings.tracking.root, "tracking_scale"))
         costs.append(Cost(0.0, tracker.writer_seconds, _cpu(server), time.perf_counter()))
         pace = USUAL_SECONDS[store] * script.steps  # seconds for one adapter
         for start, stop in _parts(script.adapters, edge):
             left = duration(pace * (script.adapters - start))
             part(f"{store}: adapters {start} to {stop} of {script.adapters}, about {left} left of this store")
-            teller.tell(start, stop)
+            caller.train(start, stop)
             tracker.flush()
-            seconds = teller.seconds
+            seconds = caller.seconds
             costs.append(Cost(seconds, tracker.writer_seconds, _cpu(server), time.perf_counter()))
             pace = (costs[-1].clock - costs[0].clock) / stop
     return costs

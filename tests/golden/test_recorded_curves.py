@@ -8,8 +8,9 @@ import yaml
 
 from plait.config.fields import build
 from plait.core.settings import SearchSettings
-from plait_bench.recorded_curves import read_curves
-from plait_bench.replay_stopping import Options, find_curves, search_in_order
+from plait_bench.curves import read_curves
+from plait_bench.inputs import shipped
+from plait_bench.replay import Options, search_in_order
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps/replay"
 DTYPES = {"stopping": "bfloat16", "stopping_64": "float32"}
@@ -28,7 +29,7 @@ def options(sweep):
 
 @pytest.fixture(scope="module")
 def recorded(options):
-    return read_curves(find_curves(options.curves))
+    return read_curves(shipped(options.curves))
 
 
 def test_the_record_says_what_it_is_of(sweep, options, recorded):
@@ -36,7 +37,7 @@ def test_the_record_says_what_it_is_of(sweep, options, recorded):
     assert recorded.facts["commit"]
     assert not recorded.facts["changed since"]
     assert recorded.facts["model"] == {"kind": "smollm2", "dtype": DTYPES[sweep]}
-    assert find_curves(options.curves).stat().st_size < 20_000
+    assert shipped(options.curves).stat().st_size < 20_000
     assert "/" not in json.dumps(recorded.facts["machine"])
 
 

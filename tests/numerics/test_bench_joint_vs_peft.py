@@ -10,9 +10,10 @@ from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.utils.progress import shown
-from plait_bench import dropout_cost, joint_vs_peft
-from plait_bench.backends import time_backends
 from plait_bench.joint_side import load_joint_side
+from plait_bench.joint_vs_peft import joint_vs_peft, run_race
+from plait_bench.peft_baseline import PeftBaseline
+from plait_bench.step_costs import dropout_cost, time_backends
 from plait_kernels.backends import BACKENDS
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=0)
@@ -68,7 +69,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_every_steps_loss_is_pefts_within_rounding(tmp_path):
     jobs = make_jobs(steps=20)
-    _, race = joint_vs_peft.run_race(SETTINGS, jobs, tmp_path)
+    _, race = run_race(SETTINGS, jobs, tmp_path)
     for theirs in race.baseline:
         assert len(theirs.losses) == 20
         assert race.joint.losses[theirs.job] == pytest.approx(theirs.losses, rel=1e-5)
@@ -86,7 +87,7 @@ def test_the_report_has_speed_memory_agreement_and_every_capacity():
     said = io.StringIO()
     with warnings.catch_warnings(), shown("joint_vs_peft", said):
         warnings.simplefilter("error", FutureWarning)
-        report = joint_vs_peft.run(SETTINGS, make_jobs(steps=2)[:4], options)
+        report = joint_vs_peft(SETTINGS, make_jobs(steps=2)[:4], options)
     for words in ("loading the model", "both sides in turns: 4 of 4 (d), about", "512 tokens, round 1"):
         assert words in said.getvalue()
     figures = {figure.name: figure for figure in report.figures}
@@ -108,23 +109,23 @@ def test_the_report_has_speed_memory_agreement_and_every_capacity():
 
 
 def test_sides_that_disagree_report_no_speed(monkeypatch):
-    def other_order(self, job, split, step, real=joint_vs_peft.PeftBaseline._batches):
+    def other_order(self, job, split, step, real=PeftBaseline._batches):
         return real(self, replace(job, train=replace(job.train, seed=job.train.seed + 1)), split, step)
 
-    monkeypatch.setattr(joint_vs_peft.PeftBaseline, "_batches", other_order)
+    monkeypatch.setattr(PeftBaseline, "_batches", other_order)
     with pytest.raises(PlaitError, match="losses differ by"):
-        joint_vs_peft.run(SETTINGS, make_jobs(steps=2)[:2], {"capacities": [], "loss_tolerance": 1e-5})
+        joint_vs_peft(SETTINGS, make_jobs(steps=2)[:2], {"capacities": [], "loss_tolerance": 1e-5})
 
 
 def test_a_benchmark_without_jobs_or_with_unknown_options_is_refused():
     with pytest.raises(ConfigError, match="no jobs"):
-        joint_vs_peft.run(SETTINGS, [], {})
+        joint_vs_peft(SETTINGS, [], {})
     with pytest.raises(ConfigError, match=r"loss_tolerance"):
-        joint_vs_peft.run(SETTINGS, make_jobs(1), {"tolerance": 1})
+        joint_vs_peft(SETTINGS, make_jobs(1), {"tolerance": 1})
     with pytest.raises(ConfigError, match=r"engine.device=cuda"):
-        joint_vs_peft.run(replace(SETTINGS, engine=EngineSettings(device="cuda")), make_jobs(1), {})
+        joint_vs_peft(replace(SETTINGS, engine=EngineSettings(device="cuda")), make_jobs(1), {})
     with pytest.raises(ConfigError, match=r"dropout=1\.0"):
-        dropout_cost.run(SETTINGS, make_jobs(1), {"dropout": 1.0})
+        dropout_cost(SETTINGS, make_jobs(1), {"dropout": 1.0})
 
 
 def test_measuring_leaves_the_worker_empty_and_its_fresh_weights_repeat(tmp_path):
@@ -161,7 +162,7 @@ def test_each_of_the_kernels_does_the_steps_that_bear_its_name(monkeypatch):
 
 
 def test_the_cost_of_dropout_is_measured_on_both_sides():
-    report = dropout_cost.run(SETTINGS, make_jobs(steps=2)[:3], {"dropout": 0.1, "steps": 3})
+    report = dropout_cost(SETTINGS, make_jobs(steps=2)[:3], {"dropout": 0.1, "steps": 3})
     without, with_dropout, cost = report.figures
     assert without.ours > 0
     assert with_dropout.ours > 0

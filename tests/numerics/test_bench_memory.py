@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plait_bench.memory import Footprint
+from plait_bench.joint_vs_peft import Footprint
 
 MIB = 2**20
 
@@ -17,7 +17,7 @@ def test_what_stays_and_what_passes_count_and_what_others_hold_does_not():
     with footprint:
         kept = tensor(40)
         passing = tensor(60)
-        footprint.look()
+        footprint.read()
         del passing
     first = footprint.peak_bytes / MIB
     assert footprint.held_bytes / MIB == pytest.approx(40, abs=8)
@@ -25,14 +25,14 @@ def test_what_stays_and_what_passes_count_and_what_others_hold_does_not():
     other = tensor(200)
     with footprint:
         passing = tensor(90)
-        footprint.look()
+        footprint.read()
         del passing
     del other
     assert footprint.peak_bytes / MIB == pytest.approx(130, abs=8)
     assert footprint.held_bytes / MIB == pytest.approx(40, abs=8)
     with footprint:
         passing = tensor(10)
-        footprint.look()
+        footprint.read()
         del passing
     assert footprint.peak_bytes / MIB == pytest.approx(130, abs=8)
     assert kept.numel() == 40 * MIB // 4

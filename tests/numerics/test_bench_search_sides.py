@@ -14,12 +14,16 @@ from plait.core.settings import (
     StoppingSettings,
     TrackingSettings,
 )
-from plait_bench import recorded_curves_run, search_vs_sequential
-from plait_bench.recorded_curves import read_curves
+from plait_bench.curves import read_curves
+from plait_bench.record_curves import record_curves
 from plait_bench.replay import replay
-from plait_bench.search_vs_sequential import Kept, Options
-from plait_bench.search_vs_sequential_result import largest_difference
-from plait_bench.sequential_search import SequentialSearch
+from plait_bench.search_vs_sequential import (
+    Kept,
+    Options,
+    SequentialSearch,
+    largest_difference,
+    search_vs_sequential,
+)
 
 DATA = DataSpec.of("reasoning_gym", task="chain_sum", size=24, validation=5)
 RULE = StoppingSettings(kind="successive_halving", rungs=(1, 2), cohort=4)
@@ -43,7 +47,7 @@ def settings(tmp_path, monkeypatch):
 
 def test_both_sides_search_the_same_trials_to_the_same_losses(settings, monkeypatch):
     options = {"seeds": 2, "loss_tolerance": 1e-5, "evaluation_batch": 2}
-    report = search_vs_sequential.run(settings, JOBS, options)
+    report = search_vs_sequential(settings, JOBS, options)
     figures = {figure.name: figure for figure in report.figures}
     kept = Kept.open(Options(evaluation_batch=2), settings, JOBS)
     for result in kept.results.values():
@@ -62,7 +66,7 @@ def test_both_sides_search_the_same_trials_to_the_same_losses(settings, monkeypa
     assert figures["whole search, over the same rungs"].how == "computed"
 
     monkeypatch.delattr(SequentialSearch, "advance")  # a seed that is kept is not measured again
-    again = search_vs_sequential.run(settings, JOBS, options)
+    again = search_vs_sequential(settings, JOBS, options)
     assert again.figures == report.figures
 
 
@@ -75,24 +79,24 @@ def test_a_search_whose_sides_disagree_is_neither_kept_nor_reported(settings, mo
 
     monkeypatch.setattr(SequentialSearch, "advance", other_data)
     with pytest.raises(PlaitError, match="losses of Plait and PEFT differ"):
-        search_vs_sequential.run(settings, JOBS, {"seeds": 1, "loss_tolerance": 1e-5})
+        search_vs_sequential(settings, JOBS, {"seeds": 1, "loss_tolerance": 1e-5})
     assert Kept.open(Options(), settings, JOBS).results == {}
 
 
 def test_what_cannot_be_compared_is_refused(settings):
     with pytest.raises(ConfigError, match="rungs=None"):
-        search_vs_sequential.run(
+        search_vs_sequential(
             replace(settings, search=replace(settings.search, stopping=StoppingSettings())), JOBS, {}
         )
     with pytest.raises(ConfigError, match="no jobs"):
-        search_vs_sequential.run(settings, [], {})
+        search_vs_sequential(settings, [], {})
     with pytest.raises(ConfigError, match=r"engine\.device=cuda"):
-        search_vs_sequential.run(replace(settings, engine=EngineSettings(device="cuda")), JOBS, {})
+        search_vs_sequential(replace(settings, engine=EngineSettings(device="cuda")), JOBS, {})
 
 
 def test_a_record_has_every_evaluation_and_a_search_over_it_is_the_real_one(settings, tmp_path):
     path = tmp_path / "curves.json"
-    report = recorded_curves_run.run(settings, JOBS, {"path": str(path), "steps": [1, 2, 3]})
+    report = record_curves(settings, JOBS, {"path": str(path), "steps": [1, 2, 3]})
     recorded = read_curves(path)
     assert recorded.steps == (1, 2, 3, 4)
     assert recorded.facts["job"]["train.batch_size"] == 2
@@ -105,7 +109,7 @@ def test_a_record_has_every_evaluation_and_a_search_over_it_is_the_real_one(sett
     gap = figures["what it chose, in the full grid: above the best"].ours
     assert gap == pytest.approx(100 * (replayed.best / recorded.best - 1), abs=1e-3)
     with pytest.raises(ConfigError, match=r"steps=\[0\]"):
-        recorded_curves_run.run(settings, JOBS, {"path": str(path), "steps": [0]})
+        record_curves(settings, JOBS, {"path": str(path), "steps": [0]})
     longer = [*JOBS[1:], replace(JOBS[0], train=replace(JOBS[0].train, steps=5))]
     with pytest.raises(ConfigError, match="budgets of"):
-        recorded_curves_run.run(settings, longer, {"path": str(path)})
+        record_curves(settings, longer, {"path": str(path)})

@@ -13,8 +13,7 @@ import yaml
 from plait.core.errors import ConfigError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.utils.paths import conf_dir, sweeps_dir
-from plait_bench.lorafusion import bubble_ratio, packing_gain, scheduler_time
-from plait_bench.lorafusion_workload import read_options
+from plait_bench.lorafusion import bubble_ratio, packing_gain, read_options, scheduler_time
 from plait_bench.mlora import bubble_ratio as mlora_bubble_ratio
 
 SMALL = {"adapters": 2, "steps": 4, "workers": 1}

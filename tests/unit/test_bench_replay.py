@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait_bench.recorded_curves import Curve, Point, RecordedCurves, read_curves, write_curves
-from plait_bench.replay import replay
-from plait_bench.replay_stopping import run
-from plait_bench.replay_study import Evaluation, parameters_apart, reached, space_of
+from plait_bench.curves import Curve, Point, RecordedCurves, read_curves, write_curves
+from plait_bench.listed_search import Evaluation, parameters_apart, reached, space_of
+from plait_bench.replay import replay, replay_stopping
 
 STEPS = (1, 2, 4, 8)
 HALVING = SearchSettings(
@@ -150,7 +149,9 @@ def test_the_report_has_the_spread_over_orders_of_every_rule(tmp_path):
         "halving": {"kind": "successive_halving", "rungs": [2, 4], "cohort": 8},
         "asha": {"kind": "asha", "rungs": [2]},
     }
-    report = run(RunSettings(), [], {"curves": str(path), "rules": rules, "orders": 5, "share": 52.0})
+    report = replay_stopping(
+        RunSettings(), [], {"curves": str(path), "rules": rules, "orders": 5, "share": 52.0}
+    )
     figures = {figure.name: figure for figure in report.figures}
     share = 100 * (32 + 14 * 0.5) / (8 * 8.5)
     assert figures["halving: device time"].ours == pytest.approx(share)
@@ -159,7 +160,7 @@ def test_the_report_has_the_spread_over_orders_of_every_rule(tmp_path):
     assert figures["asha: device time"].how == "simulated"
     assert figures["full grid: best loss"].how == "measured"
     with pytest.raises(ConfigError, match="rules"):
-        run(RunSettings(), [], {"curves": str(path)})
+        replay_stopping(RunSettings(), [], {"curves": str(path)})
 
 
 # ---- listed trials --------------------------------------------------------------------------------------

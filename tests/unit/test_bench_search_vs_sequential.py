@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from plait.core.errors import ConfigError, DataError, PlaitError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
-from plait_bench.recorded_curves import Curve, Point
-from plait_bench.replay_study import Evaluation
-from plait_bench.search_vs_sequential import Kept, Options, measured_when, seeded
-from plait_bench.search_vs_sequential_joint import JointSearch
-from plait_bench.search_vs_sequential_result import (
+from plait_bench.curves import Curve, Point
+from plait_bench.listed_search import Evaluation, JointSearch
+from plait_bench.search_vs_sequential import (
+    Kept,
+    Options,
     SeedResult,
     any_order,
     check_agreement,
     compare,
     largest_difference,
+    measured_when,
+    seeded,
 )
 
 SEARCH = SearchSettings(

@@ -7,8 +7,7 @@ import pytest
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import RunSettings, TrackingSettings
-from plait_bench import tracking_scale
-from plait_bench.tracking_calls import Script
+from plait_bench.tracking_scale import Script, tracking_scale
 
 JOBS = [JobSpec("a", AdapterSpec(rank=4), TrainSpec()), JobSpec("b", AdapterSpec(rank=8), TrainSpec())]
 SMALL = {"adapters": 4, "steps": 30, "together": 2, "edge": 1, "stores": ["sqlite"], "step_seconds": 0.5}
@@ -16,7 +15,7 @@ SMALL = {"adapters": 4, "steps": 30, "together": 2, "edge": 1, "stores": ["sqlit
 
 def test_every_point_that_is_due_arrives_and_is_counted() -> None:
     settings = RunSettings(tracking=TrackingSettings(points=10))
-    report = tracking_scale.run(settings, JOBS, SMALL)
+    report = tracking_scale(settings, JOBS, SMALL)
     figures = {figure.name: figure.ours for figure in report.figures}
     script = Script(4, 30, 2, Path())
     due = sum(len(script.kept(10) | {script.best(adapter)}) for adapter in range(4))
@@ -30,7 +29,7 @@ def test_a_store_without_a_point_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     whole = Script.kept
     monkeypatch.setattr(Script, "kept", lambda script, points: whole(script, points) | {2})
     with pytest.raises(StorageError, match="points of"):
-        tracking_scale.run(RunSettings(tracking=TrackingSettings(points=10)), JOBS, SMALL)
+        tracking_scale(RunSettings(tracking=TrackingSettings(points=10)), JOBS, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -39,4 +38,4 @@ def test_a_store_without_a_point_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_bad_options(options: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        tracking_scale.run(RunSettings(), JOBS, SMALL | options)
+        tracking_scale(RunSettings(), JOBS, SMALL | options)

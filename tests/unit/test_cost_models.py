@@ -24,20 +24,15 @@ from plait.cost.memory import (
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.cost.time import EMPTY, HeadTime, LayerTime, MicrobatchShape, TimeModel, fit_head, fit_layer
-from plait_bench.time_model import fit_by_degree, read_layer_times, relative_errors
+from plait_bench.inputs import shipped
+from plait_bench.lobra import fit_by_degree, read_layer_times, relative_errors
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = ROOT.parent / "shared" / "data" / "published"
-TABLE = PUBLISHED / "lobra_llama2_7b_a100_40g_layer_time.csv"
+TABLE = shipped("lobra_layer_times.csv")
+H100_TIMES = ROOT / "tests" / "golden" / "lorafusion_h100.json"
 LAYER = {"tp": 1, "fixed": 1.0, "token": 1e-6}
 CLUSTERS = ROOT / "conf" / "cluster"
 PROFILES = sorted((ROOT / "conf" / "cluster").glob("*_*.yaml"))
-
-
-def _needs(path: Path) -> Path:
-    if not path.exists():
-        pytest.skip(f"the published table {path.name} is not beside the repository")
-    return path
 
 
 # ---- time -------------------------------------------------------------------------------------------------
@@ -52,7 +47,7 @@ def test_layer_fit_recovers_its_own_coefficients() -> None:
 
 
 def test_published_layer_times_are_predicted_within_five_percent() -> None:
-    rows = read_layer_times(_needs(TABLE))
+    rows = read_layer_times(TABLE)
     options = yaml.safe_load((ROOT / "sweeps/lobra/time_model.yaml").read_text())["bench"]["options"]
     held = options["held_out"]
     assert len(rows) == 250
@@ -63,7 +58,7 @@ def test_published_layer_times_are_predicted_within_five_percent() -> None:
 
 
 def test_committed_profile_is_the_fit_of_the_published_table() -> None:
-    fits = fit_by_degree(read_layer_times(_needs(TABLE)))
+    fits = fit_by_degree(read_layer_times(TABLE))
     profile = cluster_profile(yaml.safe_load(PROFILES[0].read_text())["options"])
     for tp, (layer, _) in fits.items():
         kept = profile.time.layer_time(tp)
@@ -81,10 +76,10 @@ def test_committed_profile_is_the_fit_of_the_published_table() -> None:
     ],
 )
 def test_committed_h100_profiles_are_fits_of_the_published_times(name: str, model: str) -> None:
-    table = json.loads(_needs(PUBLISHED / "lorafusion_h100.json").read_text())["models"][model]
+    table = json.loads(H100_TIMES.read_text())["models"][model]
     both, forward, head = (
-        {int(tokens): float(seconds) for tokens, seconds in table[f"{part}_time_by_tokens"].items()}
-        for part in ("decoder_layer_fwd_bwd", "decoder_layer_fwd", "pre_post_layer_fwd_bwd")
+        {int(tokens): float(seconds) for tokens, seconds in table[part].items()}
+        for part in ("layer", "layer_forward", "ends")
     )
     time = cluster_profile(yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["options"]).time
     # The samples' lengths are not published, so that there is no term for their squares.
@@ -93,7 +88,7 @@ def test_committed_h100_profiles_are_fits_of_the_published_times(name: str, mode
     kept, kept_ends = time.layer_time(1), time.head_time(1)
     assert (kept.fixed, kept.token, kept.square) == pytest.approx((layer.fixed, layer.token, 0.0), rel=1e-5)
     assert (kept_ends.fixed, kept_ends.labelled) == pytest.approx((ends.fixed, ends.labelled), rel=1e-5)
-    assert time.layers == table["num_layers"]
+    assert time.layers == table["layers"]
     assert time.forward_share == pytest.approx(
         np.mean([forward[tokens] / both[tokens] for tokens in both]), abs=1e-4
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
 from plait.core.errors import ConfigError, DataError, InputError
+from plait.core.figures import Benchmark
 from plait.core.settings import ClusterSettings, RunSettings
-from plait_bench import lobra_ablation, lobra_deploy, memory_model, planner, planning_time, time_model
-from plait_bench.time_model import fit_by_degree, read_layer_times
+from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
+from plait_bench.mlora import memory_model
+from plait_bench.planning_time import planner, planning_time
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def test_each_step_of_the_ablation_saves_more(settings: RunSettings) -> None:
         "boundaries": {"doubling": [512, 1024, 2048, 4096, 8192, 16384]},
         "assumptions": [{"family": "lognormal"}],
     }
-    figures = lobra_ablation.run(settings, [], options).figures
+    figures = ablation(settings, [], options).figures
     saved = [figure.ours for figure in figures]
     assert len(saved) == 4
     assert 0.0 < saved[0] < saved[1] < saved[2] < saved[3] < 100.0
@@ -47,7 +48,7 @@ def test_each_step_of_the_ablation_saves_more(settings: RunSettings) -> None:
 def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
     options = _options("lobra/planning_time") | {"devices": {16: None}, "steps": 1}
     options["assumptions"] = options["assumptions"][:2]
-    figures = {figure.name: figure for figure in planning_time.run(settings, [], options).figures}
+    figures = {figure.name: figure for figure in planning_time(settings, [], options).figures}
     plan, gap = (
         figures["deployment, 16 devices, one batch"],
         figures["deployment, 16 devices, one batch: above the bound"],
@@ -64,18 +65,18 @@ def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
 def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:
     options = _options("lobra/time_model") | {"table": str(tmp_path / "none.csv")}
     with pytest.raises(DataError, match=r"none\.csv"):
-        time_model.run(settings, [], options)
+        time_model(settings, [], options)
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "wrong"),
+    ("name", "benchmark", "wrong"),
     [
-        ("lobra/deploy_7b", lobra_deploy, {"tasks": [{"name": "x"}]}),
-        ("lobra/deploy_7b", lobra_deploy, {"typo": 1}),
-        ("lobra/deploy_7b", lobra_deploy, {"deployment": [[1, 1]]}),
-        ("lobra/ablation_7b", lobra_ablation, {"steps": "x"}),
-        ("lobra/ablation_7b", lobra_ablation, {"saved_percent": [1.0]}),
-        ("lobra/ablation_7b", lobra_ablation, {"boundaries": {"falling": [512, 256]}}),
+        ("lobra/deploy_7b", deployment, {"tasks": [{"name": "x"}]}),
+        ("lobra/deploy_7b", deployment, {"typo": 1}),
+        ("lobra/deploy_7b", deployment, {"deployment": [[1, 1]]}),
+        ("lobra/ablation_7b", ablation, {"steps": "x"}),
+        ("lobra/ablation_7b", ablation, {"saved_percent": [1.0]}),
+        ("lobra/ablation_7b", ablation, {"boundaries": {"falling": [512, 256]}}),
         ("lobra/planning_time", planning_time, {"steps": "x"}),
         ("lobra/planning_time", planning_time, {"assumptions": []}),
         ("lobra/planning_time", planning_time, {"devices": {"many": None}}),
@@ -85,15 +86,15 @@ def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_named_before_any_work(
-    settings: RunSettings, name: str, module: ModuleType, wrong: dict[str, Any]
+    settings: RunSettings, name: str, benchmark: Benchmark, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=r"bench\.options"):
-        module.run(settings, [], _options(name) | wrong)
+        benchmark(settings, [], _options(name) | wrong)
 
 
 def test_a_cluster_that_is_not_described_is_refused() -> None:
     with pytest.raises(ConfigError, match="described"):
-        lobra_deploy.run(RunSettings(), [], _options("lobra/deploy_7b"))
+        deployment(RunSettings(), [], _options("lobra/deploy_7b"))
 
 
 def test_rows_that_a_table_does_not_have_cannot_be_held_out(settings: RunSettings, tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_rows_that_a_table_does_not_have_cannot_be_held_out(settings: RunSetting
     table.write_text("\n".join(["tp,seq_len,mbs,time", *rows]), encoding="utf-8")
     for held, said in (([99], "from 0 to 5"), ([], "from 0 to 5"), ([0, 1, 2], "tp=1")):
         with pytest.raises(ConfigError, match=said):
-            time_model.run(settings, [], {"table": str(table), "held_out": held})
+            time_model(settings, [], {"table": str(table), "held_out": held})
 
 
 def test_a_table_of_bytes_or_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -20,8 +20,7 @@ from plait.cost.time import LayerTime, TimeModel
 from plait.planner.buckets import dynamic_buckets, expected_counts, fixed_buckets
 from plait.planner.deployment import DeployOptions, best_equal_replicas, deploy, propose, weigh_change
 from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
-from plait_bench.lobra_deploy import compare
-from plait_bench.lobra_workload import Assumption, Task, costs_of
+from plait_bench.lobra import Assumption, Task, compare, costs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})

@@ -1,50 +1,30 @@
 """Samplers on published losses: the tables as they are read, and how trials to a good one are counted."""
 
-import re
-from pathlib import Path
+import json
 
 import pytest
 
 from plait.core.errors import ConfigError, DataError
 from plait.core.settings import RunSettings, SearchSettings
-from plait_bench.sampler_quality import expected_draws, run, trials_to_good
-from plait_bench.sampler_quality_tables import read_tables
+from plait_bench.inputs import shipped
+from plait_bench.samplers import expected_draws, read_tables, replay_samplers, trials_to_good
 
-PUBLISHED = Path(__file__).resolve().parents[3] / "shared/data/published/tinker_sft_sweep.md"
-needs_published = pytest.mark.skipif(
-    not PUBLISHED.is_file(), reason="the published sweep does not lie beside the repository"
-)
-
-TEXT = """# Sweep
-
-## maker/small
-
-- Learning rates: [1e-04, 1e-03, 1e-02]
-- LoRA ranks: [4, 64]
-
-| LR | LoRA Rank | Test NLL | Train NLL | Wall Time (min) |
-|---:|----------:|---------:|----------:|----------------:|
-| 1e-04 | 4 | 0.9000 | 0.9285 | 42 |
-| 1e-04 | 4 | 0.9200 | 0.9285 | 42 |
-| 1e-03 | 4 | 0.8010 | 0.9102 | 42 |
-| 1e-04 | 64 | 0.8500 | 0.9102 | 42 |
-| 1e-03 | 64 | 0.8000 | 0.9102 | 42 |
-
-## maker/large
-
-- Learning rates: [1e-04]
-- LoRA ranks: [1]
-
-| LR | LoRA Rank | Test NLL | Train NLL | Wall Time (min) |
-|---:|----------:|---------:|----------:|----------------:|
-| 1e-04 | 1 | 0.5 | 0.6 | 7 |
-"""
+CONTENT = {
+    "models": {
+        "maker/small": {
+            "rates": [1e-4, 1e-3, 1e-2],
+            "ranks": [4, 64],
+            "losses": [[[0.90, 0.92], [0.801], []], [[0.85], [0.80], []]],
+        },
+        "maker/large": {"rates": [1e-4], "ranks": [1], "losses": [[[0.5]]]},
+    }
+}
 
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "sweep.md"
-    path.write_text(TEXT)
+    path = tmp_path / "sweep.json"
+    path.write_text(json.dumps(CONTENT))
     return path
 
 
@@ -62,26 +42,31 @@ def test_tables_have_means_of_repeats_and_gaps_where_nothing_was_published(path)
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "## maker/x\n", TEXT.replace("[4, 64]", "[4]"), TEXT.replace("Test", "")]
+    "wrong",
+    [
+        {},
+        {"models": {}},
+        {"models": {"maker/x": {"rates": [1e-4], "ranks": [1], "losses": [[[]]]}}},
+        {"models": {"maker/x": {"rates": [1e-4], "ranks": [1, 2], "losses": [[[0.5]]]}}},
+        {"models": {"maker/x": {"rates": [1e-4], "losses": [[[0.5]]]}}},
+    ],
 )
 def test_a_file_without_such_tables_is_refused(path, wrong):
-    path.write_text(wrong)
+    path.write_text(json.dumps(wrong))
     with pytest.raises(DataError):
         read_tables(path)
+    path.write_text("## maker/x")
     with pytest.raises(DataError, match="Give its path"):
-        read_tables(path.with_name("none.md"))
+        read_tables(path)
+    with pytest.raises(DataError, match="Give its path"):
+        read_tables(path.with_name("none.json"))
 
 
-@needs_published
 def test_the_published_tables_agree_with_what_is_said_of_them():
-    """Each section names its best run; all 35 models are there."""
-    sections = re.split(r"^## ", PUBLISHED.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    said = {
-        section.split("\n", 1)[0].strip(): float(best[1])
-        for section in sections
-        if (best := re.search(r"^\*\*Best config:\*\*.*test_nll=([\d.]+)", section, re.MULTILINE))
-    }
-    tables = {table.model: table for table in read_tables(PUBLISHED)}
+    """The sweep names the best run of each of its 35 models."""
+    path = shipped("sft_sweep.json")
+    said = {model: content["best"] for model, content in json.loads(path.read_text())["models"].items()}
+    tables = {table.model: table for table in read_tables(path)}
     assert tables.keys() == said.keys()
     assert len(tables) == 35
     for model, best in said.items():
@@ -112,10 +97,10 @@ def test_expected_draws_without_replacement():
 
 def test_the_report_has_samplers_and_models(path):
     options = {"path": str(path), "samplers": {"chance": {"sampler": "random"}}, "seeds": 3, "trials": 50}
-    figures = {figure.name: figure for figure in run(RunSettings(), [], options).figures}
+    figures = {figure.name: figure for figure in replay_samplers(RunSettings(), [], options).figures}
     assert figures["maker/large"].ours == 1
     assert figures["maker/small"].ours == pytest.approx(7 / 3)
     assert figures["chance: median"].ours >= 1
     assert "2 of 6 are good; medians: chance" in figures["maker/small"].note
     with pytest.raises(ConfigError, match="seeds=0"):
-        run(RunSettings(), [], options | {"seeds": 0})
+        replay_samplers(RunSettings(), [], options | {"seeds": 0})

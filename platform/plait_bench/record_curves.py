@@ -1,4 +1,4 @@
-"""``plait bench record_curves``: every trial of a grid to its end, with evaluations; then a pruned search."""
+"""`plait bench record_curves`: every trial of a grid to its end, then the same grid searched with rungs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from plait.engine.live import AT_RUNG
 from plait.tracking.facts import git_state, hardware
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
+from plait_bench.curves import Curve, Point, RecordedCurves, write_curves
+from plait_bench.inputs import OPTIONS
 from plait_bench.joint_side import JointSide, load_joint_side
-from plait_bench.recorded_curves import Curve, Point, RecordedCurves, write_curves
-from plait_bench.replay_study import parameters_apart
-from plait_bench.search_vs_sequential_joint import JointSearch, search_together
+from plait_bench.listed_search import JointSearch, parameters_apart, search_together
 
 PACKAGES = ("torch", "transformers", "optuna", "numpy", "reasoning-gym")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the recording.
+    """Options of ``record_curves``.
 
     Attributes:
         path: of the record; None: ``curves.json`` below ``tracking.root``.
@@ -62,14 +62,14 @@ class Options:
 
 
 @BENCHMARKS.register("record_curves")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Train ``jobs`` together, evaluate each at the same steps, and write the curves.
 
     Raises:
         ConfigError: no jobs, jobs of different budgets, steps outside of them, or an unknown option.
         PlaitError: a job failed.
     """
-    asked = build(Options, options, "bench.options")
+    asked = build(Options, options, OPTIONS)
     side = load_joint_side(settings, jobs)
     steps = _steps(asked.steps, {side.steps(job) for job in jobs})
     side.warm_up(jobs[0])
@@ -104,16 +104,16 @@ def _steps(asked: Sequence[int], budgets: set[int]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Meter:
-    """A worker whose time is counted by job, training and evaluations apart.
+    """A worker whose time is counted by job, for training and for evaluations.
 
-    The time of a command is shared out to its jobs by their tokens, that of optimiser steps as the worker
-    says.
+    The time of a command is divided among its jobs by their tokens, that of optimiser steps as the worker
+    reports it.
 
     Attributes:
         worker: carries out the commands.
         clock: seconds, rising.
         training, evaluation: seconds by job.
-        total: of all commands, those for taking in, saving and exporting included.
+        total: of all commands, with attaching, saving and exporting.
     """
 
     worker: Worker
@@ -124,11 +124,11 @@ class Meter:
 
     @property
     def facts(self) -> WorkerFacts:
-        """Of the worker."""
+        """The worker's facts."""
         return self.worker.facts
 
     def handle(self, command: Command) -> Sequence[WorkerEvent]:
-        """Hand a command on, and count."""
+        """Pass a command on, and count its time."""
         began = self.clock()
         events = self.worker.handle(command)
         spent = self.clock() - began

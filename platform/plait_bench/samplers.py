@@ -1,12 +1,14 @@
-"""``plait bench replay/samplers``: how many trials each sampler takes to a good one, on published losses.
+"""`plait bench replay/samplers`: how many trials each sampler takes to a good one, on published losses.
 
-The losses of finished runs are the oracle: a sampler draws a learning rate and a rank from ranges on a log
-scale, and is told the loss published for the nearest point of the grid. A point that diverged, or was not
-published, fails. Points are drawn and told through the study that a real search uses.
+The losses of finished runs are the oracle: a sampler suggests a learning rate and a rank from ranges on a log
+scale, and gets the loss published for the nearest point of the grid. A point that diverged, or was not
+published, fails. Suggestions and results go through the study that a real search uses.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from statistics import fmean, median
 from typing import Any
 
 from plait.config.fields import build
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, DataError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings
@@ -25,14 +27,82 @@ from plait.search.study import StudyTrials
 from plait.search.trials import Outcome, Trial
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
-from plait_bench.sampler_quality_tables import Cell, LossTable, read_tables
+from plait_bench.inputs import OPTIONS, at_least_one, shipped
 
 RATE, RANK = "train.lr", "adapter.rank"
+Cell = tuple[float, int]  # learning rate, rank
+
+
+@dataclass(frozen=True, slots=True)
+class LossTable:
+    """One model's losses.
+
+    Attributes:
+        model: its name.
+        rates: all learning rates of the grid, rising.
+        ranks: all ranks, rising.
+        losses: by cell; what was run more than once counts with its mean, and what diverged or was not
+            published is missing.
+    """
+
+    model: str
+    rates: tuple[float, ...]
+    ranks: tuple[int, ...]
+    losses: Mapping[Cell, float]
+
+    @property
+    def best(self) -> float:
+        """The lowest loss."""
+        return min(self.losses.values())
+
+    def good(self, within: float) -> set[Cell]:
+        """Cells with a loss at most the share ``within`` above the best."""
+        return {cell for cell, loss in self.losses.items() if loss <= self.best * (1 + within)}
+
+    def nearest(self, rate: float, rank: float) -> Cell:
+        """The cell of the grid that is nearest on logarithmic scales."""
+        return (
+            min(self.rates, key=lambda each: abs(math.log(each / rate))),
+            min(self.ranks, key=lambda each: abs(math.log(each / rank))),
+        )
+
+
+def read_tables(path: Path) -> list[LossTable]:
+    """The tables of all models, in the order of the file.
+
+    Raises:
+        DataError: the file cannot be read, or holds no such tables.
+    """
+    try:
+        models = json.loads(path.read_text(encoding="utf-8"))["models"]
+        tables = [_table(model, content) for model, content in models.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: {error}",
+            "It must hold each model's learning rates, ranks and losses, as data/sft_sweep.json does.",
+            "Give its path.",
+        ) from error
+    if not tables:
+        raise DataError(f"{path}", "It holds no model.")
+    return tables
+
+
+def _table(model: str, content: Mapping[str, Any]) -> LossTable:
+    rates, ranks = content["rates"], content["ranks"]
+    losses = {
+        (float(rate), int(rank)): fmean(runs)
+        for rank, row in zip(ranks, content["losses"], strict=True)
+        for rate, runs in zip(rates, row, strict=True)
+        if runs
+    }
+    if not losses:
+        raise ValueError(f"no losses of {model}")
+    return LossTable(model, tuple(sorted(map(float, rates))), tuple(sorted(map(int, ranks))), losses)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """One way to draw: the sampler's name, its options, and how many seeds it is tried with; None: all."""
+    """A sampler by name, with its options and how many seeds it is tried with; None: all."""
 
     sampler: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -41,10 +111,10 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the benchmark.
+    """Options of ``replay/samplers``.
 
     Attributes:
-        path: of the published sweep.
+        path: of the published losses, by name those that come with Plait.
         samplers: by label.
         seeds: of each sampler on each model.
         within: what counts as good: at most so much above the model's best loss, in percent.
@@ -58,25 +128,23 @@ class Options:
     trials: int = 60
 
     def __post_init__(self) -> None:
-        for key in ("seeds", "trials"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"bench.options.{key}={getattr(self, key)}", "It must be at least 1.")
+        at_least_one(self, "seeds", "trials")
         if not self.samplers:
             raise ConfigError("bench.options.samplers={}", "There must be at least one sampler.")
 
 
 @BENCHMARKS.register("replay/samplers")
-def run(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+def replay_samplers(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
     """Search every model's table with every sampler; ``jobs`` are not used.
 
     Raises:
         ConfigError: an unknown option.
-        DataError: the published sweep is not there, or cannot be read.
+        DataError: the published losses are not there, or cannot be read.
         SearchError: there is no such sampler, or it does not take its options.
     """
     del jobs
-    asked = build(Options, options, "bench.options")
-    tables = read_tables(asked.path.expanduser())
+    asked = build(Options, options, OPTIONS)
+    tables = read_tables(shipped(asked.path))
     counts: dict[str, dict[str, list[int]]] = {}
     for label, sampler in asked.samplers.items():
         piece = part(label, len(tables))
@@ -190,6 +258,6 @@ def _assumptions(tables: Sequence[LossTable], options: Options) -> tuple[str, ..
     return (
         f"Trials until the first within {options.within:g} % of a model's best published loss; {len(tables)} "
         f"models, {options.seeds} seeds unless a sampler has its own number.",
-        "Losses are published, not measured here. Learning rate and rank are drawn from ranges on log scales "
-        "and told the nearest point's loss, so that a point may come again; the grid sampler draws points.",
+        "Losses are published, not measured here. Learning rate and rank are suggested from ranges on log "
+        "scales and get the nearest point's loss, so that a point may repeat; the grid sampler has points.",
     )

@@ -1,7 +1,7 @@
-"""Learning curves of trials that were all trained to their ends, with what each part of them cost.
+"""Learning curves of trials trained to their ends, with what each part of them cost, and their file.
 
-Recorded once from real training and kept small, so that rules that end trials early can be judged by replay
-in no time (``plait_bench.replay``).
+Recorded once from real training (`plait bench record_curves`) and kept small, so that stopping rules can be
+replayed on them in no time (``plait_bench.replay``).
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ class Curve:
         """Device time of the training of the first ``step`` steps; between two points in proportion."""
         index = bisect_left([point.step for point in self.points], step)
         after = self.points[index]
-        first, spent = (0, 0.0) if index == 0 else (self._edge(index - 1))
+        before = self.points[index - 1] if index else None
+        first, spent = (before.step, before.training_seconds) if before else (0, 0.0)
         share = (step - first) / (after.step - first)
         return spent + share * (after.training_seconds - spent)
-
-    def _edge(self, index: int) -> tuple[int, float]:
-        return self.points[index].step, self.points[index].training_seconds
 
     @property
     def seconds(self) -> float:
@@ -141,12 +139,12 @@ def _rounded(value: float) -> float:
 
 
 def read_curves(path: Path) -> RecordedCurves:
-    """Curves as :func:`write_curves` wrote them.
+    """Curves that :func:`write_curves` wrote.
 
     Raises:
         DataError: the file cannot be read, or is no such record.
     """
-    rule = f"It must be a record of curves, schema {SCHEMA}, as `plait bench record_curves` writes it."
+    rule = f"It must hold recorded curves, schema {SCHEMA}, as `plait bench record_curves` writes them."
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

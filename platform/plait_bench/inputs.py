@@ -1,0 +1,61 @@
+"""What benchmarks are given: data files that come with the package, described clusters, checked options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.core.errors import ConfigError
+from plait.core.settings import RunSettings
+from plait.cost.profiles import ClusterProfile, cluster_profile
+
+DATA = Path(__file__).parent / "data"
+OPTIONS = "bench.options"
+
+
+def shipped(name: str | Path) -> Path:
+    """A file that comes with the package, by its name; anything else is a path of the user's."""
+    own = DATA / name
+    return own if own.is_file() else Path(name).expanduser()
+
+
+def read_profile(settings: RunSettings) -> ClusterProfile:
+    """The described cluster of a run.
+
+    Raises:
+        ConfigError: it is this machine, or its description is wrong.
+    """
+    if settings.cluster.kind != "described":
+        raise ConfigError(
+            f"cluster.kind={settings.cluster.kind}",
+            "This benchmark simulates a described cluster.",
+            "Choose one, for example cluster=h100_llama31_70b.",
+        )
+    return cluster_profile(settings.cluster.options)
+
+
+def at_least_one(options: object, *names: str) -> None:
+    """Refuse an option below 1.
+
+    Raises:
+        ConfigError: one is.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value < 1:
+            raise ConfigError(f"{OPTIONS}.{name}={value}", "It must be at least 1.")
+
+
+def require_processor(settings: RunSettings) -> None:
+    """Refuse another device than the processor, for benchmarks that measure its time.
+
+    Raises:
+        ConfigError: the run has another.
+    """
+    from plait.engine.devices import choose_device
+
+    if choose_device(settings.engine.device).type != "cpu":
+        raise ConfigError(
+            f"engine.device={settings.engine.device}",
+            "This benchmark measures the processor's time.",
+            "Give engine.device=cpu.",
+        )

@@ -1,0 +1,231 @@
+"""A real search over listed jobs: every point is enqueued, in order, and nothing is tracked.
+
+The study, the rules and the loop are those of `plait sweep`; a :class:`Timeline` stands in for the tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+
+from plait.core.errors import ConfigError, PlaitError
+from plait.core.jobs import JobSpec
+from plait.core.messages import Event, JobEvaluated
+from plait.core.objectives import Verdict
+from plait.core.settings import RunSettings, SearchSettings
+from plait.core.space import Choice, Dimension, Space, Value
+from plait.engine.accounting import NANOSECONDS
+from plait.engine.coordinator import Coordinator
+from plait.search.identity import identify
+from plait.search.run import SearchRun
+from plait.search.stopper import make_stopper, shortest_budget
+from plait.search.storage import in_memory, quiet
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
+from plait_bench.joint_side import JointSide
+
+Parameters = Mapping[str, Value]
+
+
+def listed_study(points: Sequence[Parameters], search: SearchSettings) -> StudyTrials:
+    """A study, kept nowhere, that asks for these points in this order.
+
+    Args:
+        points: all with the same keys.
+        search: its settings, except for the number of trials.
+
+    Raises:
+        SearchError: a pruner of Optuna's is not there or does not take its options.
+    """
+    quiet()
+    space = space_of(points)
+    listed = replace(search, trials=len(points), sampler="random", sampler_options={}, fresh=False)
+    identity = identify(space, JobSpec("listed"), RunSettings(search=listed))
+    study = StudyTrials(listed, space, identity, in_memory())
+    for point in points:
+        study.enqueue(point, beyond=False)
+    return study
+
+
+def space_of(points: Sequence[Parameters]) -> Space:
+    """The smallest space of choices that holds these points."""
+    keys = points[0].keys()
+    columns = {key: tuple(dict.fromkeys(point[key] for point in points)) for key in keys}
+    return Space(
+        tuple(Dimension(key, Choice(values, tuple(map(repr, values)))) for key, values in columns.items())
+    )
+
+
+def parameters_apart(jobs: Sequence[JobSpec]) -> list[dict[str, Value]]:
+    """The parameters of each job in which the jobs differ.
+
+    Raises:
+        ConfigError: two jobs are the same.
+    """
+    rows = [job.parameters() for job in jobs]
+    apart = [key for key in rows[0] if any(row[key] != rows[0][key] for row in rows)]
+    points = [{key: row[key] for key in apart} for row in rows]
+    if len({tuple(point.values()) for point in points}) < len(points):
+        raise ConfigError("two jobs with the same parameters", "Each trial of a benchmark is tried once.")
+    return points
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation, and its time in the search."""
+
+    seconds: float
+    job: str
+    step: int
+    loss: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Records what a search reports.
+
+    Attributes:
+        clock: seconds of the search so far.
+        evaluations: in the order in which they came.
+        started: trial numbers by job.
+        ends: what became of each job, its objective and why.
+    """
+
+    clock: Callable[[], float]
+    evaluations: list[Evaluation] = field(default_factory=list)
+    started: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, tuple[str, float | None, str]] = field(default_factory=dict)
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """A job is about to be submitted."""
+        self.started[job.name] = trial
+
+    def handle(self, event: Event) -> None:
+        """Something happened in the engine."""
+        if isinstance(event, JobEvaluated):
+            self.evaluations.append(Evaluation(self.clock(), event.job, event.step, event.loss))
+
+    def judge(self, verdict: Verdict) -> None:
+        """The search's last word on a job: here there is one objective, and no constraint."""
+        assert verdict.feasible
+        assert not verdict.others
+        self.ends[verdict.job] = verdict.state, verdict.objective, verdict.reason
+
+    def lose(self, job: str) -> None:
+        """Nobody else trains here."""
+        raise AssertionError(job)
+
+    def commit(self) -> None:
+        """What is kept here is as durable as it gets."""
+
+    def run_id(self, job: str) -> str:
+        """There is no MLflow: the job's number in the study."""
+        return str(self.started[job])
+
+    @property
+    def finished(self) -> dict[str, float]:
+        """Objectives of the jobs that came to their ends."""
+        return {
+            job: objective
+            for job, (state, objective, _) in self.ends.items()
+            if state == "finished" and objective is not None
+        }
+
+
+def reached(evaluations: Sequence[Evaluation], loss: float) -> float | None:
+    """The time of the first evaluation at ``loss`` or below; None: there is none."""
+    return next((each.seconds for each in evaluations if each.loss <= loss), None)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Seconds since it was made, without those spent inside :meth:`outside`."""
+
+    _started: float
+    _away: float = 0.0
+
+    @classmethod
+    def start(cls) -> Stopwatch:
+        """Start now."""
+        return cls(perf_counter())
+
+    def read(self) -> float:
+        """Seconds so far."""
+        return perf_counter() - self._started - self._away
+
+    def outside(self, action: Callable[[], None]) -> None:
+        """Do something that does not count."""
+        began = perf_counter()
+        action()
+        self._away += perf_counter() - began
+
+
+@dataclass(frozen=True, slots=True)
+class JointSearch:
+    """What a joint search came to.
+
+    Attributes:
+        evaluations: with the time at which each was there.
+        seconds: of the whole search: suggesting, packing, training, evaluations, pausing, rules, export.
+        device_seconds: of them, what the worker took, as charged to the jobs.
+        finished: losses at the ends of the jobs that came to them, by job.
+        names: the jobs' names in the search, in the order of the jobs.
+    """
+
+    evaluations: tuple[Evaluation, ...]
+    seconds: float
+    device_seconds: float
+    finished: dict[str, float]
+    names: tuple[str, ...]
+
+
+def search_together(
+    side: JointSide,
+    jobs: Sequence[JobSpec],
+    search: SearchSettings,
+    folder: Path,
+    between: Callable[[], None] = lambda: None,
+) -> JointSearch:
+    """Search listed jobs in their order.
+
+    Args:
+        side: model and data.
+        jobs: all different; they are renamed as trials.
+        search: its settings; its sampler draws nothing.
+        folder: for states and adapters.
+        between: called between two iterations, not timed.
+
+    Raises:
+        ConfigError: two jobs are the same, or a rung is not within the budget.
+        PlaitError: a trial failed.
+    """
+    points = parameters_apart(jobs)
+    study = listed_study(points, search)
+    of_point = {tuple(point.items()): job for point, job in zip(points, jobs, strict=True)}
+
+    def make_job(trial: Trial) -> JobSpec:
+        return replace(of_point[tuple(trial.values.items())], name=trial.name)
+
+    def stop() -> bool:
+        watch.outside(between)
+        return False
+
+    coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
+    budget = shortest_budget(jobs, side.data)
+    stopper = make_stopper(search, budget, study.rungs)
+    watch = Stopwatch.start()
+    timeline = Timeline(watch.read)
+    SearchRun(study, make_job, coordinator, timeline, search, stop, stopper).run()
+    seconds = watch.read()
+    failed = {job: reason for job, (state, _, reason) in timeline.ends.items() if state == "failed"}
+    if failed:
+        raise PlaitError(f"failed: {failed}", "No trial of a benchmark may fail.")
+    return JointSearch(
+        tuple(timeline.evaluations),
+        seconds,
+        coordinator.device_ns / NANOSECONDS,
+        timeline.finished,
+        tuple(Trial(number).name for number in range(len(jobs))),
+    )

@@ -1,0 +1,475 @@
+"""LobRA's 7B workload: its deployment and its ablation beside Plait's, and its layer times."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plait.config.fields import build
+from plait.core.errors import ConfigError, DataError, InputError, choices
+from plait.core.figures import Figure, Report
+from plait.core.jobs import JobSpec
+from plait.core.samples import Int64
+from plait.core.settings import RunSettings
+from plait.cost.fitting import Fit
+from plait.cost.lengths import Family, LengthGenerator, sigma_from_skewness
+from plait.cost.profiles import ClusterProfile
+from plait.cost.replica import ReplicaCost
+from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
+from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_counts, fixed_buckets
+from plait.planner.deployment import Deployment, DeployOptions, best_equal_replicas, deploy
+from plait.planner.dispatch import dispatch, length_based, spread
+from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.solver import Limits
+from plait.utils.benchmarks import BENCHMARKS
+from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
+
+TABLE_2 = "LobRA §5.2, Table 2"
+FIGURE_8 = "LobRA §5.3, Figure 8"
+STEPS = ("heterogeneous replicas, length-based", "+ balanced dispatch", "+ dynamic bucketing")  # of figure 8
+OURS = "Plait's deployment, shares by replica"
+SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in the paper
+DEPLOY_LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
+STEP_LIMITS = Limits(nodes=100, gap=0.005, seconds=5.0)
+COLUMNS = ("tp", "seq_len", "mbs", "time")  # of the table of layer times
+Rows = tuple[tuple[int, int, int], ...]  # of a deployment: tensor and pipeline degree, replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One data set of the joint batch: published mean and skewness of its lengths, and its batch size."""
+
+    name: str
+    mean: float
+    skewness: float
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not (self.mean > 0 and self.skewness > 0 and self.batch_size >= 1):
+            raise ConfigError(
+                f"task {self.name}: mean={self.mean}, skewness={self.skewness}, batch_size={self.batch_size}",
+                "Mean and skewness must be above 0, the batch size at least 1.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """How lengths are drawn where only moments are published.
+
+    Attributes:
+        family: "lognormal" or "gamma".
+        sigma: of every task; None takes what each task's skewness implies in the family.
+        sigma_scale: times that sigma.
+        clip: longest length.
+        seed: of the draws.
+    """
+
+    family: Family = "lognormal"
+    sigma: float | None = None
+    sigma_scale: float = 1.0
+    clip: int = 16384
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clip < 1 or self.sigma_scale <= 0 or (self.sigma is not None and self.sigma <= 0):
+            raise ConfigError(f"assumption {self}", "Sigma and its scale must be above 0, clip at least 1.")
+
+    def generator(self, task: Task) -> LengthGenerator:
+        """The generator of one task's lengths."""
+        sigma = sigma_from_skewness(self.family, task.skewness) if self.sigma is None else self.sigma
+        return LengthGenerator(self.family, task.mean, sigma * self.sigma_scale, self.clip, self.seed)
+
+    def __str__(self) -> str:
+        spread = "from skewness" if self.sigma is None else f"{self.sigma:g}"
+        scale = "" if self.sigma_scale == 1.0 else f" × {self.sigma_scale:g}"
+        return f"{self.family}, sigma {spread}{scale}, clip {self.clip}, seed {self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Tasks trained jointly under one assumption; lengths of ``steps`` global batches (steps, B)."""
+
+    assumption: Assumption
+    batches: Int64
+
+    @classmethod
+    def draw(cls, tasks: Sequence[Task], assumption: Assumption, steps: int) -> Workload:
+        """Lengths of ``steps`` steps; every task brings its batch size to each."""
+        drawn = [
+            assumption.generator(task)
+            .draw(steps * task.batch_size, stream=task.name)
+            .reshape(steps, task.batch_size)
+            for task in tasks
+        ]
+        return cls(assumption, np.concatenate(drawn, axis=1))
+
+    @property
+    def batch(self) -> int:
+        """B, sequences of one step."""
+        return int(self.batches.shape[1])
+
+    def buckets(self, profile: ClusterProfile, *, buckets: int = BUCKETS) -> Buckets:
+        """Boundaries from all steps together, with the configurations' limits among them."""
+        return dynamic_buckets(self.batches.ravel(), buckets=buckets, required=limits(profile))
+
+    def expected(self, buckets: Buckets) -> tuple[int, ...]:
+        """B_j of the expected step."""
+        return expected_counts(buckets.counts, self.batch)
+
+
+def limits(profile: ClusterProfile) -> tuple[int, ...]:
+    """The different most tokens of the profile's configurations, ascending."""
+    return tuple(sorted({configuration.max_tokens for configuration in profile.configurations}))
+
+
+def costs_of(profile: ClusterProfile, lengths: Sequence[int], devices: int) -> list[ReplicaCost]:
+    """T of every configuration that fits into ``devices``."""
+    able = [each for each in profile.configurations if each.devices <= devices]
+    return [ReplicaCost.of(each, lengths, profile.time) for each in able]
+
+
+def replicas(costs: Sequence[ReplicaCost], deployment: Rows) -> list[ReplicaKind]:
+    """Kinds of a deployment given as rows [tp, pp, replicas].
+
+    Raises:
+        ConfigError: a configuration that the profile does not have.
+    """
+    by_shape = {(cost.configuration.tp, cost.configuration.pp): cost for cost in costs}
+    kinds = []
+    for tp, pp, count in deployment:
+        if (tp, pp) not in by_shape:
+            have = choices([str(cost.configuration) for cost in costs])
+            raise ConfigError(f"a deployment with ⟨{tp},{pp}⟩", f"The profile has {have}.")
+        kinds.append(ReplicaKind(by_shape[tp, pp], count))
+    return kinds
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOptions:
+    """Options of the comparison of deployments.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths, each shown.
+        deployment: the published one.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    deployment: Rows
+
+
+@BENCHMARKS.register("lobra/deploy")
+def deployment(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """The published deployment's seconds over the best one's, for each assumption about lengths.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked = build(DeploymentOptions, options, OPTIONS)
+    profile = read_profile(settings)
+    figures = []
+    for assumption in asked.assumptions:
+        figures += compare(profile, asked.tasks, assumption, asked.deployment)
+    return Report(
+        "LobRA, 7B on 16 A100-40GB: the published deployment beside Plait's",
+        tuple(figures),
+        (
+            f"cost model: {profile.source}",
+            f"most tokens of a microbatch: table {profile.table!r} of {', '.join(profile.tables)}",
+            "makespan: T(⌈d/p⌉) of LobRA Eq. 2, integer program within 0.5 % of its bound",
+        ),
+    )
+
+
+def compare(
+    profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Rows
+) -> list[Figure]:
+    """Figures of one assumption: with every configuration, without pipelines as in LobRA's plan, and with
+    replicas that are all equal (Task-Fused)."""
+    workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
+    buckets = workload.buckets(profile)
+    counts = workload.expected(buckets)
+    costs = costs_of(profile, buckets.lengths, profile.devices.count)
+    theirs = dispatch(replicas(costs, published), counts, DEPLOY_LIMITS)
+    figures = []
+    needs = _needs_largest(replicas(costs, published), costs, counts)
+    for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
+        ours = best(allowed, counts, profile.devices.count)
+        figures.append(
+            Figure(
+                f"{assumption}; {name}: published slower by",
+                100.0 * (theirs.makespan / ours.makespan - 1.0),
+                "%",
+                "computed",
+                0.0,
+                TABLE_2,
+                10.0,
+                f"Plait: {ours}, {ours.makespan:.2f} s, bound {ours.bound:.2f} s; "
+                f"published {theirs.makespan:.2f} s; {needs}",
+            )
+        )
+    chosen = deploy(costs, counts, profile.devices.count)
+    equal = best_equal_replicas(costs, counts, profile.devices.count)
+    figures.append(
+        Figure(
+            f"{assumption}; equal replicas (Task-Fused) slower by",
+            100.0 * (equal.makespan / chosen.makespan - 1.0),
+            "%",
+            "computed",
+            note=f"{equal}, {equal.makespan:.2f} s; Plait by replica: {chosen}, {chosen.makespan:.2f} s",
+        )
+    )
+    return figures
+
+
+def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], counts: Sequence[int]) -> str:
+    """What only the published deployment's largest replica takes, and which configuration would do for it.
+
+    That replica pays where the longest sequences need it, and where there is about as much of them as its
+    share of the devices.
+    """
+    largest, *others = sorted(kinds, key=lambda kind: -kind.cost.configuration.max_tokens)
+    most = max(kind.cost.configuration.max_tokens for kind in others)
+    rows = [(count, int(length)) for count, length in zip(counts, largest.cost.lengths, strict=True) if count]
+    number = sum(count for count, length in rows if length > most)
+    share = sum(count * length for count, length in rows if length > most) / sum(
+        count * length for count, length in rows
+    )
+    longest = rows[-1][1]
+    able = [cost.configuration for cost in costs if cost.configuration.max_tokens >= longest]
+    least = min(able, key=lambda each: (each.devices, each))
+    return (
+        f"{number} of {sum(counts)} sequences, {100 * share:.1f} % of the tokens, are for its "
+        f"{largest.cost.configuration} alone; the longest, {longest} tokens, fits {least}"
+    )
+
+
+def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
+    """Plait's deployment by LobRA's objective, with the integer program's bound."""
+    return deploy(costs, counts, devices, DeployOptions(equal_shares=True, exact=True, limits=DEPLOY_LIMITS))
+
+
+@dataclass(frozen=True, slots=True)
+class AblationOptions:
+    """Options of the ablation.
+
+    Attributes:
+        tasks: of the joint batch.
+        assumptions: about lengths, each shown.
+        fused: the deployment of equal replicas.
+        deployment: the published one.
+        saved_percent: published, by step of the ablation.
+        steps: drawn, over which is averaged.
+        boundaries: of fixed buckets by name; None for the least padding over the sample.
+    """
+
+    tasks: tuple[Task, ...]
+    assumptions: tuple[Assumption, ...]
+    fused: Rows
+    deployment: Rows
+    saved_percent: tuple[float, float, float]
+    steps: int
+    boundaries: dict[str, tuple[int, ...] | None]
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "steps")
+        for name, edges in self.boundaries.items():
+            if edges is not None and (not edges or edges[0] < 1 or list(edges) != sorted(set(edges))):
+                raise ConfigError(
+                    f"bench.options.boundaries: {name}={list(edges)}", "They must rise from at least 1."
+                )
+
+
+@BENCHMARKS.register("lobra/ablation")
+def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Device-seconds saved by each step, for each assumption about lengths and fixed boundaries.
+
+    Raises:
+        ConfigError: a wrong option, or a cluster that is not described.
+    """
+    del jobs
+    asked = build(AblationOptions, options, OPTIONS)
+    profile = read_profile(settings)
+    figures = []
+    for assumption in asked.assumptions:
+        for name, edges in asked.boundaries.items():
+            saved = savings(profile, assumption, edges, asked)
+            for step, ours, theirs in zip((*STEPS, OURS), saved, (*asked.saved_percent, None), strict=True):
+                label = f"{assumption}; fixed buckets {name}: {step}"
+                source = FIGURE_8 if theirs is not None else ""
+                figures.append(Figure(label, ours, "% saved", "simulated", theirs, source))
+    return Report(
+        "LobRA ablation, 7B on 16 A100-40GB: device-seconds saved over Task-Fused",
+        tuple(figures),
+        (
+            f"cost model: {profile.source}",
+            "The paper does not print its fixed bucket boundaries; what they pad decides what dynamic "
+            "bucketing can save, so two choices stand beside each other.",
+        ),
+    )
+
+
+def savings(
+    profile: ClusterProfile,
+    assumption: Assumption,
+    boundaries: Sequence[int] | None,
+    options: AblationOptions,
+) -> list[float]:
+    """Percent of device-seconds saved by each of :data:`STEPS` and by :data:`OURS`, over drawn steps."""
+    sample = Workload.draw(options.tasks, assumption, SAMPLE_STEPS + options.steps)
+    known, batches = sample.batches[:SAMPLE_STEPS], sample.batches[SAMPLE_STEPS:]
+    seen = dynamic_buckets(known.ravel(), required=limits(profile))
+    edges = [*(boundaries or seen.lengths)]
+    edges[-1] = max(edges[-1], *limits(profile))
+    costs = costs_of(profile, seen.lengths, profile.devices.count)
+    expected = Workload(assumption, known).expected(seen)
+    plan = deploy(costs, expected, profile.devices.count, DeployOptions())
+    rows = {
+        "fused": options.fused,
+        "published": options.deployment,
+        "ours": tuple(_row(kind) for kind in plan.kinds),
+    }
+    seconds = np.mean([_step_seconds(profile, batch, edges, rows) for batch in batches], axis=0)
+    return [float(value) for value in 100.0 * (1.0 - seconds[1:] / seconds[0])]
+
+
+def _step_seconds(
+    profile: ClusterProfile, batch: Int64, edges: Sequence[int], rows: Mapping[str, Rows]
+) -> list[float]:
+    """Seconds of one step: Task-Fused, the three steps of the ablation, and Plait."""
+    fixed = fixed_buckets(batch, edges)
+    costs = costs_of(profile, fixed.lengths, profile.devices.count)
+    fused, published = replicas(costs, rows["fused"]), replicas(costs, rows["published"])
+    moving = dynamic_buckets(batch, required=limits(profile))
+    moved = costs_of(profile, moving.lengths, profile.devices.count)
+    ours = replicas(moved, rows["ours"])
+    return [
+        max(kind.cost.seconds([-(-count // kind.count) for count in fixed.counts]) for kind in fused),
+        length_based(published, fixed.counts).makespan,
+        dispatch(published, fixed.counts, STEP_LIMITS).makespan,
+        dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,
+        spread(ours, moving.counts, dispatch(ours, moving.counts)).makespan,
+    ]
+
+
+def _row(kind: ReplicaKind) -> tuple[int, int, int]:
+    return kind.cost.configuration.tp, kind.cost.configuration.pp, kind.count
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasurement:
+    """Seconds of one layer, forward and backward, for ``samples`` sequences of ``length`` tokens."""
+
+    tp: int
+    length: int
+    samples: int
+    seconds: float
+
+    @property
+    def shape(self) -> MicrobatchShape:
+        """As a microbatch."""
+        return MicrobatchShape.of([self.length] * self.samples)
+
+
+def read_layer_times(path: Path) -> tuple[LayerMeasurement, ...]:
+    """The rows of a CSV file with the columns tp, seq_len, mbs and time (in milliseconds), in order.
+
+    Raises:
+        DataError: the file or a column is missing, or an entry is missing, negative or no number.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}", "The table of layer times must be readable.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: {error}", "The table of layer times is a CSV file in UTF-8.") from error
+    return tuple(_measurement(path, number, row) for number, row in enumerate(rows, start=2))
+
+
+def _measurement(path: Path, line: int, row: dict[str, str | None]) -> LayerMeasurement:
+    values = []
+    for column in COLUMNS:
+        text = row.get(column)
+        try:
+            value = float(text or "")
+        except ValueError:
+            value = math.nan
+        if not (value > 0 and math.isfinite(value)):
+            raise DataError(f"{path} line {line}: {column}={text!r}", "Every entry is a number above 0.")
+        values.append(value)
+    tp, length, samples, milliseconds = values
+    return LayerMeasurement(int(tp), int(length), int(samples), milliseconds / 1e3)
+
+
+def fit_by_degree(rows: Sequence[LayerMeasurement]) -> dict[int, tuple[LayerTime, Fit]]:
+    """One fit for each tensor-parallel degree of the table.
+
+    Raises:
+        InputError: no rows.
+    """
+    if not rows:
+        raise InputError("no measurements", "A fit needs some for each tensor-parallel degree.")
+    degrees = sorted({row.tp for row in rows})
+    return {tp: fit_layer((row.shape, row.seconds) for row in rows if row.tp == tp) for tp in degrees}
+
+
+def relative_errors(rows: Sequence[LayerMeasurement], layers: dict[int, LayerTime]) -> list[float]:
+    """(predicted − measured) / measured of each row."""
+    return [layers[row.tp].seconds(row.shape) / row.seconds - 1.0 for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimeOptions:
+    """Options of the time model's check.
+
+    Attributes:
+        table: CSV file of layer times, by name one that comes with Plait.
+        held_out: rows that are not fitted to, from 0.
+    """
+
+    table: Path
+    held_out: tuple[int, ...]
+
+
+@BENCHMARKS.register("lobra/time_model")
+def time_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
+    """Mean relative error on the held-out rows, by tensor-parallel degree and over all.
+
+    Raises:
+        ConfigError: a wrong option, or a row held out that the table does not have.
+        DataError: the table is not there or cannot be used.
+    """
+    del settings, jobs
+    asked = build(LayerTimeOptions, options, OPTIONS)
+    rows = read_layer_times(shipped(asked.table))
+    held = set(asked.held_out)
+    if not held or min(held) < 0 or max(held) >= len(rows):
+        raise ConfigError(
+            f"bench.options.held_out of {len(held)} rows",
+            f"They must be row numbers from 0 to {len(rows) - 1} of the table.",
+        )
+    seen = [row for index, row in enumerate(rows) if index not in held]
+    unseen = [rows[index] for index in sorted(held)]
+    fits = fit_by_degree(seen)
+    layers = {tp: layer for tp, (layer, _) in fits.items()}
+    if lost := sorted({row.tp for row in unseen} - set(layers)):
+        raise ConfigError(
+            f"bench.options.held_out holds every row of tp={lost[0]}", "Some must be left to fit to."
+        )
+    figures = []
+    for tp, (_, fit) in fits.items():
+        errors = 100.0 * np.abs(relative_errors([row for row in unseen if row.tp == tp], layers))
+        note = f"fitted {100.0 * fit.mean_absolute_error:.2f} %, largest held-out {errors.max():.1f} %"
+        case = f"tp={tp}, {len(errors)} rows"
+        figures.append(Figure(case, float(errors.mean()), "%", "computed", note=note))
+    mean = 100.0 * float(np.abs(relative_errors(unseen, layers)).mean())
+    figures.append(Figure(f"all, {len(unseen)} of {len(rows)} rows", mean, "%", "computed"))
+    return Report("Held-out mean relative error of layer seconds, Llama-2-7B on A100-40GB", tuple(figures))
