@@ -22,7 +22,7 @@ from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
 from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_counts, fixed_buckets
-from plait.planner.deployment import Deployment, DeployOptions, best_equal_replicas, deploy
+from plait.planner.deployment import Deployment, best_equal_replicas, deploy, exact_deployment
 from plait.planner.dispatch import dispatch, length_based, spread
 from plait.planner.dispatch_search import ReplicaKind
 from plait.planner.solver import Limits
@@ -253,7 +253,7 @@ def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], c
 
 def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
     """Plait's deployment by LobRA's objective, with the integer program's bound."""
-    return deploy(costs, counts, devices, DeployOptions(equal_shares=True, exact=True, limits=DEPLOY_LIMITS))
+    return exact_deployment(costs, counts, devices, equal_shares=True, limits=DEPLOY_LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ def savings(
     edges[-1] = max(edges[-1], *limits(profile))
     costs = costs_of(profile, seen.lengths, profile.devices.count)
     expected = Workload(assumption, known).expected(seen)
-    plan = deploy(costs, expected, profile.devices.count, DeployOptions())
+    plan = deploy(costs, expected, profile.devices.count)
     rows = {
         "fused": options.fused,
         "published": options.deployment,

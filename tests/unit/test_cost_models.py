@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from plait.core.errors import CapacityError, ConfigError, DataError, InputError
+from plait.core.errors import ConfigError, DataError, InputError
 from plait.cost.fitting import fit_relative, fit_undisturbed
 from plait.cost.lengths import LengthGenerator, sigma_from_skewness
 from plait.cost.memory import (
@@ -199,7 +199,7 @@ def test_margin_covers_what_was_seen_and_shrinks_with_observations() -> None:
         )
         for each in (_observe(truth, shape) for shape in _shapes(60))
     ]
-    few, many = MemoryModel.fitted(noisy[:8]), MemoryModel.fitted(noisy[:8]).observe(noisy[8:])
+    few, many = MemoryModel.fitted(noisy[:8]), MemoryModel.fitted(noisy)
     for each in noisy[:8]:
         assert few.safe_peak(each.shape, static=each.static) >= each.peaks["whole"] * (1 - 1e-12)
     assert 0.01 < many.phases["whole"].margin < few.phases["whole"].margin
@@ -213,16 +213,24 @@ def test_pipeline_stages_hold_microbatches_in_flight() -> None:
     assert peaks == pytest.approx([1000 + 3 * 0.4 * 2000, 1000 + 2 * 0.4 * 2000, 1000 + 0.2 * 2000 + 35])
 
 
-def test_capacity_is_the_most_that_fits() -> None:
-    model = MemoryModel.of(
-        MemoryCoefficients(fixed=100.0, token=10.0, square=0.01, labelled=3.0, rank_token=0.5), margin=0.1
-    )
-    most = model.capacity(available=60_000.0, static=1000.0, rank=8, longest=50)
-    for tokens, fits in ((most // 50 * 50, True), ((most // 50 + 1) * 50, False)):
-        shape = MemoryShape.of([50] * (tokens // 50), ranks=8)
-        assert (model.safe_peak(shape, static=1000.0) <= 60_000.0) is fits
-    with pytest.raises(CapacityError, match="1000 static"):
-        model.capacity(available=1050.0, static=1000.0, rank=8, longest=50)
+def test_inputs_that_never_change_say_nothing_of_adapters_on_fewer_linears() -> None:
+    """All observations read every input: the bytes are the tokens', and stay where fewer inputs are read."""
+    truth = MemoryModel.of(MemoryCoefficients(fixed=1e6, token=3e5, input=2e5))
+    model = MemoryModel.fitted([_observe(truth, shape) for shape in _shapes(24)])
+    whole, part = (MemoryShape.of([300, 80], ranks=8, inputs_read=read) for read in (1.0, 0.25))
+    assert model.phases["whole"].coefficients.input == 0.0
+    assert model.dynamic(part) == model.dynamic(whole)
+    assert model.dynamic(whole) == pytest.approx(truth.dynamic(whole), rel=1e-6)
+
+
+def test_a_fit_forgets_its_oldest_observations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.cost.memory.KEPT_OBSERVATIONS", 8)
+    old, new = (MemoryModel.of(MemoryCoefficients(token=token)) for token in (1e5, 4e5))
+    shapes = _shapes(16)
+    observed = [_observe(old, shape) for shape in shapes[:8]] + [_observe(new, shape) for shape in shapes[8:]]
+    model = MemoryModel.fitted(observed)
+    assert model.observations == tuple(observed[8:])
+    assert model.dynamic(shapes[0]) == pytest.approx(new.dynamic(shapes[0]), rel=1e-6)
 
 
 def test_adapter_bytes_are_exact() -> None:
@@ -275,33 +283,33 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"time": None}, "cluster.options.time is missing"),
+        ({"time": None}, "cluster.options.time=None"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "0 or more"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": "slow", "token": 1e-6}]}}, "must be a number"),
-        ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, "tp is missing"),
-        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": 1.0, "speed": 1e-6}]}}, "speed"),
-        ({"max_tokens_tables": {"appendix": [[1, 1]]}}, "most tokens"),
-        ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, "most tokens"),
+        ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, r"layer\[0\].tp is not set"),
+        ({"time": {"layers": 32, "layer": [LAYER | {"speed": 1e-6}]}}, "layer.0..speed"),
+        ({"max_tokens_tables": {"appendix": [[1, 1]]}}, r"appendix\[0\] must be a list of 3"),
+        ({"max_tokens_tables": {"appendix": [[1, 1, None]]}}, r"appendix\[0\]\[2\]=None"),
         ({"max_tokens_tables": {"appendix": [[1, 1, -2048]]}}, "max_tokens=-2048"),
-        ({"shape": {"hidden_size": 64}}, "intermediate_size is missing"),
+        ({"shape": {"hidden_size": 64}}, "shape has no intermediate_size"),
         ({"memory": {"token": -1.0}}, "memory.token=-1"),
         ({"memory": "x"}, "memory='x'"),
         ({"shape": [1]}, "shape=.1."),
         ({"speed": 3}, "options.speed"),
         ({"time": "x"}, "time='x'"),
         ({"time": {"layers": 32, "layer": [LAYER], "forward_shar": 0.3}}, "forward_shar"),
-        ({"time": {"layers": 32}}, "layer is missing"),
+        ({"time": {"layers": 32}}, "time has no layer"),
         ({"time": {"layers": 32, "layer": []}}, "needs layers"),
         ({"time": {"layers": 31.5, "layer": [LAYER]}}, "whole number"),
-        ({"time": {"layers": math.inf, "layer": [LAYER]}}, "finite"),
-        ({"time": {"layers": 32, "layer": LAYER}}, "list of rows"),
-        ({"time": {"layers": 32, "layer": 5}}, "list of rows"),
-        ({"time": {"layers": 32, "layer": [1, 2]}}, "layer=1"),
-        ({"time": {"layers": 32, "layer": [LAYER, LAYER]}}, "tp=1 twice"),
+        ({"time": {"layers": math.inf, "layer": [LAYER]}}, "whole number"),
+        ({"time": {"layers": 32, "layer": LAYER}}, "layer must be a list"),
+        ({"time": {"layers": 32, "layer": 5}}, "layer must be a list"),
+        ({"time": {"layers": 32, "layer": [1, 2]}}, r"layer\[0\]=1"),
+        ({"time": {"layers": 32, "layer": [LAYER, LAYER]}}, r"layer\[1\].tp=1"),
         ({"time": {"layers": 32, "layer": [LAYER | {"tp": 1.5}]}}, "tp=1.5"),
         ({"time": {"layers": 32, "layer": [LAYER | {"token": math.inf}]}}, "finite"),
         ({"max_tokens_tables": [[1, 1, 3]]}, "max_tokens_tables="),
-        ({"max_tokens_tables": {"appendix": None}}, "list of rows"),
+        ({"max_tokens_tables": {"appendix": None}}, "appendix must be a list"),
         ({"max_tokens_tables": {"appendix": []}}, "each replica"),
         ({"max_tokens_tables": {"appendix": [[1, 1, 8], [1, 1, 9]]}}, "tp=1, pp=1 twice"),
         ({"restart_seconds": -1}, "restart_seconds"),
@@ -324,11 +332,11 @@ def test_profile_with_a_bad_entry_says_which(change: dict[str, object], message:
         ("memory_gib", 0, "above 0"),
         ("count", 3.7, "whole number"),
         ("count", 0, "above 0"),
-        ("count", True, "must be a number"),
-        ("per_node", "eight", "must be a number"),
+        ("count", True, "whole number"),
+        ("per_node", "eight", "whole number"),
         ("between_nodes_gb_per_s", "fast", "must be a number"),
         ("between_nodes_gb_per_s", -5, "above 0"),
-        ("within_node_gb_per_s", None, "is missing"),
+        ("within_node_gb_per_s", None, "must be a number"),
         ("speed", 3, "device.speed"),
     ],
 )

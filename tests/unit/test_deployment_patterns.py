@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import DeployOptions, completed, deploy, relaxation_bound, search
+from plait.planner.deployment import completed, deploy, exact_deployment, relaxation_bound, search
 from plait.planner.deployment_patterns import PRECISIONS, Patterns, Pricing, Ranges
 from plait.planner.dispatch_search import ReplicaKind
 
@@ -33,7 +33,7 @@ def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], int]:
 @pytest.mark.parametrize("seed", range(24))
 def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
     costs, counts, devices = _instance(seed)
-    optimum = deploy(costs, counts, devices, DeployOptions(exact=True)).makespan
+    optimum = exact_deployment(costs, counts, devices).makespan
     low = relaxation_bound(costs, counts, devices)
     found = search(costs, counts, devices, bound=low, goal=0.001)
     assert low <= found.bound <= optimum * (1 + 1e-6)
@@ -58,7 +58,7 @@ def test_small_deployments_are_near_the_optimum(seed: int) -> None:
     shapes = [(1, 1, int(rng.choice([100, 200, 400]))), (1, 2, 200), (2, 1, 200), (1, 4, 400)]
     costs = [ReplicaCost.of(Configuration(*shape), [40, 100, 200], time) for shape in shapes]
     counts = [int(value) for value in rng.integers(1, 6, size=3)]
-    optimum = deploy(costs, counts, 5, DeployOptions(exact=True)).makespan
+    optimum = exact_deployment(costs, counts, 5).makespan
     found = deploy(costs, counts, 5)
     assert found.bound <= optimum * (1 + 1e-6)
     assert optimum * (1 - 1e-6) <= found.makespan <= optimum * 1.03
@@ -67,7 +67,7 @@ def test_small_deployments_are_near_the_optimum(seed: int) -> None:
 def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
     for seed in range(8):
         costs, counts, devices = _instance(seed)
-        optimum = deploy(costs, counts, devices, DeployOptions(exact=True)).makespan
+        optimum = exact_deployment(costs, counts, devices).makespan
         patterns = Patterns(costs, counts, devices)
         for factor in (0.5, 0.8, 0.95, 1.0001, 1.3):
             relaxed = patterns.relax(factor * optimum, patterns.everything, exact=True)

@@ -11,7 +11,7 @@ import pytest
 from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import DeployOptions, deploy
+from plait.planner.deployment import deploy, exact_deployment, relaxation_bound
 from plait.planner.dispatch import EXACT, ReplicaKind, dispatch, length_based, spread
 from plait.planner.dispatch_search import greedy, makespan, single
 
@@ -118,15 +118,31 @@ def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
         if devices - min(sizes) < used <= devices:  # adding an idle replica is never slower
             kinds = [ReplicaKind(cost, count) for cost, count in zip(costs, p, strict=True) if count]
             least = min(least, _best(kinds if equal_shares else _units(kinds), counts))
-    found = deploy(costs, counts, devices, DeployOptions(equal_shares=equal_shares, exact=True))
+    found = exact_deployment(costs, counts, devices, equal_shares=equal_shares)
     assert found.makespan == pytest.approx(least, rel=1e-6)
     assert found.bound == pytest.approx(least, rel=1e-5)
     assert sum(kind.devices for kind in found.kinds) <= devices
-    for quick in (DeployOptions(equal_shares=equal_shares), DeployOptions(equal_shares, enumerate_up_to=0)):
-        searched = deploy(costs, counts, devices, quick)
+    assert relaxation_bound(costs, counts, devices) <= least
+    if equal_shares:
+        return
+    for enumerated in (0, 4000):
+        searched = deploy(costs, counts, devices, enumerated=enumerated)
         assert searched.bound <= least * (1 + 1e-9)
         assert searched.makespan >= least * (1 - 1e-9)
         assert sum(kind.devices for kind in searched.kinds) <= devices
+
+
+def test_the_relaxation_is_no_more_than_a_replica_whose_slowest_stage_depends_on_the_batch() -> None:
+    """Short sequences weigh on the head's stage, long ones on the layers': no stage has the worst of both."""
+    time = TimeModel(7, {1: LayerTime(0.0, 1e-3, 1e-5)}, {1: HeadTime(0.0, 2.5e-3)})
+    cost = ReplicaCost.of(Configuration(1, 2, 400), [40, 400], time)
+    counts = [500, 30]
+    bound = relaxation_bound([cost], counts, 2)
+    busiest = max(float(np.dot(each, counts)) for each in cost.each)
+    assert bound == pytest.approx(busiest, rel=1e-6)
+    assert bound <= cost.seconds(counts)
+    worst_of_both = float(np.dot(cost.each.max(axis=0), counts))
+    assert worst_of_both > cost.seconds(counts)  # what no bound may be
 
 
 def _units(kinds: Sequence[ReplicaKind]) -> list[ReplicaKind]:

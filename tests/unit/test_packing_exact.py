@@ -11,8 +11,16 @@ from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch
 from plait.planner import packing_exact
 from plait.planner.packing import first_fit_decreasing, padded
-from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, packed_batches, solve_packing
-from plait.planner.solver import Limit, Solution
+from plait.planner.packing_exact import (
+    GREEDY,
+    PackingLimits,
+    emptiest,
+    fits,
+    pack_all,
+    packed_batches,
+    solve_packing,
+)
+from plait.planner.solver import Limit, Limits, Solution
 from plait.planner.subset_sums import bins_bound, combine, fill_bound, least_fill, most_tokens, reachable_sums
 
 Lengths = list[list[int]]
@@ -211,3 +219,17 @@ def test_the_clock_stays_said_when_another_limit_strikes_later(
     monkeypatch.setattr(packing_exact, "emptiest", lambda *_, **__: (None, ended("nodes")))
     monkeypatch.setattr(packing_exact, "bins_bound", lambda *_, **__: 1)
     assert solve_packing(lengths, capacity=20, limits=limits).limit_hit == "time"
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+def test_no_bin_is_left_empty_where_there_is_one_too_many(tile: int) -> None:
+    lengths = [[5, 3], [4]]
+    start = [[(0, 0)], [(0, 1)], [(1, 0)]]  # one bin holds them all
+    bins, solution = emptiest(lengths, start, capacity=16, tile=tile, limits=Limits())
+    assert bins is not None
+    assert solution.status == "optimal"
+    assert solution.objective == (3 if tile == 1 else 4)
+    assert all(bins)
+    loose, _ = fits(lengths, 3, capacity=16, tile=tile, limits=Limits())
+    assert loose is not None
+    assert all(loose)

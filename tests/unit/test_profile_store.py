@@ -57,7 +57,7 @@ def test_what_is_stored_comes_back(tmp_path: Path) -> None:
     assert found.memory.observations == expected.memory.observations
     shape = MemoryShape.of([77, 13], ranks=4)
     assert found.memory.safe_peak(shape, static=3.0) == expected.memory.safe_peak(shape, static=3.0)
-    assert found.memory.observe(expected.memory.observations[:1]).phases.keys() == {"forward", "loss"}
+    assert found.memory.phases.keys() == {"forward", "loss"}
 
 
 def test_every_part_of_the_key_tells_profiles_apart(tmp_path: Path) -> None:
@@ -80,8 +80,6 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     path.rename(profile_path(other, tmp_path))
     with pytest.raises(ConfigError, match=r"(?s)model='0123abcd'.*model='ffff'"):
         load_profile(other, cache=tmp_path)
-    with pytest.raises(ConfigError, match="a model"):
-        _profile().check_model("ffff", "another")
 
 
 @pytest.mark.parametrize(
@@ -92,16 +90,16 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         (("memory", "phases", "loss", "margin"), -0.5, "margin=-0.5"),
         (("time", "layer", 0, "token"), -1.0, "token=-1"),
         (("time", "layer"), [], "needs layers"),
-        (("time", "forward_share"), None, "forward_share is missing"),
+        (("time", "forward_share"), None, "time has no forward_share"),
         (("version",), 99, "version 99"),
         (("memory", "phases"), [1], "phases=.1."),
         (("memory", "phases"), {}, "one phase or more"),
         (("memory", "phases", "forward", "token"), "x", "must be a number"),
         (("memory", "phases", "forward", "token"), float("inf"), "finite"),
         (("memory",), 3, "memory=3"),
-        (("memory", "observations", 0, "peaks"), [1], "keys with values"),
-        (("memory", "observations", 0, "peaks", "forward"), -1, "forward=-1"),
-        (("memory", "observations", 0, "shape"), {}, "wrote"),
+        (("memory", "observations", 0, "peaks"), [1], "peaks=.1."),
+        (("memory", "observations", 0, "peaks", "forward"), -1, r"observations\[0\] has a negative"),
+        (("memory", "observations", 0, "shape"), {}, r"observations\[0\].shape has no tokens"),
         (("memory", "observations", 0, "static"), float("nan"), "finite"),
         (("capacity",), -5, "capacity=-5"),
         (("capacity",), "x", "capacity='x'"),
@@ -109,9 +107,9 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
         (("targets",), 4, "targets=4"),
         (("how",), "guessed", "measured"),
         (("memory_error",), "small", "memory_error"),
-        (("time", "layer", 0, "tp"), "1", "must be a number"),
+        (("time", "layer", 0, "tp"), "1", r"layer\[0\].tp='1'"),
         (("time", "layer", 0, "tp"), 2, "without tp=1"),
-        (("time", "layer"), [3], "layer=3"),
+        (("time", "layer"), [3], r"layer\[0\]=3"),
     ],
 )
 def test_altered_entries_are_named(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from time import sleep
 
 import numpy as np
+import pyscipopt
 import pytest
 
 from plait.planner.solver import INFINITY, Limits, Program, solve
@@ -69,3 +71,26 @@ def test_same_program_same_answer() -> None:
     program, *_ = _knapsack(3, items=30)
     copy = pickle.loads(pickle.dumps(program))
     assert solve(program, Limits(nodes=3)) == solve(copy, Limits(nodes=3))
+
+
+def test_limits_count_processor_time_and_not_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that waits, as on a machine under load, plans as one that does not."""
+    program, *_ = _knapsack(3, items=30)
+    undisturbed = solve(program, Limits(seconds=0.5))
+
+    class Sleeper(pyscipopt.Eventhdlr):  # type: ignore[misc]
+        def eventinit(self) -> None:
+            self.model.catchEvent(pyscipopt.SCIP_EVENTTYPE.PRESOLVEROUND, self)
+            self.model.catchEvent(pyscipopt.SCIP_EVENTTYPE.NODEFOCUSED, self)
+
+        def eventexec(self, _: object) -> None:
+            sleep(0.6)
+
+    class Slow(pyscipopt.Model):  # type: ignore[misc]
+        def optimize(self) -> None:
+            self.includeEventhdlr(Sleeper(), "sleeper", "waits")
+            super().optimize()
+
+    monkeypatch.setattr(pyscipopt, "Model", Slow)
+    assert solve(program, Limits(seconds=0.5)) == undisturbed
+    assert undisturbed.limit_hit is None

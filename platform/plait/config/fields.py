@@ -18,6 +18,7 @@ from plait.utils.spelling import did_you_mean
 
 T = TypeVar("T")
 MISSING = "???"
+MOST = 1e300  # above it, whole numbers are no floats
 
 
 def build(cls: type[T], values: Mapping[str, object], path: str) -> T:
@@ -79,7 +80,7 @@ def convert(hint: Any, value: object, key: str) -> Any:
         return value
     if origin is tuple:
         return _tuple(get_args(hint), value, key)
-    if origin is dict:
+    if origin in (dict, Mapping):
         return _dict(get_args(hint), value, key)
     if is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
@@ -127,7 +128,9 @@ def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[str, Any]:
 def _scalar(hint: Any, value: object, key: str) -> Any:
     if hint is Path and isinstance(value, (str, Path)):
         return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) <= MOST:
+            raise ConfigError(f"{key}={value!r}", f"{key} must be a finite number.")
         return float(value)
     if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from plait.core.errors import CapacityError, ConfigError, InputError
+from plait.core.errors import ConfigError, InputError
 from plait.core.padding import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 
@@ -208,17 +208,9 @@ class MemoryModel:
         phases = {name: _fit_phase(name, kept, logit_rows) for name in names}
         return cls(phases, logit_rows, kept)
 
-    def observe(self, observations: Iterable[MemoryObservation]) -> MemoryModel:
-        """The model refitted with more observations."""
-        return MemoryModel.fitted((*self.observations, *observations), logit_rows=self.logit_rows)
-
     def dynamic(self, shape: MemoryShape) -> float:
         """Predicted bytes above static; 0 where the microbatch is empty."""
         return max(self._bytes(phase, shape) for phase in self.phases.values())
-
-    def peak(self, shape: MemoryShape, *, static: float) -> float:
-        """Predicted peak in bytes."""
-        return static + self.dynamic(shape)
 
     def safe_peak(self, shape: MemoryShape, *, static: float) -> float:
         """Predicted peak with the margin: what admission compares with the device's memory."""
@@ -256,35 +248,6 @@ class MemoryModel:
             )
             for phase in self.phases.values()
         )
-
-    def capacity(self, *, available: float, static: float, rank: int, longest: int) -> int:
-        """Most tokens of a microbatch whose safe peak stays within ``available`` bytes.
-
-        The microbatch is taken as full of samples of ``longest`` tokens, all kept and labelled, padded by
-        as much as the packing allows: the heaviest that can come.
-
-        Raises:
-            CapacityError: not even one token fits.
-        """
-        most = math.inf
-        for phase in self.phases.values():
-            c = phase.coefficients
-            each = c.token + c.padded + c.square * longest + c.labelled + c.rank_token * rank + c.input
-            room = (available - static) / (1.0 + phase.margin) - c.fixed
-            if math.isinf(self.logit_rows):
-                each += c.logit_row
-            else:
-                room -= c.logit_row * self.logit_rows
-            most = min(most, room / each if each > 0.0 else math.inf)
-        if most < 1.0:
-            raise CapacityError(
-                f"{available:.0f} bytes available, {static:.0f} static",
-                "Weights, adapters and one token must fit into the device's memory.",
-                "Use a device with more memory, fewer jobs at once, or a model parallel deployment.",
-            )
-        if math.isinf(most):
-            raise InputError("a memory model without coefficients", "Fit it to observed peaks first.")
-        return int(most)
 
     def _bytes(self, phase: Phase, shape: MemoryShape) -> float:
         if shape.tokens == 0:

@@ -293,8 +293,7 @@ class TimeObservation:
 
 def _time_shape(probe: Probe) -> MicrobatchShape:
     """What seconds are predicted from."""
-    ranks = [segment.rank for segment in probe.segments for _ in segment.lengths]
-    return MicrobatchShape.of(probe.lengths, labelled=probe.labelled, ranks=ranks)
+    return MicrobatchShape.of(probe.lengths, labelled=probe.labelled)
 
 
 def observe_seconds(

@@ -6,16 +6,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from plait.core.errors import ConfigError, StorageError, choices
+from plait.config.fields import build
+from plait.core.errors import ConfigError, StorageError
 from plait.core.settings import EngineSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, MemoryShape, Phase
-from plait.cost.reading import by_degree, mapping, number, rows, whole
-from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, Phase
+from plait.cost.time import HeadTime, LayerTime, TimeModel, by_degree
 from plait.utils.files import write_text
 
 VERSION = 2
@@ -29,8 +29,7 @@ class ProfileKey:
     Attributes:
         model: :attr:`BaseModel.config_digest`: configuration, source and dtype.
         device: kind of device, as ``plait.engine.devices.device_kind`` names it.
-        dtype: of weights and arithmetic.
-        kernels: ``engine.kernels`` as it was asked for.
+        kernels: ``engine.kernels`` as asked for.
         checkpointing: activations recomputed in backward.
         threads: of the CPU; 0 on other devices.
     """
@@ -45,7 +44,7 @@ class ProfileKey:
     @classmethod
     def of(cls, model: str, dtype: str, device: str, engine: EngineSettings, *, on_cpu: bool) -> ProfileKey:
         """The key of a model (its digest) on this kind of device with these engine settings."""
-        threads = (engine.threads or default_threads()) if on_cpu else 0
+        threads = (engine.threads or _default_threads()) if on_cpu else 0
         return cls(model, device, dtype, engine.kernels, engine.checkpointing, threads)
 
     @property
@@ -56,10 +55,9 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class CapacityChoice:
-    """One capacity that was looked at.
+    """A capacity (tokens) that was considered.
 
     Attributes:
-        capacity: most tokens of a microbatch.
         tokens_per_second: measured on a full microbatch; None where nothing ran.
         predicted_bytes: safe peak of the heaviest full microbatch with one adapter.
         fits: into the share of the device's memory that may be used.
@@ -76,18 +74,14 @@ class Profile:
     """Fitted memory and time coefficients of one model on one device kind.
 
     Attributes:
-        key: what it holds for.
-        model: name of the model.
-        memory: peaks above static bytes; its observations come along, so that training can refit it.
-        time: seconds of microbatches; None where nothing ran (computed over tensors without memory).
-        capacity: chosen: the fewest tokens within a few percent of the best throughput that fits.
-        capacities: all that were looked at.
+        memory: peaks above static bytes, with its observations, so that training can refit it.
+        time: None where nothing ran (computed over tensors without memory).
+        capacity: the fewest tokens within a few percent of the best throughput that fits.
         targets: last parts of the names of the linears that the probes' adapters sat on.
         how: "measured" on this device, or "computed" without weights or a device.
         memory_error: mean absolute relative error of peak − static on held-out probes.
-        time_error: the same for seconds; None without a time model.
-        depth_error: relative error of one peak that was extrapolated from few layers, against the same
-            at full depth; None where nothing was extrapolated.
+        time_error: the same for seconds.
+        depth_error: relative error of one peak extrapolated from few layers, against full depth.
     """
 
     key: ProfileKey
@@ -106,24 +100,81 @@ class Profile:
         """Whether adapters on these linears (full names or last parts) take no more than was profiled."""
         return {name.rpartition(".")[2] for name in targets} <= set(self.targets)
 
-    def check_model(self, digest: str, name: str) -> None:
-        """The profile is one of the model with this digest.
 
-        Raises:
-            ConfigError: it is of another model.
-        """
-        if digest != self.key.model:
+@dataclass(frozen=True, slots=True)
+class _StoredMemory:
+    """A memory model in JSON: a phase's margin stands beside its coefficients."""
+
+    phases: dict[str, dict[str, float]]
+    observations: tuple[MemoryObservation, ...]
+    logit_rows: int | None
+
+    def __post_init__(self) -> None:
+        if not self.phases or (self.logit_rows is not None and self.logit_rows < 1):
             raise ConfigError(
-                f"model {name}",
-                f"The profile was made with {self.model} (digest {self.key.model[:12]}).",
-                "Make one of this model with `plait profile`.",
+                f"profile.memory: {len(self.phases)} phases, logit_rows={self.logit_rows}",
+                "A memory model has one phase or more; logit_rows is at least 1.",
             )
 
+        for place, each in enumerate(self.observations):
+            if min(each.static, *each.peaks.values(), *astuple(each.shape)) < 0:
+                raise ConfigError(
+                    f"profile.memory.observations[{place}] has a negative entry",
+                    "Bytes and tokens are 0 or more.",
+                )
 
-def default_threads() -> int:
-    """CPU threads that torch takes by itself."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else os.cpu_count() or 1
+    def model(self) -> MemoryModel:
+        phases = {}
+        for name, entries in self.phases.items():
+            own = f"profile.memory.phases.{name}"
+            wanted = {"margin", *asdict(MemoryCoefficients())}
+            if missing := sorted(wanted - entries.keys()):
+                raise ConfigError(f"{own}.{missing[0]} is missing", "Every coefficient is needed.")
+            if entries["margin"] < 0:
+                raise ConfigError(f"{own}.margin={entries['margin']}", "It must be 0 or more.")
+            coefficients = {key: value for key, value in entries.items() if key != "margin"}
+            phases[name] = Phase(build(MemoryCoefficients, coefficients, own), entries["margin"])
+        return MemoryModel(phases, self.logit_rows or math.inf, self.observations)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTime:
+    """A time model in JSON: a row for each tensor-parallel degree."""
+
+    layers: int
+    forward_share: float
+    head_forward_share: float
+    layer: tuple[dict[str, Any], ...]
+    head: tuple[dict[str, Any], ...]
+
+    def model(self) -> TimeModel:
+        layer = by_degree(self.layer, LayerTime, "profile.time.layer")
+        if layer and 1 not in layer:
+            raise ConfigError("profile.time.layer without tp=1", "Seconds are measured on one device.")
+        head = by_degree(self.head, HeadTime, "profile.time.head")
+        return TimeModel(self.layers, layer, head, self.forward_share, self.head_forward_share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A profile in JSON."""
+
+    version: int
+    key: ProfileKey
+    model: str
+    how: How
+    targets: tuple[str, ...]
+    capacity: int
+    capacities: tuple[CapacityChoice, ...]
+    memory_error: float
+    time_error: float | None
+    depth_error: float | None
+    memory: _StoredMemory
+    time: _StoredTime | None
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigError(f"profile.capacity={self.capacity}", "It must be at least 1.")
 
 
 def profile_path(key: ProfileKey, cache: Path) -> Path:
@@ -138,8 +189,7 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
         cache: Plait's cache folder (``plait.utils.paths.cache_dir()``).
 
     Raises:
-        ConfigError: the file is of another model, device or release, or an entry is negative, missing or of
-            the wrong kind.
+        ConfigError: the file is of another model, device or release, or an entry is missing or wrong.
         StorageError: the file cannot be read.
     """
     path = profile_path(key, cache)
@@ -153,36 +203,39 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
             "The stored profile of this model and device must be readable.",
             "Make it readable, remove it, or choose another cache folder with PLAIT_CACHE.",
         ) from error
-    return read_profile(content, key, f"profile {path.name}")
-
-
-def read_profile(text: str | bytes, key: ProfileKey, name: str) -> Profile:
-    """A profile from what :func:`save_profile` wrote.
-
-    Raises:
-        ConfigError: as :func:`load_profile`.
-    """
-    remedy = "Remove the file, or make it again with `plait profile`."
     try:
-        raw = json.loads(text)
-        version = raw["version"]
-        stored = ProfileKey(**raw["key"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{name}: {error!r}", "It must be a profile that Plait wrote.", remedy) from error
-    if version != VERSION:
-        raise ConfigError(f"{name}: version {version!r}", f"This release reads version {VERSION}.", remedy)
-    for field, wanted in asdict(key).items():
-        found = getattr(stored, field)
-        if found != wanted:
-            raise ConfigError(f"{name}: {field}={found!r}", f"This run has {field}={wanted!r}.", remedy)
-    try:
-        return _profile(raw, stored)
-    except KeyError as error:
-        raise ConfigError(f"{name}: {error.args[0]} is missing", "Every entry is needed.", remedy) from error
+        return _read(content, key)
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error.value}", error.rule, remedy) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{name}: {error}", "It must be a profile that Plait wrote.", remedy) from error
+        remedy = "Remove the file, or make it again with `plait profile`."
+        raise ConfigError(f"profile {path.name}: {error.value}", error.rule, remedy) from error
+
+
+def _read(content: bytes, key: ProfileKey) -> Profile:
+    try:
+        raw = json.loads(content)
+        version = raw["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(repr(error), "It must be a profile that Plait wrote.") from error
+    if version != VERSION:
+        raise ConfigError(f"version {version!r}", f"This release reads version {VERSION}.")
+    stored = build(_Stored, raw, "profile")
+    for name, wanted in asdict(key).items():
+        found = getattr(stored.key, name)
+        if found != wanted:
+            raise ConfigError(f"{name}={found!r}", f"This run has {name}={wanted!r}.")
+    return Profile(
+        key=key,
+        model=stored.model,
+        memory=stored.memory.model(),
+        time=None if stored.time is None else stored.time.model(),
+        capacity=stored.capacity,
+        capacities=stored.capacities,
+        targets=stored.targets,
+        how=stored.how,
+        memory_error=stored.memory_error,
+        time_error=stored.time_error,
+        depth_error=stored.depth_error,
+    )
 
 
 def save_profile(profile: Profile, *, cache: Path) -> Path:
@@ -205,108 +258,43 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
 
 def profile_mapping(profile: Profile) -> dict[str, Any]:
     """For JSON; infinite numbers, which JSON has not, as None."""
-    memory = profile.memory
-    return {
-        "version": VERSION,
-        "key": asdict(profile.key),
-        "model": profile.model,
-        "how": profile.how,
-        "targets": list(profile.targets),
-        "capacity": profile.capacity,
-        "capacities": [asdict(choice) for choice in profile.capacities],
-        "memory_error": profile.memory_error,
-        "time_error": profile.time_error,
-        "depth_error": profile.depth_error,
-        "memory": {
-            "logit_rows": None if math.isinf(memory.logit_rows) else memory.logit_rows,
-            "phases": {
-                name: {"margin": phase.margin, **asdict(phase.coefficients)}
-                for name, phase in memory.phases.items()
-            },
-            "observations": [
-                {"shape": asdict(each.shape), "peaks": dict(each.peaks), "static": each.static}
-                for each in memory.observations
-            ],
-        },
-        "time": None if profile.time is None else _time_mapping(profile.time),
+    memory, time = profile.memory, profile.time
+    phases = {
+        name: {"margin": phase.margin, **asdict(phase.coefficients)} for name, phase in memory.phases.items()
     }
-
-
-def _time_mapping(time: TimeModel) -> dict[str, Any]:
-    return {
-        "layers": time.layers,
-        "forward_share": time.forward_share,
-        "head_forward_share": time.head_forward_share,
-        "layer": [{"tp": tp, **asdict(each)} for tp, each in time.layer.items()],
-        "head": [{"tp": tp, **asdict(each)} for tp, each in time.head.items()],
-    }
-
-
-def _profile(raw: Mapping[str, Any], key: ProfileKey) -> Profile:
-    if raw["how"] not in get_args(How):
-        raise ConfigError(f"how={raw['how']!r}", f"It must be one of {choices(get_args(How))}.")
-    memory_error = number(raw, "memory_error", "profile")
-    others = {name: raw[name] for name in ("time_error", "depth_error") if raw.get(name) is not None}
-    errors = {name: number(others, name, "profile") for name in others}
-    return Profile(
-        key=key,
-        model=str(raw["model"]),
-        memory=_memory(mapping(raw["memory"], "memory")),
-        time=None if raw["time"] is None else _time(mapping(raw["time"], "time")),
-        capacity=whole(raw, "capacity", "profile"),
-        capacities=tuple(_capacity(each) for each in rows(raw["capacities"], "capacities")),
-        targets=tuple(map(str, rows(raw["targets"], "targets"))),
-        how=raw["how"],
-        memory_error=memory_error,
-        time_error=errors.get("time_error"),
-        depth_error=errors.get("depth_error"),
+    stored_memory = _StoredMemory(
+        phases, memory.observations, None if math.isinf(memory.logit_rows) else int(memory.logit_rows)
+    )
+    stored_time = (
+        None
+        if time is None
+        else _StoredTime(
+            time.layers,
+            time.forward_share,
+            time.head_forward_share,
+            tuple({"tp": tp, **asdict(each)} for tp, each in time.layer.items()),
+            tuple({"tp": tp, **asdict(each)} for tp, each in time.head.items()),
+        )
+    )
+    return asdict(
+        _Stored(
+            VERSION,
+            profile.key,
+            profile.model,
+            profile.how,
+            profile.targets,
+            profile.capacity,
+            profile.capacities,
+            profile.memory_error,
+            profile.time_error,
+            profile.depth_error,
+            stored_memory,
+            stored_time,
+        )
     )
 
 
-def _memory(raw: Mapping[str, Any]) -> MemoryModel:
-    phases = mapping(raw["phases"], "memory.phases")
-    if not phases:
-        raise ConfigError("memory.phases={}", "A memory model has one phase or more.")
-    most = math.inf if raw["logit_rows"] is None else whole(raw, "logit_rows", "memory")
-    observations = tuple(_observation(each) for each in rows(raw["observations"], "memory.observations"))
-    return MemoryModel({name: _phase(name, each) for name, each in phases.items()}, most, observations)
-
-
-def _phase(name: str, value: object) -> Phase:
-    owner = f"memory.{name}"
-    raw = mapping(value, owner)
-    coefficients = {key: number(raw, key, owner) for key in asdict(MemoryCoefficients())}
-    if number(raw, "margin", owner) < 0.0:
-        raise ConfigError(f"{owner}.margin={raw['margin']}", "It must be 0 or more.")
-    return Phase(MemoryCoefficients(**coefficients), raw["margin"])
-
-
-def _observation(value: object) -> MemoryObservation:
-    owner = "memory.observations"
-    raw = mapping(value, owner)
-    peaks, shape = mapping(raw["peaks"], owner), mapping(raw["shape"], owner)
-    for entries in (peaks, shape, {"static": raw["static"]}):
-        for name in entries:
-            if number(entries, name, owner) < 0:
-                raise ConfigError(f"{owner}.{name}={entries[name]}", "It must be 0 or more.")
-    return MemoryObservation(MemoryShape(**shape), dict(peaks), raw["static"])
-
-
-def _capacity(value: object) -> CapacityChoice:
-    raw = mapping(value, "capacities")
-    speed = None if raw["tokens_per_second"] is None else number(raw, "tokens_per_second", "capacities")
-    size = int(number(raw, "predicted_bytes", "capacities"))
-    return CapacityChoice(whole(raw, "capacity", "capacities"), speed, size, bool(raw["fits"]))
-
-
-def _time(raw: Mapping[str, Any]) -> TimeModel:
-    layer = by_degree(raw["layer"], LayerTime, "time.layer")
-    if layer and 1 not in layer:
-        raise ConfigError("time.layer without tp=1", "Seconds are measured on one device.")
-    return TimeModel(
-        layers=whole(raw, "layers", "time"),
-        layer=layer,
-        head=by_degree(raw["head"], HeadTime, "time.head"),
-        forward_share=number(raw, "forward_share", "time"),
-        head_forward_share=number(raw, "head_forward_share", "time"),
-    )
+def _default_threads() -> int:
+    """CPU threads that torch takes by itself."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else os.cpu_count() or 1

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
 from plait.cost.memory import MemoryCoefficients, MemoryModel
-from plait.cost.reading import by_degree, mapping, need, number, numbers, rows, whole
 from plait.cost.replica import Configuration
-from plait.cost.time import HeadTime, LayerTime, TimeModel
+from plait.cost.time import HeadTime, LayerTime, TimeModel, by_degree
 
 GIB = 1024**3
 GB = 10**9
 RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§5.1) says less than three minutes
-TABLES = "cluster.options.max_tokens_tables"
-KEYS = (
-    "name",
-    "source",
-    "model",
-    "dtype",
-    "shape",
-    "device",
-    "restart_seconds",
-    "time",
-    "max_tokens",
-    "max_tokens_tables",
-    "memory",
-)
-BETWEEN = "between_nodes_gb_per_s"
-DEVICE_KEYS = ("kind", "memory_gib", "count", "per_node", "within_node_gb_per_s", BETWEEN)
-SHARES = ("forward_share", "head_forward_share")
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
+OPTIONS = "cluster.options"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +23,7 @@ class Devices:
     """The machines of a cluster.
 
     Attributes:
-        kind: device name.
-        memory_bytes: of one device.
         count: of all devices.
-        per_node: devices of one node.
         within_node: bytes a second between two devices of a node.
         between_nodes: bytes a second between two nodes; None where there is one node.
     """
@@ -61,14 +35,8 @@ class Devices:
     within_node: float
     between_nodes: float | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("memory_bytes", "count", "per_node", "within_node", "between_nodes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"cluster.device.{name}={value}", "It must be above 0.")
-
     def link(self, devices: int) -> float:
-        """Bytes a second between stages of a replica on so many devices: of the slowest link that it has."""
+        """Bytes a second between stages of a replica on so many devices: of its slowest link."""
         if devices <= self.per_node or self.between_nodes is None:
             return self.within_node
         return self.between_nodes
@@ -79,10 +47,8 @@ class ClusterProfile:
     """A cluster with the profile of one model on it.
 
     Attributes:
-        name: of the profile.
         source: where its figures come from, and what is assumed.
         model: which base model was profiled.
-        dtype: of its arithmetic.
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
         memory: fitted memory model, None where no figures were published.
@@ -103,14 +69,15 @@ class ClusterProfile:
     shape: Mapping[str, int] | None = None
     restart_seconds: float = RESTART_SECONDS
 
-    def __post_init__(self) -> None:
-        if self.restart_seconds < 0:
-            raise ConfigError(f"cluster.restart_seconds={self.restart_seconds}", "It must be 0 or more.")
-
     @property
     def allowed(self) -> tuple[Configuration, ...]:
-        """The configurations of the table that the cluster has enough devices for."""
+        """The configurations that the cluster has enough devices for."""
         return tuple(each for each in self.configurations if each.devices <= self.devices.count)
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the model; 0 where its sizes are not given."""
+        return 0 if self.shape is None else self.shape["hidden_size"]
 
     def recomputing(self) -> ClusterProfile:
         """The same with activation checkpointing: the forward pass of every layer runs twice."""
@@ -122,7 +89,7 @@ class ClusterProfile:
         Raises:
             ConfigError: it is of another model.
         """
-        known = self.time.layers, (self.shape or {"hidden_size": hidden_size})["hidden_size"]
+        known = self.time.layers, self.hidden_size or hidden_size
         if known != (layers, hidden_size):
             raise ConfigError(
                 f"model {model}: {layers} layers, {hidden_size} features",
@@ -131,79 +98,114 @@ class ClusterProfile:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Device:
+    kind: str
+    memory_gib: float
+    count: int
+    per_node: int
+    within_node_gb_per_s: float
+    between_nodes_gb_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "kind" and value is not None and not value > 0:
+                raise ConfigError(f"{OPTIONS}.device.{name}={value}", "It must be above 0.")
+
+    def devices(self) -> Devices:
+        between = self.between_nodes_gb_per_s
+        return Devices(
+            self.kind,
+            int(self.memory_gib * GIB),
+            self.count,
+            self.per_node,
+            self.within_node_gb_per_s * GB,
+            None if between is None else between * GB,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Time:
+    layers: int
+    layer: tuple[dict[str, Any], ...]
+    head: tuple[dict[str, Any], ...] = ()
+    forward_share: float = 1 / 3
+    head_forward_share: float = 1 / 3
+
+    def model(self) -> TimeModel:
+        layer = by_degree(self.layer, LayerTime, f"{OPTIONS}.time.layer")
+        head = by_degree(self.head, HeadTime, f"{OPTIONS}.time.head")
+        return TimeModel(self.layers, layer, head, self.forward_share, self.head_forward_share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"{OPTIONS}.shape.{name}={value}", "It must be at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """``cluster.options`` as it is written."""
+
+    name: str
+    source: str
+    model: str
+    device: _Device
+    time: _Time
+    max_tokens: str
+    max_tokens_tables: dict[str, tuple[tuple[int, int, int], ...]]
+    dtype: str = "bfloat16"
+    shape: _Shape | None = None
+    memory: MemoryCoefficients | None = None
+    restart_seconds: float = RESTART_SECONDS
+
+    def __post_init__(self) -> None:
+        if self.max_tokens not in self.max_tokens_tables:
+            known = choices(self.max_tokens_tables)
+            raise ConfigError(f"{OPTIONS}.max_tokens={self.max_tokens!r}", f"It must be one of {known}.")
+        if self.restart_seconds < 0:
+            raise ConfigError(f"{OPTIONS}.restart_seconds={self.restart_seconds}", "It must be 0 or more.")
+
+    def configurations(self) -> tuple[Configuration, ...]:
+        table = f"{OPTIONS}.max_tokens_tables.{self.max_tokens}"
+        rows = self.max_tokens_tables[self.max_tokens]
+        if not rows:
+            raise ConfigError(f"{table}=[]", "A table has a row [tp, pp, most tokens] for each replica.")
+        found: dict[tuple[int, int], Configuration] = {}
+        for tp, pp, most in rows:
+            if (tp, pp) in found:
+                raise ConfigError(f"{table} has tp={tp}, pp={pp} twice", "Each kind of replica has one row.")
+            found[tp, pp] = Configuration(tp, pp, most)
+        return tuple(found.values())
+
+
 def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
     """The profile that ``cluster.options`` describes.
 
     Raises:
         ConfigError: a key is missing or unknown, or a value is negative or of the wrong kind.
     """
-    options = mapping(options, "cluster.options", KEYS)
-    tables = mapping(need(options, "max_tokens_tables", "cluster.options"), TABLES)
-    table = str(need(options, "max_tokens", "cluster.options"))
-    if table not in tables:
-        raise ConfigError(f"cluster.options.max_tokens={table!r}", f"It must be one of {choices(tables)}.")
-    restart = {"restart_seconds": RESTART_SECONDS, **options}
+    given = build(_Options, options, OPTIONS)
     return ClusterProfile(
-        name=str(need(options, "name", "cluster.options")),
-        source=str(need(options, "source", "cluster.options")),
-        model=str(need(options, "model", "cluster.options")),
-        dtype=str(options.get("dtype", "bfloat16")),
-        devices=_devices(need(options, "device", "cluster.options")),
-        time=_time(need(options, "time", "cluster.options")),
-        configurations=_configurations(tables[table], f"{TABLES}.{table}"),
-        table=table,
-        tables=tuple(sorted(tables)),
-        memory=None if options.get("memory") is None else _memory(options["memory"]),
-        shape=None if options.get("shape") is None else _shape(options["shape"]),
-        restart_seconds=number(restart, "restart_seconds", "cluster.options"),
+        name=given.name,
+        source=given.source,
+        model=given.model,
+        dtype=given.dtype,
+        devices=given.device.devices(),
+        time=given.time.model(),
+        configurations=given.configurations(),
+        table=given.max_tokens,
+        tables=tuple(sorted(given.max_tokens_tables)),
+        memory=None if given.memory is None else MemoryModel.of(given.memory),
+        shape=None if given.shape is None else asdict(given.shape),
+        restart_seconds=given.restart_seconds,
     )
-
-
-def _shape(value: object) -> dict[str, int]:
-    raw = mapping(value, "cluster.options.shape", SIZES)
-    return {name: whole(raw, name, "cluster.options.shape") for name in SIZES}
-
-
-def _memory(value: object) -> MemoryModel:
-    return MemoryModel.of(numbers(MemoryCoefficients, value, "cluster.options.memory"))
-
-
-def _devices(value: object) -> Devices:
-    owner = "cluster.options.device"
-    raw = mapping(value, owner, DEVICE_KEYS)
-    for name in DEVICE_KEYS:
-        if name != "kind" and raw.get(name) is not None and not number(raw, name, owner) > 0:
-            raise ConfigError(f"{owner}.{name}={raw[name]}", "It must be above 0.")
-    return Devices(
-        kind=str(need(raw, "kind", owner)),
-        memory_bytes=int(number(raw, "memory_gib", owner) * GIB),
-        count=whole(raw, "count", owner),
-        per_node=whole(raw, "per_node", owner),
-        within_node=number(raw, "within_node_gb_per_s", owner) * GB,
-        between_nodes=None if raw.get(BETWEEN) is None else number(raw, BETWEEN, owner) * GB,
-    )
-
-
-def _time(value: object) -> TimeModel:
-    owner = "cluster.options.time"
-    raw = mapping(value, owner, ("layers", "layer", "head", *SHARES))
-    return TimeModel(
-        layers=whole(raw, "layers", owner),
-        layer=by_degree(need(raw, "layer", owner), LayerTime, f"{owner}.layer"),
-        head=by_degree(raw.get("head") or (), HeadTime, f"{owner}.head"),
-        **{key: number(raw, key, owner) for key in SHARES if key in raw},
-    )
-
-
-def _configurations(value: object, owner: str) -> tuple[Configuration, ...]:
-    found: dict[tuple[int, int], Configuration] = {}
-    for row in rows(value, owner):
-        if not (isinstance(row, Sequence) and len(row) == 3 and all(type(each) is int for each in row)):
-            raise ConfigError(f"{owner}: row {row!r}", "A row is [tp, pp, most tokens].")
-        tp, pp, most = row
-        if (tp, pp) in found:
-            raise ConfigError(f"{owner} has tp={tp}, pp={pp} twice", "Each kind of replica has one row.")
-        found[tp, pp] = Configuration(tp, pp, most)
-    if not found:
-        raise ConfigError(f"{owner}=[]", "A table has a row [tp, pp, most tokens] for each replica.")
-    return tuple(found.values())

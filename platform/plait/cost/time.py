@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from plait.config.fields import MISSING, build, convert
 from plait.core.errors import ConfigError, InputError, choices
 from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_relative
@@ -32,23 +34,10 @@ class MicrobatchShape:
     rank_tokens: int = 0
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[int], *, labelled: int | None = None, ranks: Sequence[int] | int = 0
-    ) -> MicrobatchShape:
-        """The shape of samples of these lengths.
-
-        Args:
-            labelled: labelled tokens; None counts every token.
-            ranks: one rank for all samples, or one for each.
-        """
-        tokens = sum(lengths)
-        each = [ranks] * len(lengths) if isinstance(ranks, int) else ranks
-        return cls(
-            tokens=tokens,
-            squares=sum(length * length for length in lengths),
-            labelled=tokens if labelled is None else labelled,
-            rank_tokens=sum(rank * length for rank, length in zip(each, lengths, strict=True)),
-        )
+    def of(cls, lengths: Sequence[int], *, labelled: int | None = None) -> MicrobatchShape:
+        """The shape of samples of these lengths; where ``labelled`` is None every token is."""
+        tokens, squares = sum(lengths), sum(length * length for length in lengths)
+        return cls(tokens, squares, tokens if labelled is None else labelled)
 
     @classmethod
     def of_microbatch(
@@ -76,6 +65,7 @@ EMPTY = MicrobatchShape(0, 0, 0, 0)
 
 
 _LAYER = ("fixed", "tokens", "squares")
+T = TypeVar("T")
 _HEAD = ("fixed", "labelled")
 
 
@@ -208,6 +198,23 @@ def fit_head(observations: Iterable[tuple[MicrobatchShape, float]]) -> tuple[Hea
     rows = list(observations)
     fit = fit_relative([(1.0, shape.labelled) for shape, _ in rows], [seconds for _, seconds in rows], _HEAD)
     return HeadTime(*fit.coefficients), fit
+
+
+def by_degree(rows: Iterable[Mapping[str, object]], kind: type[T], key: str) -> dict[int, T]:
+    """Rows such as {tp: 2, fixed: …, token: …} as dataclasses by tensor-parallel degree.
+
+    Raises:
+        ConfigError: an entry is missing or wrong, or a degree comes twice.
+    """
+    found: dict[int, T] = {}
+    for place, row in enumerate(rows):
+        owner = f"{key}[{place}]"
+        entries = dict(row)
+        tp = convert(int, entries.pop("tp", MISSING), f"{owner}.tp")
+        if tp < 1 or tp in found:
+            raise ConfigError(f"{owner}.tp={tp}", "Each tensor-parallel degree, 1 or more, has one row.")
+        found[tp] = build(kind, entries, owner)
+    return found
 
 
 def _not_negative(owner: str, **values: float) -> None:

@@ -1,53 +1,31 @@
 """Which replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
 
-The search is by branch and bound over patterns; small instances are enumerated where the optimum is to be
-proved. Either way the answer carries a proved bound over all configurations, not only over those it tried.
+For a makespan τ, branch and bound over the replicas of each configuration: a node whose relaxation over
+patterns cannot cover the batch is closed. Where all are closed, no deployment is that fast; where one covers
+the batch with whole replicas, they are a candidate. Which makespans are asked for follows from the answers.
+Small instances are enumerated where the bound is still open. Every answer carries a bound that is proved over
+all configurations, and all limits count nodes and makespans, so that a search repeats exactly.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import linprog
 
 from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.planner.deployment_patterns import TOLERANCE, Patterns, Ranges, Replicas
-from plait.planner.dispatch import (
-    EXACT,
-    Dispatch,
-    check_coverage,
-    device_seconds,
-    dispatch,
-    dispatch_of,
-    spread,
-)
-from plait.planner.dispatch_search import (
-    Int64,
-    ReplicaKind,
-    descend,
-    makespan,
-    relaxed_shares,
-    single,
-    spread_shares,
-    whole_totals,
-)
+from plait.planner.dispatch import EXACT, Dispatch, check_coverage, dispatch, dispatch_of, spread
+from plait.planner.dispatch_search import Int64, ReplicaKind, descend, relaxed_shares, single
 from plait.planner.solver import Limit, Limits
 
-
-def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> float:
-    """Σ_j B_j · (fewest device-seconds of a sequence of bucket j) / devices.
-
-    Every sequence on the configuration that spends the fewest device-seconds on it, devices perfectly busy.
-    """
-    cheapest = np.min([device_seconds(cost) for cost in costs], axis=0)
-    used = np.asarray(counts) > 0
-    return float((np.asarray(counts)[used] * cheapest[used]).sum() / devices)
-
-
+GAP = 0.01  # relative distance to the bound that is good enough
+ENUMERATED = 4_000  # so many deployments or fewer are enumerated where the search leaves the bound open
 NODES = 80  # of one makespan
 MAKESPANS = 20  # asked for until the bracket is closed
 CANDIDATES = 4  # whose patterns are rounded
@@ -59,31 +37,182 @@ CLOSENESS = (0.35, 0.1)  # how far the bracket is closed before patterns are rou
 ROOM = (0.3, 0.6, 0.9)  # above the least makespan with a candidate, for patterns that are rounded
 ENOUGH = 0.5  # above it, for a deployment that needs no more rounding before the proof
 INTEGRAL = 1e-6
+Judge = Callable[[tuple[ReplicaKind, ...]], Dispatch]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A deployment, and what is proved of all.
+class Deployment:
+    """The replicas chosen and what is expected of them.
 
     Attributes:
-        kinds: with replicas.
-        expected: the batch dispatched to single replicas.
-        bound: no deployment is faster.
-        candidates: replica counts that were looked at, the last ones first.
-        limit_hit: a limit that kept the bound or the answer from being better, or "time", after which
-            plans need not repeat; None where neither struck.
+        kinds: configurations with their number of replicas.
+        expected: dispatch of the expected batch: over single replicas, or over kinds with equal shares.
+        bound: proved over every deployment of these configurations and devices.
+        limit_hit: a limit that weakened the bound or ended the search; None where neither happened.
     """
 
     kinds: tuple[ReplicaKind, ...]
     expected: Dispatch
     bound: float
-    candidates: tuple[Replicas, ...]
-    limit_hit: Limit | None
+    limit_hit: Limit | None = None
+
+    @property
+    def makespan(self) -> float:
+        """Expected seconds of a step."""
+        return self.expected.makespan
+
+    @property
+    def gap(self) -> float:
+        """Distance of the makespan to the proved bound, relative."""
+        return self.makespan / self.bound - 1.0
+
+    @property
+    def shape(self) -> tuple[tuple[Configuration, int], ...]:
+        """Configurations with their number of replicas."""
+        return tuple((kind.cost.configuration, kind.count) for kind in self.kinds)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{configuration}×{count}" for configuration, count in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Whether to leave a deployment for another, when jobs have joined or left.
+
+    Attributes:
+        pays: the seconds saved over the steps that are left exceed the restart.
+        saved: seconds saved in all, the restart taken off; negative where it costs.
+        break_even: steps after which the restart has paid for itself; None where it never does.
+    """
+
+    pays: bool
+    saved: float
+    break_even: int | None
+
+
+def deploy(
+    costs: Sequence[ReplicaCost],
+    counts: Sequence[int],
+    devices: int,
+    *,
+    gap: float = GAP,
+    enumerated: int = ENUMERATED,
+) -> Deployment:
+    """The deployment with the least expected makespan, sequences shared out replica by replica.
+
+    Args:
+        costs: every configuration that the cluster allows, over the same bucket lengths.
+        counts: B_j, sequences of each bucket in the expected batch.
+        devices: N.
+        gap: stop within this distance of the bound.
+        enumerated: at most so many deployments are enumerated.
+
+    Raises:
+        CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
+    """
+    able = _able(costs, counts, devices)
+    plan = search(able, counts, devices, bound=relaxation_bound(able, counts, devices), goal=gap)
+    every = list(itertools.islice(_maximal(able, devices), enumerated + 1))
+    if plan.gap <= gap or len(every) > enumerated:
+        return plan
+    other = _enumerated(able, counts, every, lambda kinds: _by_replica(kinds, counts), gap=gap)
+    best = min(plan, other, key=lambda each: each.makespan)
+    return replace(best, bound=min(max(plan.bound, other.bound), best.makespan))
+
+
+def exact_deployment(
+    costs: Sequence[ReplicaCost],
+    counts: Sequence[int],
+    devices: int,
+    *,
+    equal_shares: bool = False,
+    limits: Limits = EXACT,
+) -> Deployment:
+    """The optimum by enumeration and integer programs; for small instances.
+
+    Args:
+        equal_shares: judge by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
+            sequences are shared out replica by replica, which is never slower and what a step does.
+        limits: of each deployment's integer program.
+
+    Raises:
+        CapacityError: as :func:`deploy`.
+    """
+
+    def judge(kinds: tuple[ReplicaKind, ...]) -> Dispatch:
+        return dispatch(kinds if equal_shares else single(kinds), counts, limits)
+
+    able = _able(costs, counts, devices)
+    return _enumerated(able, counts, list(_maximal(able, devices)), judge, gap=0.0)
+
+
+def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
+    """As many replicas of one configuration as fit, of the configuration with the least makespan.
+
+    What a system without heterogeneous replicas can do at best (LobRA's Task-Fused), and the choice of one
+    configuration and capacity by throughput (LoRAFusion's parallelism profiler).
+
+    Raises:
+        CapacityError: no configuration takes all sequences.
+    """
+    last = max(j for j, count in enumerate(counts) if count)
+    found = []
+    for cost in costs:
+        number = devices // cost.configuration.devices
+        if number and cost.batch[last]:
+            kinds = (ReplicaKind(cost, number),)
+            found.append((_by_replica(kinds, counts), kinds))
+    if not found:
+        raise CapacityError(
+            f"a sequence of {costs[0].lengths[last]} tokens on {devices} devices",
+            "No configuration takes it.",
+            "Shorten the sequences (model.max_length), or add devices.",
+        )
+    expected, kinds = min(found, key=lambda item: item[0].makespan)
+    return Deployment(kinds, expected, min(expected.bound, expected.makespan))
+
+
+def weigh_change(
+    *, current_seconds: float, new_seconds: float, steps_left: int, restart_seconds: float
+) -> Change:
+    """Compare the expected seconds of a step now and after a restart over the steps that are left."""
+    gained = current_seconds - new_seconds
+    saved = gained * steps_left - restart_seconds
+    break_even = int(-(-restart_seconds // gained)) if gained > 0 else None
+    return Change(saved > 0, saved, break_even)
+
+
+def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> float:
+    """Seconds that no deployment of ``devices`` is faster than: sequences, replicas and devices divisible.
+
+    minimise Σ_c D_c / N, where configuration c's devices are busy for D_c device-seconds: no shorter than
+    any of its stages, full microbatches and no ramp, works on the sequences that it takes.
+    """
+    used = [j for j, count in enumerate(counts) if count]
+    pairs = [(c, j) for c, cost in enumerate(costs) for j in used if cost.batch[j]]
+    busy = len(pairs)  # variables: the sequences of each pair, then the D_c
+    rows = []
+    for c, cost in enumerate(costs):
+        for fixed, each in zip(cost.fixed, cost.each, strict=True):
+            row = np.zeros(busy + len(costs))
+            for place, (owner, j) in enumerate(pairs):
+                if owner == c:
+                    row[place] = cost.configuration.devices * (each[j] + fixed / cost.batch[j])
+            row[busy + c] = -1.0
+            rows.append(row)
+    for j in used:
+        row = np.zeros(busy + len(costs))
+        row[[place for place, (_, bucket) in enumerate(pairs) if bucket == j]] = -1.0
+        rows.append(row)
+    limits = [0.0] * (len(rows) - len(used)) + [-float(counts[j]) for j in used]
+    price = np.concatenate([np.zeros(busy), np.ones(len(costs))])
+    result = linprog(price, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
+    return float(result.fun) / devices * (1 - TOLERANCE)
 
 
 def search(
     costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int, *, bound: float, goal: float
-) -> Found:
+) -> Deployment:
     """The best deployment that is found, within ``goal`` of the bound that is proved where that can be.
 
     Args:
@@ -135,14 +264,13 @@ class _Search:
     def done(self) -> bool:
         return self.high <= self.low * (1 + self._goal)
 
-    def found(self) -> Found:
-        """What is known."""
+    def found(self) -> Deployment:
+        """The best deployment, with what is proved of all."""
         assert self._best is not None  # some configuration takes the longest sequence: it was checked
         kinds, expected = self._best
         bound = min(self.low, expected.makespan)
-        order = sorted(self._judged, key=lambda replicas: (self._judged[replicas], replicas))
         struck = self._limit_hit if self._limit_hit == "time" or not self.done else None
-        return Found(kinds, replace(expected, bound=bound), bound, tuple(order), struck)
+        return Deployment(kinds, replace(expected, bound=bound), bound, struck)
 
     @property
     def _ending(self) -> float:
@@ -209,7 +337,7 @@ class _Search:
     def _judge(self, replicas: Replicas) -> None:
         if replicas not in self._judged:
             kinds = kinds_of(self._costs, replicas)
-            expected = spread(kinds, self._counts, dispatch(kinds, self._counts))
+            expected = _by_replica(kinds, self._counts)
             self._judged[replicas] = expected.makespan
             self._keep(kinds, expected)
 
@@ -287,222 +415,51 @@ def kinds_of(costs: Sequence[ReplicaCost], replicas: Replicas) -> tuple[ReplicaK
     return tuple(ReplicaKind(cost, count) for cost, count in zip(costs, replicas, strict=True) if count)
 
 
-@dataclass(frozen=True, slots=True)
-class DeployOptions:
-    """How a deployment is judged and how long it is searched for.
-
-    Attributes:
-        equal_shares: judge by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
-            sequences are shared out replica by replica, which is never slower and what a step does.
-        exact: prove the optimum by enumeration and integer programs; for small instances.
-        gap: stop within this distance of the bound.
-        enumerate_up_to: deployments that are enumerated instead of searched.
-        judged: most deployments whose dispatch is worked out.
-    """
-
-    equal_shares: bool = False
-    exact: bool = False
-    gap: float = 0.01
-    enumerate_up_to: int = 4_000
-    judged: int = 60
-    limits: Limits = field(default_factory=lambda: EXACT)
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """The replicas chosen and what is expected of them.
-
-    Attributes:
-        kinds: configurations with their number of replicas.
-        expected: dispatch of the expected batch: over single replicas, or over kinds with equal shares.
-        bound: proved over every deployment of these configurations and devices.
-        relaxation: the linear relaxation's bound, the one that papers print.
-        judged: deployments whose dispatch was worked out.
-        limit_hit: a limit that weakened the bound or ended the search; None where neither happened.
-    """
-
-    kinds: tuple[ReplicaKind, ...]
-    expected: Dispatch
-    bound: float
-    relaxation: float
-    judged: int
-    limit_hit: Limit | None
-
-    @property
-    def makespan(self) -> float:
-        """Expected seconds of a step."""
-        return self.expected.makespan
-
-    @property
-    def gap(self) -> float:
-        """Distance of the makespan to the proved bound, relative."""
-        return self.makespan / self.bound - 1.0
-
-    @property
-    def shape(self) -> tuple[tuple[Configuration, int], ...]:
-        """Configurations with their number of replicas."""
-        return tuple((kind.cost.configuration, kind.count) for kind in self.kinds)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{configuration}×{count}" for configuration, count in self.shape)
-
-
-def propose(costs: Sequence[ReplicaCost], devices: int) -> tuple[ReplicaCost, ...]:
-    """LobRA's proposal (appendix A): the best throughput for each number of devices and length.
-
-    A configuration competes with copies of smaller ones on as many devices; of equals, the one with the
-    fewest pipeline stages stays, since the ramp is not in the throughput.
-    """
-    chosen: dict[int, ReplicaCost] = {}
-    sizes = sorted({cost.configuration.devices for cost in costs})
-    for size in sizes:
-        for j in range(len(costs[0].lengths)):
-            able = [c for c in costs if c.configuration.devices <= size and c.batch[j]]
-            if able and size <= devices:
-                best = min(
-                    able, key=lambda c: (round(float(device_seconds(c)[j]), 12), c.ramp, c.configuration)
-                )
-                chosen[id(best)] = best
-    return tuple(cost for cost in costs if id(cost) in chosen)
-
-
-def deploy(
-    costs: Sequence[ReplicaCost],
-    counts: Sequence[int],
-    devices: int,
-    options: DeployOptions | None = None,
-) -> Deployment:
-    """The deployment with the least expected makespan.
-
-    Args:
-        costs: every configuration that the cluster allows, over the same bucket lengths.
-        counts: B_j, sequences of each bucket in the expected batch.
-        devices: N.
-
-    Raises:
-        CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
-    """
-    options = options or DeployOptions()
+def _able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> list[ReplicaCost]:
     able = [cost for cost in costs if cost.configuration.devices <= devices]
     if not able:
         raise CapacityError(f"{devices} devices", "No configuration is that small.", "Add devices.")
     check_coverage([ReplicaKind(cost, 1) for cost in able], counts)
-    relaxation = relaxation_bound(able, counts, devices)
-    whole = list(_maximal(able, devices, options.enumerate_up_to + 1))
-    few = len(whole) <= options.enumerate_up_to
-    if options.exact or (options.equal_shares and few):
-        every = whole if few else list(_maximal(able, devices, None))
-        return _enumerated(able, counts, every, devices, relaxation, options)
-    if options.equal_shares:
-        return _searched(able, counts, devices, relaxation, options)
-    found = search(able, counts, devices, bound=relaxation, goal=options.gap)
-    judged = len(found.candidates)
-    plan = Deployment(found.kinds, found.expected, found.bound, relaxation, judged, found.limit_hit)
-    if plan.gap <= options.gap or not few:
-        return plan
-    other = _enumerated(able, counts, whole, devices, max(relaxation, plan.bound), options)
-    best = min(plan, other, key=lambda each: each.makespan)
-    bound = min(max(plan.bound, other.bound), best.makespan)
-    return replace(best, bound=bound, relaxation=relaxation, judged=judged + other.judged)
+    return able
 
 
-def judge(kinds: Sequence[ReplicaKind], counts: Sequence[int], options: DeployOptions) -> Dispatch:
-    """The expected batch dispatched to one deployment, as ``options`` say."""
-    if options.exact and not options.equal_shares:
-        return dispatch(single(kinds), counts, options.limits)
-    found = dispatch(kinds, counts, options.limits if options.exact else None)
-    return found if options.equal_shares else spread(kinds, counts, found)
+def _by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
+    """The expected batch shared out to single replicas by a search of some milliseconds."""
+    return spread(kinds, counts, dispatch(kinds, counts))
 
 
 def _enumerated(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
     deployments: Sequence[Replicas],
-    devices: int,
-    relaxation: float,
-    options: DeployOptions,
+    judge: Judge,
+    *,
+    gap: float,
 ) -> Deployment:
-    """Judge deployments by ascending bound until no bound is left below the best."""
+    """Judge deployments by ascending bound until no bound is left below the best, or below it by ``gap``."""
+    longest = np.flatnonzero(counts)[-1]
     bounded = sorted(
-        (relaxed_shares(kinds, counts)[0], p)
+        (relaxed_shares(kinds_of(costs, p), counts)[0], p)
         for p in deployments
-        if _covers(kinds := kinds_of(costs, p), counts)
+        if any(cost.batch[longest] for cost, count in zip(costs, p, strict=True) if count)
     )
-    best, bounds, judged, limit_hit = None, [], 0, None
+    best, bounds, limit_hit = None, [], None
     for bound, p in bounded:
-        if best is not None and bound >= best.expected.makespan * (1 - options.gap * (not options.exact)):
+        if best is not None and bound >= best.makespan * (1 - gap):
             bounds.append(bound)
             break
         kinds = kinds_of(costs, p)
-        found, judged = judge(kinds, counts, options), judged + 1
+        found = judge(kinds)
         limit_hit = limit_hit or found.limit_hit
-        bounds.append(max(bound, found.bound if options.exact else bound))
-        if best is None or found.makespan < best.expected.makespan:
-            best = Deployment(kinds, found, 0.0, relaxation, 0, None)
+        bounds.append(max(bound, found.bound))
+        if best is None or found.makespan < best.makespan:
+            best = Deployment(kinds, found, 0.0)
     assert best is not None  # coverage was checked
-    bound = min([*bounds, best.makespan])
-    if options.equal_shares and not options.exact and best.makespan > bound * (1 + options.gap):
-        proved = search(costs, counts, devices, bound=relaxation, goal=options.gap)
-        bound = min(max(bound, proved.bound), best.makespan)
-    return Deployment(best.kinds, best.expected, bound, relaxation, judged, limit_hit)
+    return replace(best, bound=min([*bounds, best.makespan]), limit_hit=limit_hit)
 
 
-def _searched(
-    costs: Sequence[ReplicaCost],
-    counts: Sequence[int],
-    devices: int,
-    relaxation: float,
-    options: DeployOptions,
-) -> Deployment:
-    """With equal shares: candidates of the search without them, and replacements of replicas of the best."""
-    proved = search(costs, counts, devices, bound=relaxation, goal=options.gap)
-    proposal = {id(cost) for cost in propose(costs, devices)}
-    seen: dict[Replicas, float] = {}
-
-    def quick(p: Replicas) -> float:
-        if p not in seen:
-            kinds = kinds_of(costs, p)
-            seen[p] = _quick_makespan(kinds, counts) if _covers(kinds, counts) else float("inf")
-        return seen[p]
-
-    best = min(proved.candidates, key=quick)
-    while len(seen) < options.judged * 10:
-        neighbours = [p for p in _neighbours(costs, best, proposal) if p not in seen]
-        better = min(neighbours, key=quick, default=best)
-        if quick(better) >= quick(best):
-            break
-        best = better
-    able = (p for p in seen if seen[p] < float("inf"))  # others leave a sequence without a replica
-    finalists = sorted(able, key=lambda p: (seen[p], p))[: max(1, options.judged // 10)]
-    found = [(judge(kinds_of(costs, p), counts, options), p) for p in finalists]
-    expected, p = min(found, key=lambda item: item[0].makespan)
-    bound = min(proved.bound, expected.makespan)
-    return Deployment(kinds_of(costs, p), expected, bound, relaxation, len(seen), proved.limit_hit)
-
-
-def _quick_makespan(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> float:
-    """Seconds with sequences shared out one by one but not improved."""
-    _, fractional = relaxed_shares(kinds, counts)
-    return makespan(single(kinds), spread_shares(kinds, whole_totals(kinds, counts, fractional)))
-
-
-def _neighbours(costs: Sequence[ReplicaCost], p: Replicas, proposal: set[int]) -> Iterator[Replicas]:
-    """Deployments that replace one replica, or two of one kind, by others on as many devices."""
-    allowed = [i for i, cost in enumerate(costs) if id(cost) in proposal]
-    for i, count in enumerate(p):
-        for taken in range(1, min(count, 2) + 1):
-            freed = taken * costs[i].configuration.devices
-            for added in _maximal([costs[k] for k in allowed], freed, 200):
-                q = list(p)
-                q[i] -= taken
-                for k, more in zip(allowed, added, strict=True):
-                    q[k] += more
-                if tuple(q) != p:
-                    yield tuple(q)
-
-
-def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> Iterator[Replicas]:
-    """Every choice of replica counts that leaves no room for another replica; at most ``most`` of them.
+def _maximal(costs: Sequence[ReplicaCost], devices: int) -> Iterator[Replicas]:
+    """Every choice of replica counts that leaves no room for another replica.
 
     More replicas are never slower: an added one may stay idle.
     """
@@ -521,61 +478,4 @@ def _maximal(costs: Sequence[ReplicaCost], devices: int, most: int | None) -> It
             yield from place(position + 1, left - count * sizes[i])
         p[i] = 0
 
-    yield from itertools.islice(place(0, devices), most)
-
-
-def _covers(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> bool:
-    longest = max(int(np.flatnonzero(np.asarray(counts))[-1]), 0)
-    return any(kind.cost.batch[longest] for kind in kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Whether to leave a deployment for another, when jobs have joined or left.
-
-    Attributes:
-        pays: the seconds saved over the steps that are left exceed the restart.
-        saved: seconds saved in all, the restart taken off; negative where it costs.
-        break_even: steps after which the restart has paid for itself; None where it never does.
-    """
-
-    pays: bool
-    saved: float
-    break_even: int | None
-
-
-def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
-    """As many replicas of one configuration as fit, of the configuration with the least makespan.
-
-    What a system without heterogeneous replicas can do at best (LobRA's Task-Fused), and the choice of one
-    configuration and capacity by throughput (LoRAFusion's parallelism profiler).
-
-    Raises:
-        CapacityError: no configuration takes all sequences.
-    """
-    last = max(j for j, count in enumerate(counts) if count)
-    found = []
-    for cost in costs:
-        number = devices // cost.configuration.devices
-        if number and cost.batch[last]:
-            kinds = (ReplicaKind(cost, number),)
-            found.append((spread(kinds, counts, dispatch(kinds, counts)), kinds))
-    if not found:
-        raise CapacityError(
-            f"a sequence of {costs[0].lengths[last]} tokens on {devices} devices",
-            "No configuration takes it.",
-            "Shorten the sequences (model.max_length), or add devices.",
-        )
-    expected, kinds = min(found, key=lambda item: item[0].makespan)
-    relaxation = relaxation_bound(costs, counts, devices)
-    return Deployment(kinds, expected, min(expected.bound, expected.makespan), relaxation, len(found), None)
-
-
-def weigh_change(
-    *, current_seconds: float, new_seconds: float, steps_left: int, restart_seconds: float
-) -> Change:
-    """Compare the expected seconds of a step now and after a restart over the steps that are left."""
-    gained = current_seconds - new_seconds
-    saved = gained * steps_left - restart_seconds
-    break_even = int(-(-restart_seconds // gained)) if gained > 0 else None
-    return Change(saved > 0, saved, break_even)
+    return place(0, devices)

@@ -56,7 +56,10 @@ def emptiest(
 def _model(
     lengths: Sequence[Sequence[int]], bins: int, *, capacity: int, tile: int, emptiest: int | None
 ) -> Model:
-    """Σ_b x = 1; Σ_{s of a} len·x ≤ P·k; Σ_a k ≤ C / P; cost Σ_a k of the bin ``emptiest``."""
+    """Σ_b x = 1; Σ_s x ≥ 1; Σ_{s of a} len·x ≤ P·k; Σ_a k ≤ C / P; cost Σ_a k of the bin ``emptiest``.
+
+    Each bin holds a sample: an empty one would be one bin less, which is stage 1's to find.
+    """
     program, units = Program(), capacity // tile
     items = tuple((a, p) for a, batch in enumerate(lengths) for p in range(len(batch)))
     x = tuple(tuple(program.variable(upper=1, integer=True) for _ in range(bins)) for _ in items)
@@ -73,7 +76,8 @@ def _model(
         for batch, tiles in enumerate(k[place]):
             terms = [(x[i][place], float(lengths[a][p])) for i, (a, p) in enumerate(items) if a == batch]
             program.row([*terms, (tiles, -float(tile))], upper=0.0)
-        program.row(((tiles, 1.0) for tiles in k[place]), lower=1.0, upper=float(units))
+        program.row(((row[place], 1.0) for row in x), lower=1.0)
+        program.row(((tiles, 1.0) for tiles in k[place]), upper=float(units))
     return Model(program, items, x, k)
 
 
@@ -115,7 +119,7 @@ class PackingLimits:
         nodes: branch-and-bound nodes above that; 0 never asks SCIP there.
         gap: above ``exact_samples``, a least full microbatch within this share of the capacity of its
             bound is good enough.
-        seconds: safety net for each call of SCIP.
+        seconds: of processor time, a safety net for each call of SCIP.
         variables: a program of more samples times microbatches is not asked.
     """
 

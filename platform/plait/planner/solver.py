@@ -2,7 +2,8 @@
 
 A program is plain data in matrix form, so that it pickles into other processes, can be relaxed, and
 can be checked without a solver. Limits are by nodes and gap, so that the same program gives the same
-answer on every machine; time is only a safety net, and :attr:`Solution.limit_hit` says when it struck.
+answer on every machine; processor time is only a safety net, which no load of the machine moves, and
+:attr:`Solution.limit_hit` says when it struck.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 INFINITY = math.inf
 
+PROCESSOR_TIME = 1  # SCIP's clock; 2 is the clock on the wall, by which load would change plans
 FEASIBLE = 1e-5  # violation of a solution that is accepted: ten times what the solver allows itself
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -37,16 +39,14 @@ class Limits:
     Attributes:
         nodes: branch-and-bound nodes.
         gap: relative distance between objective and bound that is good enough; 0 proves the optimum.
-        seconds: safety net only; a plan that it cut short is not repeatable, and says so.
+        seconds: of processor time, a safety net; a plan that it cut short need not repeat, and says so.
         solutions: feasible solutions after which to stop (1: the program only asks for feasibility).
-        presolve_rounds: -1 leaves presolving to SCIP; 0 turns it off, which is faster for tiny programs.
     """
 
     nodes: int = 20_000
     gap: float = 0.0
     seconds: float = 60.0
     solutions: int | None = None
-    presolve_rounds: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,12 @@ def _set_limits(model: Any, limits: Limits) -> None:
         "limits/totalnodes": limits.nodes,
         "limits/gap": limits.gap,
         "limits/time": limits.seconds,
+        "timing/clocktype": PROCESSOR_TIME,
         "randomization/randomseedshift": 0,
         "parallel/maxnthreads": 1,
     }
     if limits.solutions is not None:
         settings["limits/solutions"] = limits.solutions
-    if limits.presolve_rounds >= 0:
-        settings["presolving/maxrounds"] = limits.presolve_rounds
     model.setParams(settings)
 
 

@@ -81,7 +81,7 @@ class Expected:
         except CapacityError:
             return None
         least = relaxation_bound(self.costs, self.counts, self.devices)
-        return replace(deployment, kinds=kinds, expected=expected, bound=least, relaxation=least)
+        return replace(deployment, kinds=kinds, expected=expected, bound=least)
 
 
 def deploy_before(
