@@ -18,7 +18,18 @@ from plait_dashboards.style import (
     figure,
     line_style,
 )
-from plait_dashboards.sweep import FAILED, OUTCOMES, PRUNED, USEFUL, Curve, Floats, Integers, Sweep, outcome
+from plait_dashboards.sweep import (
+    FAILED,
+    OUTCOMES,
+    PRUNED,
+    STOPPED,
+    USEFUL,
+    Curve,
+    Floats,
+    Integers,
+    Sweep,
+    outcome,
+)
 
 ALL_NAMED = 12  # adapters that can all have a colour and a name
 TOP = 6  # that have them where there are more
@@ -58,7 +69,7 @@ def learning_curves(sweep: Sweep, metric: str, unit: str) -> go.Figure:
             _add_faded(made, mine, curves, kind, how)
     for at, item in enumerate(named):
         _add_named(made, item, curves[item.trial], at, kind)
-    for how in (PRUNED, FAILED):
+    for how in (PRUNED, STOPPED, FAILED):
         _add_ends(made, [item for item in shown if outcome(item) == how], curves, how)
     return made
 
@@ -168,7 +179,7 @@ def _add_faded(
 
 
 def _add_named(made: go.Figure, item: JobRecord, curve: Curve, at: int, kind: str) -> None:
-    ended_early = outcome(item) in (PRUNED, FAILED)
+    ended_early = outcome(item) in (PRUNED, STOPPED, FAILED)
     figure_of = "" if item.objective is None or ended_early else f": {item.objective:.4g}"
     made.add_trace(
         {

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from plait.tracking import names
 from plait_dashboards import costs, curves, packing, parameters, table
-from plait_dashboards.sweep import FAILED, OPEN, PRUNED, USEFUL, Sweep, outcome
+from plait_dashboards.sweep import OUTCOMES, USEFUL, Sweep, outcome
 
 UNITS = {
     names.TRAIN_LOSS: "nats per labelled token",
@@ -108,11 +108,8 @@ def _curves(sweep: Sweep, metric: str) -> Shown:
 
 def _leaderboard_note(sweep: Sweep) -> str:
     order = "lowest" if sweep.direction == "minimize" else "highest"
-    counts = {
-        how: sum(outcome(item) == how for item in sweep.records) for how in (USEFUL, PRUNED, FAILED, OPEN)
-    }
-    words = {USEFUL: "finished", PRUNED: "pruned", FAILED: "failed", OPEN: "not ended"}
-    parts = [f"{count} {words[how]}" for how, count in counts.items() if count]
+    counts = {how: sum(outcome(item) == how for item in sweep.records) for how in OUTCOMES}
+    parts = [f"{count} {'finished' if how == USEFUL else how}" for how, count in counts.items() if count]
     rule = f"{order.capitalize()} {sweep.metric or 'objective'} first, finished ones before others"
     if len(sweep.objectives) > 1:
         rule = f"The Pareto front of {' and '.join(each.name for each in sweep.objectives)} first. {rule}"

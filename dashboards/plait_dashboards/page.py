@@ -13,7 +13,7 @@ from importlib.resources import files
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from plait.tracking import names
+from plait.core.lifecycle import JobState
 from plait_dashboards.costs import seconds_by_outcome
 from plait_dashboards.figures import Shown
 from plait_dashboards.style import themes
@@ -45,12 +45,12 @@ def single(sweep: Sweep, item: Shown) -> str:
 
 def facts(sweep: Sweep) -> dict[str, str]:
     """What stands at the top of a report."""
-    found = {"state": sweep.state}
+    found: dict[str, str] = {"state": sweep.state}
     for how in OUTCOMES:
         if count := sum(outcome(item) == how for item in sweep.records):
             word = "finished" if how == OUTCOMES[0] else how
             found[f"adapters {word}"] = str(count)
-    done = [item for item in sweep.records if item.state == names.FINISHED and item.feasible]
+    done = [item for item in sweep.records if item.state == JobState.FINISHED and item.feasible]
     best = next(iter(done), None)
     if len(sweep.objectives) > 1:
         found["Pareto front (measured)"] = _front([item.trial for item in done if item.on_front])

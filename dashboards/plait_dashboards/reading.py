@@ -14,6 +14,7 @@ import numpy as np
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 
+from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
 from plait.search.stored import StudyObjective, read_study
 from plait.tracking import JobRecord, SearchResult, load_search, names
@@ -109,7 +110,7 @@ def _kind(stopping: str) -> str:
 
 def stored_objectives(result: SearchResult) -> tuple[StudyObjective, ...]:
     """The objectives of a search whose study cannot be read, from its jobs' runs."""
-    done = [item for item in result.records if item.state == names.FINISHED and item.objective is not None]
+    done = [item for item in result.records if item.state == JobState.FINISHED and item.objective is not None]
     whole = [item for item in done if len(item.others) == len(result.others)]
     return tuple(
         StudyObjective(

@@ -10,14 +10,20 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from plait_dashboards.sweep import FAILED, OPEN, PRUNED, USEFUL
+from plait_dashboards.sweep import FAILED, OPEN, PRUNED, STOPPED, USEFUL
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#8A8A8A"
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 DASHES = ("solid", "dash", "dot")
-OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, FAILED: RED, OPEN: GREY}
-OUTCOME_MARKER = {USEFUL: "circle", PRUNED: "x", FAILED: "diamond-open", OPEN: "square-open"}
+OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, STOPPED: PURPLE, FAILED: RED, OPEN: GREY}
+OUTCOME_MARKER = {
+    USEFUL: "circle",
+    PRUNED: "x",
+    STOPPED: "cross",
+    FAILED: "diamond-open",
+    OPEN: "square-open",
+}
 FAINT = "rgba(138, 138, 138, 0.25)"
 BAND = "rgba(138, 138, 138, 0.22)"
 SCALE: list[tuple[float, str]] = [(0.0, SKY), (0.5, "#9E8FB2"), (1.0, ORANGE)]  # low to high

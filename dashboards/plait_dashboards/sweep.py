@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plait.core.lifecycle import JobState
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import JobRecord, names
+from plait.tracking import JobRecord
 from plait.tracking.leaderboard import varying
 from plait.tracking.tables import GroupStepRow
 
@@ -18,14 +19,9 @@ Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 
 # How a job came out. "useful" is what the search was for; the others are what it cost besides.
-USEFUL, PRUNED, FAILED, OPEN = "useful", "pruned", "failed", "not ended"
-OUTCOMES = (USEFUL, PRUNED, FAILED, OPEN)
-_OUTCOME = {
-    names.FINISHED: USEFUL,
-    names.PRUNED: PRUNED,
-    names.STOPPED: PRUNED,
-    names.FAILED: FAILED,
-}
+USEFUL, PRUNED, STOPPED, FAILED = "useful", JobState.PRUNED, JobState.STOPPED, JobState.FAILED
+OPEN = "not ended"
+OUTCOMES = (USEFUL, PRUNED, STOPPED, FAILED, OPEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,6 @@ class Sweep:
     """A search with all that its figures show.
 
     Attributes:
-        state: of the search: "running", "finished", "interrupted" or "failed".
         records: its jobs, best objective first.
         curves: by metric name and trial.
         steps: iterations of the groups, in the order in which they ran; of a long search perhaps every k-th.
@@ -51,7 +46,7 @@ class Sweep:
     """
 
     name: str
-    state: str
+    state: JobState
     direction: str
     metric: str
     records: tuple[JobRecord, ...]
@@ -69,7 +64,9 @@ class Sweep:
 
 def outcome(record: JobRecord) -> str:
     """How a job came out: one of ``OUTCOMES``."""
-    return _OUTCOME.get(record.state, OPEN)
+    if record.state == JobState.FINISHED:
+        return USEFUL
+    return record.state if record.ended else OPEN
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

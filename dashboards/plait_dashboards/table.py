@@ -6,6 +6,7 @@ import math
 
 import plotly.graph_objects as go
 
+from plait.core.lifecycle import JobState
 from plait.tracking import JobRecord
 from plait_dashboards.style import figure, say
 from plait_dashboards.sweep import Sweep, outcome, short_names
@@ -90,7 +91,7 @@ def columns(sweep: Sweep) -> list[Column]:
 
 def _outcome(item: JobRecord) -> str:
     how = outcome(item)
-    return item.state if item.state in ("finished", how) else f"{how}: {item.state}"
+    return item.state if item.state in (JobState.FINISHED, how) else f"{how}: {item.state}"
 
 
 def _further(item: JobRecord, at: int) -> str:

@@ -13,13 +13,13 @@ from torch import Tensor
 from plait.adapters import import_adapter
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Attach,
     Detach,
     Event,
     Export,
     GroupStep,
-    JobEnded,
     JobProgress,
     RunMicrobatches,
     StepJob,
@@ -187,7 +187,7 @@ class JointRun:
             case GroupStep():
                 self.tokens += event.tokens
                 self.seconds += event.seconds
-            case JobEnded(state="failed" | "stopped"):
+            case JobResult() if event.state != JobState.FINISHED:
                 raise PlaitError(
                     f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark finishes."
                 )

@@ -12,8 +12,8 @@ from time import perf_counter
 
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobEvaluated
-from plait.core.objectives import Verdict
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Space, Value
 from plait.engine.accounting import NANOSECONDS
@@ -90,13 +90,13 @@ class Timeline:
         clock: seconds of the search so far.
         evaluations: in the order in which they came.
         started: trial numbers by job.
-        ends: what became of each job, its objective and why.
+        ends: how each job ended.
     """
 
     clock: Callable[[], float]
     evaluations: list[Evaluation] = field(default_factory=list)
     started: dict[str, int] = field(default_factory=dict)
-    ends: dict[str, tuple[str, float | None, str]] = field(default_factory=dict)
+    ends: dict[str, JobResult] = field(default_factory=dict)
 
     def start_job(self, job: JobSpec, trial: int) -> None:
         """A job is about to be submitted."""
@@ -106,12 +106,8 @@ class Timeline:
         """Something happened in the engine."""
         if isinstance(event, JobEvaluated):
             self.evaluations.append(Evaluation(self.clock(), event.job, event.step, event.loss))
-
-    def judge(self, verdict: Verdict) -> None:
-        """The search's last word on a job: here there is one objective, and no constraint."""
-        assert verdict.feasible
-        assert not verdict.others
-        self.ends[verdict.job] = verdict.state, verdict.objective, verdict.reason
+        elif isinstance(event, JobResult):
+            self.ends[event.job] = event
 
     def lose(self, job: str) -> None:
         """Nobody else trains here."""
@@ -128,9 +124,9 @@ class Timeline:
     def finished(self) -> dict[str, float]:
         """Objectives of the jobs that came to their ends."""
         return {
-            job: objective
-            for job, (state, objective, _) in self.ends.items()
-            if state == "finished" and objective is not None
+            job: result.values[0]
+            for job, result in self.ends.items()
+            if result.state == JobState.FINISHED and result.values
         }
 
 
@@ -219,7 +215,7 @@ def search_together(
     timeline = Timeline(watch.read)
     SearchRun(study, make_job, coordinator, timeline, search, stop, stopper).run()
     seconds = watch.read()
-    failed = {job: reason for job, (state, _, reason) in timeline.ends.items() if state == "failed"}
+    failed = {job: end.reason for job, end in timeline.ends.items() if end.state == JobState.FAILED}
     if failed:
         raise PlaitError(f"failed: {failed}", "No trial of a benchmark may fail.")
     return JointSearch(

@@ -17,10 +17,10 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
     Command,
     Evaluate,
-    JobEnded,
     JobEvaluated,
     JobProgress,
     MicrobatchDone,
@@ -31,7 +31,6 @@ from plait.core.settings import RunSettings
 from plait.engine.admission import WorkerFacts
 from plait.engine.coordinator import Coordinator
 from plait.engine.ledger import Worker
-from plait.engine.live import AT_RUNG
 from plait.tracking.facts import git_state, hardware
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
@@ -192,10 +191,10 @@ def record(
                         )
                     )
                     if event.step < steps[-1]:
-                        coordinator.unpark(event.job, AT_RUNG)
+                        coordinator.resume(event.job, PauseReason.AT_RUNG)
                     if event.job == jobs[-1].name and event.step < steps[-1]:
                         piece(f"to step {steps[len(taken)]}")
-                case JobEnded(state="failed" | "stopped"):
+                case JobResult() if event.state != JobState.FINISHED:
                     raise PlaitError(
                         f"{event.job} {event.state}: {event.reason}", "Every job of a record finishes."
                     )

@@ -15,9 +15,9 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait.engine.live import AT_RUNG
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
 from plait.search.stopping import rung_steps
@@ -42,8 +42,8 @@ class Replayed:
     step: int = 0
     passed: int = 0
     seconds: float = 0.0
-    parked: bool = False
-    cancelled: str | None = None
+    paused: bool = False
+    cancelled: tuple[JobState, str] | None = None
 
     @property
     def budget(self) -> int:
@@ -58,7 +58,7 @@ class Replayed:
     @property
     def trains(self) -> bool:
         """Whether its next step may be taken."""
-        return not self.waits and not self.parked
+        return not self.waits and not self.paused
 
     def to_go(self) -> int:
         """Steps to the next rung or to the end."""
@@ -96,32 +96,32 @@ class ReplayCoordinator:
         self._jobs[job.name] = Replayed(job, self.curve_of(job), frozenset(rungs), measured)
         self._joining.append(job.name)
 
-    def cancel(self, job: str, reason: str) -> None:
-        """End a job as "stopped" at the next boundary."""
-        self._jobs[job].cancelled = reason
+    def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
+        """End a job in this state at the next boundary."""
+        self._jobs[job].cancelled = state, reason
 
-    def park(self, job: str, reason: str) -> None:
+    def pause(self, job: str) -> None:
         """Nobody steers a replay."""
-        raise AssertionError(job, reason)
+        raise AssertionError(job)
 
-    def unpark(self, job: str, reason: str) -> None:
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
         """Let a job past the rung at which it waits."""
         replayed = self._jobs[job]
-        assert reason == AT_RUNG
+        assert reason == PauseReason.AT_RUNG
         assert replayed.waits
         replayed.passed = replayed.step
-        if replayed.parked:
+        if replayed.paused:
             self._joining.append(job)
 
     def settle(self) -> Iterable[Event]:
-        """End what was cancelled, park what waits."""
+        """End what was cancelled, pause what waits."""
         events: list[Event] = []
         for name, replayed in list(self._jobs.items()):
             if replayed.cancelled is not None:
-                events.append(self._end(name, "stopped", replayed.cancelled))
-            elif replayed.waits and not replayed.parked:
-                replayed.parked = True
-                events.append(JobParked(name, replayed.step, AT_RUNG))
+                events.append(self._end(name, *replayed.cancelled))
+            elif replayed.waits and not replayed.paused:
+                replayed.paused = True
+                events.append(JobPaused(name, replayed.step, PauseReason.AT_RUNG))
         return events
 
     def stop(self) -> None:
@@ -137,7 +137,7 @@ class ReplayCoordinator:
         events: list[Event] = [*self.settle()]
         for name in self._joining:
             replayed = self._jobs[name]
-            replayed.parked = False
+            replayed.paused = False
             events.append(JobAdmitted(replayed.job, replayed.step, replayed.budget, GROUP))
         self._joining.clear()
         live = [replayed for replayed in self._jobs.values() if replayed.trains]
@@ -168,15 +168,14 @@ class ReplayCoordinator:
                 self._charge(replayed, point.evaluation_seconds)
                 yield JobEvaluated(name, step, point.loss, 0)
         if done:
-            yield self._end(name, "finished", "budget spent")
+            yield self._end(name, JobState.FINISHED, "budget spent")
 
-    def _end(self, name: str, state: str, reason: str) -> JobEnded:
+    def _end(self, name: str, state: JobState, reason: str) -> JobResult:
         replayed = self._jobs.pop(name)
         point = replayed.curve.at(replayed.step)
         loss = None if point is None else point.loss
-        return JobEnded(
-            name, state, replayed.step, reason, loss, replayed.step, replayed.seconds, replayed.seconds, None
-        )
+        step, seconds = replayed.step, replayed.seconds
+        return JobResult(name, state, step, reason, loss, step, seconds, seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,13 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Whole
 from plait.search.identity import identify
 from plait.search.storage import in_memory, quiet
 from plait.search.study import StudyTrials
-from plait.search.trials import Outcome, Trial
+from plait.search.trials import Trial
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one, shipped
@@ -188,7 +189,8 @@ def trials_to_good(table: LossTable, search: SearchSettings, within: float) -> i
         if cell in good:
             return tried
         loss = table.losses.get(cell)
-        study.tell(trial, Outcome("failed" if loss is None else "complete", loss, "as published"))
+        state, values = (JobState.FAILED, ()) if loss is None else (JobState.FINISHED, (loss,))
+        study.tell(trial, JobResult(trial.name, state, reason="as published", values=values))
     return search.trials + 1
 
 

@@ -24,16 +24,15 @@ from plait.config.fields import build
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobProgress,
     ModelFitted,
 )
-from plait.core.objectives import Verdict
 from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
@@ -159,9 +158,8 @@ class Caller:
         script = self._script
         loss, tokens = script.loss(at, script.steps) + 0.2, TOKENS * script.steps
         seconds = 0.25 * script.steps
-        ended = JobEnded(job, "finished", script.steps, "", loss, tokens, seconds, 900.0, script.adapter)
-        self._handle([ended])
-        self._timed(partial(self._tracker.judge, Verdict(job, "finished", loss)))
+        measured = (script.steps, "", loss, tokens, seconds, 900.0, script.adapter)
+        self._handle([JobResult(job, JobState.FINISHED, *measured, values=(loss,))])
 
     def _handle(self, events: Sequence[Event]) -> None:
         def call() -> None:

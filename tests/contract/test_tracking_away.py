@@ -17,13 +17,12 @@ from mlflow.entities import Run
 
 from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import (
     AwayError,
     Begun,
-    Judged,
     SearchFacts,
     Tracker,
     conclude,
@@ -97,13 +96,19 @@ def train(tracker: Tracker, trial: int, first: int = 1, last: int = STEPS) -> No
 def end(tracker: Tracker, trial: int) -> None:
     name, (loss, rank) = f"trial-{trial:04d}", VALUES[trial]
     tracker.handle(JobEvaluated(name, STEPS, loss, 100))
-    tracker.handle(JobEnded(name, "finished", STEPS, "", loss, 100 * STEPS, 0.5 * STEPS, 9.0, None))
-    tracker.judge(Verdict(name, "finished", loss, others=(rank,)))
+    measured = (STEPS, "", loss, 100 * STEPS, 0.5 * STEPS, 9.0)
+    tracker.handle(JobResult(name, JobState.FINISHED, *measured, values=(loss, rank)))
 
 
-def over(*trials: int) -> list[Judged]:
+def over(*trials: int) -> list[JobResult]:
     return [
-        Judged(f"trial-{trial:04d}", trial, "finished", VALUES[trial], True, "", {"adapter.rank": 1})
+        JobResult(
+            f"trial-{trial:04d}",
+            JobState.FINISHED,
+            values=VALUES[trial],
+            trial=trial,
+            parameters={"adapter.rank": 1},
+        )
         for trial in trials
     ]
 
@@ -116,7 +121,7 @@ def interrupted(settings: TrackingSettings) -> str:
     train(tracker, 0)
     end(tracker, 0)
     train(tracker, 1, 1, 3)
-    tracker.end_search("interrupted")
+    tracker.end_search(JobState.PAUSED)
     tracker.close()
     assert tracker.notices == []
     return load_search(settings, "demo").run_id
@@ -209,7 +214,7 @@ def test_a_store_that_never_answers_gets_everything_from_the_next_start(
     with pytest.raises(AwayError):
         send_left(settings, "demo")
     store.away = False
-    assert load_search(settings, "demo").state == ("running" if before is killed else "interrupted")
+    assert load_search(settings, "demo").state == ("running" if before is killed else "paused")
     assert send_left(settings, "demo") == []
     assert conclude(settings, "demo", "s", over(0, 1, 2)) == run_id
     check(settings, run_id)

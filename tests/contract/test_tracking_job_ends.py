@@ -6,12 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from job_results import ended
 from lost_tracker import die
 from mlflow import MlflowClient
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import GroupStep, JobAdmitted, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, left_unsent, load_search, locate, send_left
 from plait.tracking.encoding import Head
@@ -39,7 +40,9 @@ def train(tracker: Tracker, trial: int, last: int = STEPS) -> None:
 
 def end(tracker: Tracker, trial: int, seconds: float) -> None:
     name = f"trial-{trial:04d}"
-    tracker.handle(JobEnded(name, "finished", STEPS, "", 1.0, 100 * STEPS, seconds, 42.0, None))
+    tracker.handle(
+        JobResult(name, JobState.FINISHED, STEPS, "", 1.0, 100 * STEPS, seconds, 42.0, values=(1.0,))
+    )
 
 
 def crash(tracker: Tracker) -> None:
@@ -63,8 +66,6 @@ def test_what_a_device_did_after_the_last_step_is_in_the_jobs_run(
     end(tracker, 0, STEPS + 6.0)
     train(tracker, 1)
     end(tracker, 1, STEPS)  # of this one, nothing
-    for trial in (0, 1):
-        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
     tracker.end_search()
     tracker.close()
     client = MlflowClient(locate(settings).uri)
@@ -84,7 +85,6 @@ def test_the_sum_over_the_jobs_is_the_searchs_total(settings: TrackingSettings) 
     for trial in (0, 1):
         train(tracker, trial)
         end(tracker, trial, STEPS + 5.0 * trial)
-        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
     tracker.handle(GroupStep("g0", 1, (), 1, 100, 0.5, None, 200))
     tracker.end_search()
     tracker.close()
@@ -103,11 +103,11 @@ def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
     crash(killed)
     tracker = begin(settings)
     tracker.start_job(JobSpec("trial-0000"), 0)
-    tracker.judge(Verdict("trial-0000", "pruned", None, "ended by its owner"))
+    tracker.handle(ended("stopped", None, "by order", job="trial-0000"))
     tracker.end_search()
     tracker.close()
     (item,) = load_search(settings, "demo").records
-    assert (item.state, item.step, item.loss, item.tokens) == ("pruned", 12, 3.0 / 12, 1200)
+    assert (item.state, item.step, item.loss, item.tokens) == ("stopped", 12, 3.0 / 12, 1200)
     losses = MlflowClient(locate(settings).uri).get_metric_history(item.run_id, "train/loss")
     assert [point.step for point in losses] == [1, 7, 12]
 
@@ -126,7 +126,6 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
     tracker = begin(two)
     train(tracker, 0)
     end(tracker, 0, STEPS)
-    tracker.judge(Verdict("trial-0000", "finished", 1.0))
     tracker.end_search()
     tracker.close()
     assert left_unsent(one, "demo") != []
@@ -144,18 +143,17 @@ def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_fi
     one, two = (replace(settings, root=tmp_path / name) for name in ("one", "two"))
     first = begin(one)
     train(first, 0)
-    first.end_search("interrupted")
+    first.end_search(JobState.PAUSED)
     first.close()
     client = MlflowClient(locate(two).uri)
     (item,) = load_search(two, "demo").records
-    assert client.get_run(item.run_id).info.status == "KILLED"
+    assert client.get_run(item.run_id).info.status == "SCHEDULED"
     second = begin(two)
     train(second, 0)
     second.flush()
     found = client.get_run(item.run_id)
     assert (found.info.status, found.data.tags["plait.state"]) == ("RUNNING", "running")
     end(second, 0, STEPS + 5.0)
-    second.judge(Verdict("trial-0000", "finished", 1.0))
     second.end_search()
     second.close()
     assert client.get_run(item.run_id).info.status == "FINISHED"
@@ -174,7 +172,6 @@ def test_leaderboards_take_room_in_the_spool_as_jobs_do(
     for trial in range(40):
         train(tracker, trial, 1)
         end(tracker, trial, 1.0)
-        tracker.judge(Verdict(f"trial-{trial:04d}", "finished", 1.0))
         sizes.append(sum(path.stat().st_size for path in folder.glob("*.jsonl")))
     growth = [after - before for before, after in pairwise(sizes)]
     assert max(growth) - min(growth) < 100  # digits

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -12,16 +13,15 @@ from mlflow_server import MlflowServer
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobGenerated,
     JobProgress,
 )
-from plait.core.objectives import Verdict
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names
 
@@ -77,8 +77,11 @@ def group_step(iteration: int, jobs: tuple[str, ...]) -> GroupStep:
     return GroupStep("g0", iteration, jobs, 2, 300, 0.5, 2**20, 200)
 
 
-def ended(name: str, state: str, adapter: Path | None, reason: str = "", loss: float = 1.0) -> JobEnded:
-    return JobEnded(name, state, STEPS, reason, loss, 100 * STEPS, 0.25 * STEPS, 42.0, adapter)
+def ended(
+    name: str, state: str, adapter: Path | None, reason: str = "", loss: float = 1.0, **more: Any
+) -> JobResult:
+    measured = (STEPS, reason, loss, 100 * STEPS, 0.25 * STEPS, 42.0, adapter)
+    return JobResult(name, JobState(state), *measured, **more)
 
 
 def adapter_folder(root: Path) -> Path:
@@ -108,12 +111,10 @@ def whole_search(settings: TrackingSettings, name: str = "demo") -> None:
         for trial, key in enumerate(keys[:3]):
             tracker.handle(JobEvaluated(key, STEPS, 2.0 - trial * 0.5, 70))
             tracker.handle(JobGenerated(key, STEPS, 0.25))
-            tracker.handle(ended(key, "finished", adapter, loss=2.0 - trial * 0.5))
-        tracker.handle(ended(keys[3], "failed", None, "loss is nan"))
-        tracker.judge(Verdict(keys[0], "finished", 2.0))
-        tracker.judge(Verdict(keys[1], "finished", 1.5))
-        tracker.judge(Verdict(keys[2], "pruned", 1.0, "below the cut of rung 1"))
-        tracker.judge(Verdict(keys[3], "failed", float("nan")))
+            state, reason = ("pruned", "below the cut of rung 1") if trial == 2 else ("finished", "")
+            folder, loss = None if trial == 2 else adapter, 2.0 - trial * 0.5
+            tracker.handle(ended(key, state, folder, reason, loss, values=(loss,)))
+        tracker.handle(ended(keys[3], "failed", None, "loss is nan", values=(float("nan"),)))
 
 
 def runs_of(settings: TrackingSettings, name: str = "demo") -> tuple[Run, dict[str, Run]]:
@@ -265,8 +266,7 @@ class TestGoingOn:
                 tracker.handle(progress("trial-0000", step))
                 tracker.handle(progress("trial-0001", step))
                 tracker.handle(group_step(step, ("trial-0000", "trial-0001")))
-            tracker.handle(ended("trial-0000", "finished", None))
-            tracker.judge(Verdict("trial-0000", "finished", 1.0))
+            tracker.handle(ended("trial-0000", "finished", None, values=(1.0,)))
             raise KeyboardInterrupt
 
     def test_an_interrupted_search_leaves_no_run_behind_that_seems_to_run(
@@ -274,9 +274,9 @@ class TestGoingOn:
     ) -> None:
         self.interrupt(tracking)
         parent, children = runs_of(tracking)
-        assert (parent.info.status, parent.data.tags["plait.state"]) == ("KILLED", "interrupted")
-        assert children["trial-0001"].info.status == "KILLED"
-        assert children["trial-0001"].data.tags["plait.state"] == "interrupted"
+        assert (parent.info.status, parent.data.tags["plait.state"]) == ("SCHEDULED", "paused")
+        assert children["trial-0001"].info.status == "SCHEDULED"
+        assert children["trial-0001"].data.tags["plait.state"] == "paused"
         assert children["trial-0000"].info.status == "FINISHED"
 
     def test_the_same_runs_go_on_and_no_step_is_counted_twice(self, tracking: TrackingSettings) -> None:
@@ -291,8 +291,7 @@ class TestGoingOn:
             for event in resumed:
                 tracker.handle(event)
             tracker.handle(group_step(1, ("trial-0001",)))
-            tracker.handle(ended("trial-0001", "finished", None))
-            tracker.judge(Verdict("trial-0001", "finished", 0.5))
+            tracker.handle(ended("trial-0001", "finished", None, values=(0.5,)))
         parent, children = runs_of(tracking)
         assert set(children) == {"trial-0000", "trial-0001"}
         assert (parent.info.status, children["trial-0001"].info.status) == ("FINISHED", "FINISHED")
@@ -316,8 +315,7 @@ class TestGoingOn:
             worker.handle(JobAdmitted(job(trial), 0, STEPS, "g0"))
             for step in range(1, STEPS + 1):
                 worker.handle(progress(name, step))
-            worker.handle(ended(name, "finished", None))
-            worker.judge(Verdict(name, "finished", 2.0 - trial))
+            worker.handle(ended(name, "finished", None, values=(2.0 - trial,)))
         for worker in workers:
             worker.end_search()
             worker.close()
@@ -374,8 +372,7 @@ def test_a_clock_that_is_set_back_makes_no_time_negative(sqlite: str, tmp_path: 
                 tracker.handle(progress("trial-0000", step))
                 tracker.handle(group_step(step, ("trial-0000",)))
             if last == STEPS:
-                tracker.handle(ended("trial-0000", "finished", None))
-                tracker.judge(Verdict("trial-0000", "finished", 1.0))
+                tracker.handle(ended("trial-0000", "finished", None, values=(1.0,)))
 
     process(1, STEPS // 2)
     process(STEPS // 2 + 1, STEPS)

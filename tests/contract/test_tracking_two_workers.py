@@ -9,17 +9,17 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from job_results import ended
 from lost_tracker import die
 from mlflow import MlflowClient
 
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobParked, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.terminal.text import state_text, status_line
-from plait.tracking import JobRecord, Judged, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking import JobRecord, SearchFacts, Tracker, conclude, load_search, locate, send_left
 from plait.tracking.elsewhere import Elsewhere
-from plait.tracking.names import RUNNING
 
 OBJECTIVES = SearchSettings(
     trials=4, metric=("eval/loss", "adapter.rank"), direction=("minimize", "minimize")
@@ -44,13 +44,18 @@ def begin(tracker: Tracker, trial: int) -> None:
 def end(tracker: Tracker, trial: int) -> None:
     name, (loss, rank) = f"trial-{trial:04d}", VALUES[trial]
     tracker.handle(JobEvaluated(name, 4, loss, 100))
-    tracker.handle(JobEnded(name, "finished", 4, "", loss, 400, 2.0, 9.0, None))
-    tracker.judge(Verdict(name, "finished", loss, others=(rank,)))
+    tracker.handle(JobResult(name, JobState.FINISHED, 4, "", loss, 400, 2.0, 9.0, values=(loss, rank)))
 
 
-def verdicts() -> list[Judged]:
+def results() -> list[JobResult]:
     return [
-        Judged(f"trial-{trial:04d}", trial, "finished", values, True, "", {"adapter.rank": int(values[1])})
+        JobResult(
+            f"trial-{trial:04d}",
+            JobState.FINISHED,
+            values=values,
+            trial=trial,
+            parameters={"adapter.rank": int(values[1])},
+        )
         for trial, values in VALUES.items()
     ]
 
@@ -94,12 +99,12 @@ def test_two_that_end_at_the_same_time(
             if trial != 0:
                 begin(tracker, trial)
             end(tracker, trial)
-        tracker.over = lambda: {item.job for item in verdicts()}  # both have told the study of all
+        tracker.over = lambda: {item.job for item in results()}  # both have told the study of all
     for at in order:
         both[at].end_search()
     for at in reversed(order):  # as each has sent what it has, so it writes of the whole
         both[at].close()
-        both[at].conclude(verdicts())
+        both[at].conclude(results())
     check(settings, tmp_path)
 
 
@@ -114,7 +119,7 @@ def test_a_worker_that_is_alone_writes_nothing_twice(
     tracker.close()
     written: list[object] = []
     monkeypatch.setattr("plait.tracking.tracker.write_final", lambda *given, **_: written.append(given))
-    tracker.conclude(verdicts())
+    tracker.conclude(results())
     assert not written
 
 
@@ -130,13 +135,13 @@ def test_what_a_killed_worker_left_does_not_take_the_place_of_the_whole(
     for trial in (1, 2, 3):
         begin(other, trial)
         end(other, trial)
-    other.over = lambda: {item.job for item in verdicts()}
+    other.over = lambda: {item.job for item in results()}
     other.end_search()
     other.close()
-    other.conclude(verdicts())
+    other.conclude(results())
     die(killed)
     assert send_left(settings, "both") == []
-    assert conclude(settings, "both", "s", verdicts()) is not None
+    assert conclude(settings, "both", "s", results()) is not None
     check(settings, tmp_path)
 
 
@@ -147,9 +152,9 @@ def test_a_search_whose_last_process_was_killed_is_ended(settings: TrackingSetti
         end(killed, trial)
     killed.flush()
     die(killed)
-    assert load_search(settings, "both").state == RUNNING
-    assert conclude(settings, "both", "another study", verdicts()) is None
-    assert conclude(settings, "both", "s", verdicts()) is not None
+    assert load_search(settings, "both").state == JobState.RUNNING
+    assert conclude(settings, "both", "another study", results()) is None
+    assert conclude(settings, "both", "s", results()) is not None
     check(settings, tmp_path)
 
 
@@ -161,16 +166,16 @@ def test_of_trials_that_are_over_the_study_has_the_last_word_and_the_store_the_r
         begin(killed, trial)
     end(killed, 0)
     end(killed, 1)
-    killed.judge(Verdict("trial-0002", "pruned", 3.5, "rung 2"))
+    killed.handle(ended("pruned", 3.5, "rung 2", job="trial-0002"))
     killed.handle(GroupStep("g0", 1, (), 1, 100, 0.5, None, 200))
     killed.flush()
     die(killed)
-    first, second, *_ = verdicts()
+    first, second, *_ = results()
     judged = [
         first,
-        replace(second, feasible=False),
-        Judged("trial-0002", 2, "pruned", (), True, "rung 2", {}),
-        Judged("trial-0003", 3, "failed", (), True, "it never had a run", {}),
+        replace(second, violations={"adapter.rank <= 1": 1.0}),
+        ended("pruned", None, "rung 2", "trial-0002", trial=2),
+        ended("failed", None, "it never had a run", "trial-0003", trial=3),
     ]
     run_id = conclude(settings, "both", "s", judged)
     assert run_id is not None
@@ -188,16 +193,16 @@ def test_the_leaderboard_shows_where_those_are_that_go_on(settings: TrackingSett
     for trial in (0, 1, 2):
         begin(tracker, trial)
     tracker.handle(JobEvaluated("trial-0001", 4, 2.2, 100))
-    tracker.handle(JobParked("trial-0001", 4, "waits at rung 4"))
+    tracker.handle(JobPaused("trial-0001", 4, PauseReason.AT_RUNG))
     tracker.handle(GroupStep("g0", 1, ("trial-0000",), 1, 100, 0.5, None, 200))
     end(tracker, 2)
     tracker.flush()
     records = {item.trial: item for item in load_search(settings, "both").records}
     shown = [(each.state, each.step, each.steps, each.loss) for each in map(records.get, range(3)) if each]
-    assert shown == [("running", 3, 4, 2.5), ("parked", 4, 4, 2.5), ("finished", 4, 4, 2.5)]
+    assert shown == [("running", 3, 4, 2.5), ("paused", 4, 4, 2.5), ("finished", 4, 4, 2.5)]
     tracker.end_search()
     tracker.close()
-    assert [item.state for item in load_search(settings, "both").records][1:] == ["interrupted"] * 2
+    assert [item.state for item in load_search(settings, "both").records][1:] == ["paused"] * 2
 
 
 def test_one_process_at_a_time_writes_the_searchs_own_curves(settings: TrackingSettings) -> None:
@@ -234,7 +239,7 @@ def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: Tr
     first.end_search()
     first.close()
     second.flush()
-    assert [job.state for job in load_search(settings, "both").records] == [RUNNING]
+    assert [job.state for job in load_search(settings, "both").records] == [JobState.RUNNING]
     end(second, 0)
     second.end_search()
     second.close()
@@ -288,14 +293,14 @@ def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: Tr
     killed.flush()
     die(killed)
     other = Tracker(settings)
-    other.cut_short = lambda: {"trial-0000"}
+    other.orphaned = lambda: {"trial-0000"}
     other.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))
     states = {name: state_text(other.board, record) for name, record in other.board.jobs.items()}
-    assert states == {"trial-0000": "cut short", "trial-0001": "finished"}
-    assert "0 running · 1 cut short" in status_line(other.board, None)
-    assert {record.name: record.state for record in other._stored()}["trial-0000"] == "waiting"
+    assert states == {"trial-0000": "orphaned", "trial-0001": "finished"}
+    assert "0 running · 1 orphaned" in status_line(other.board, None)
+    assert {record.name: record.state for record in other._stored()}["trial-0000"] == "orphaned"
     begin(other, 0)
-    assert other.board.jobs["trial-0000"].state == RUNNING
+    assert other.board.jobs["trial-0000"].state == JobState.RUNNING
     end(other, 0)
     other.end_search()
     other.close()

@@ -107,7 +107,7 @@ def test_every_command_against_a_running_sweep(
 
         assert "Trial 0 ends" in said("stop", "0")
         until(sweep, lambda: state(0) == TrialState.PRUNED)
-        assert trials(folder)[0].user_attrs["plait.reason"] == "ended by its owner"
+        assert trials(folder)[0].user_attrs["plait.reason"] == "by the user"
         assert "is pruned" in said("stop", "0", status=2)
 
         assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
@@ -163,7 +163,7 @@ def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
     assert "does not run now" in said("cancel")
     assert main(["sweep", *arguments]) == 0
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 2
-    assert {item.user_attrs["plait.reason"] for item in trials(folder)} == {"ended by its owner"}
+    assert {item.user_attrs["plait.reason"] for item in trials(folder)} == {"by the user"}
 
 
 def test_a_search_that_is_not_there(folder: Path, said: Said) -> None:

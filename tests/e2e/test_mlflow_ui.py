@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, SearchResult, Tracker, load_search
 
@@ -35,8 +35,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
             tracker.handle(GroupStep("g0", step, tuple(job.name for job in jobs), 1, 256, 2.0, None, 256))
         for trial, job in enumerate(jobs):
             tracker.handle(JobEvaluated(job.name, STEPS, 1.0 + trial, 100))
-            tracker.handle(JobEnded(job.name, "finished", STEPS, "", 1.0 + trial, 960, 7.5, 30.0, None))
-            tracker.judge(Verdict(job.name, "finished", 1.0 + trial))
+            loss = 1.0 + trial
+            measured = (STEPS, "", loss, 960, 7.5, 30.0)
+            tracker.handle(JobResult(job.name, JobState.FINISHED, *measured, values=(loss,)))
     return settings
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult
 from plait.core.messages import (
     Command,
     Detach,
     Event,
-    JobEnded,
     JobEvaluated,
     JobProgress,
     WorkerEvent,
@@ -106,8 +106,8 @@ class History:
     def evaluations(self, job: str) -> list[float]:
         return [event.loss for event in self.events if isinstance(event, JobEvaluated) and event.job == job]
 
-    def ended(self, job: str) -> JobEnded:
-        (found,) = [event for event in self.events if isinstance(event, JobEnded) and event.job == job]
+    def ended(self, job: str) -> JobResult:
+        (found,) = [event for event in self.events if isinstance(event, JobResult) and event.job == job]
         return found
 
     def difference(self, other: History, job: str) -> float:

@@ -14,8 +14,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from optuna.trial import TrialState, create_trial
 
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import open_storage
 from plait.tracking import SearchFacts, Tracker
@@ -133,13 +133,9 @@ def _judge(item: _Live, state: str, steps: int, tracker: Tracker) -> None:
     reason = {"failed": "loss is nan", "pruned": f"rung at step {item.step}: not among the best"}.get(
         state, ""
     )
-    ended = "stopped" if state == "pruned" else state
-    tracker.handle(
-        JobEnded(
-            item.job.name, ended, item.step, reason, objective, item.tokens, item.seconds, item.seconds, None
-        )
-    )
-    tracker.judge(Verdict(item.job.name, state, objective, reason))
+    values = () if objective is None else (objective,)
+    measured = (item.step, reason, objective, item.tokens, item.seconds, item.seconds)
+    tracker.handle(JobResult(item.job.name, JobState(state), *measured, values=values))
 
 
 def _told(item: _Live, state: str, steps: int) -> Any:

@@ -17,8 +17,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.config.overrides import read_request
 from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult
 from plait.core.messages import Event
-from plait.core.objectives import Verdict
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -60,11 +60,10 @@ class Notes:
 
     def handle(self, event: Event) -> None:
         self.events.append(event)
-
-    def judge(self, verdict: Verdict) -> None:
-        assert verdict.job not in self.judged
-        assert verdict.state != "failed" or verdict.objective is None
-        self.judged[verdict.job] = (verdict.state, verdict.reason)
+        if isinstance(event, JobResult) and event.state.ended:
+            assert event.job not in self.judged
+            assert event.state != "failed" or event.objective is None
+            self.judged[event.job] = (event.state, event.reason)
 
     def lose(self, job: str) -> None:
         self.lost.append(job)

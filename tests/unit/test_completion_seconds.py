@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rung_bench import Bench, KilledError, Notes, halving
 
-from plait.core.messages import Cursor, JobEnded
+from plait.core.lifecycle import JobResult
+from plait.core.messages import Cursor
 from plait.engine.saved import HEADER
 
 
@@ -31,7 +32,7 @@ def test_those_of_killed_processes_count_up_to_their_last_states(
             seconds = Cursor(**json.loads((state / HEADER).read_text())).completion_seconds
             assert kept < seconds <= kept + next(ticks) - began
             kept = seconds
-        ended += process.of(JobEnded)
+        ended += process.of(JobResult)
         spent = next(ticks) - began
     (end,) = ended
     assert kept < end.completion_seconds <= kept + spent

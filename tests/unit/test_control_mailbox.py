@@ -28,6 +28,7 @@ import plait
 from plait.cli.control import read_request
 from plait.cli.main import main
 from plait.core.errors import ConfigError, SearchError, StorageError
+from plait.core.lifecycle import JobState
 from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
 from plait.search.attend import Attend
 from plait.search.control.desk import LOOK_SECONDS, Clerk
@@ -262,7 +263,7 @@ class Study:
 
     def __init__(self) -> None:
         self.orders = KeptOrders()
-        self.states = {0: "complete", 1: "running"}
+        self.states = {0: JobState.FINISHED, 1: JobState.RUNNING}
         self.points: dict[int, Mapping[str, Value]] = {
             0: {"adapter.rank": 8, "train.lr": 1e-4, "train.batch_size": 2, "train.schedule": "linear"},
             1: {"adapter.rank": 16, "train.lr": 1e-4, "train.batch_size": 2, "train.schedule": "linear"},
@@ -297,7 +298,7 @@ class Study:
         if request not in self.requests:
             self.priorities.append(priority)
             number = self.requests[request] = len(self.states)
-            self.states[number], self.points[number], self.warm[number] = "waiting", values, warm_from
+            self.states[number], self.points[number], self.warm[number] = JobState.QUEUED, values, warm_from
         return self.requests[request]
 
 
@@ -360,7 +361,7 @@ def test_modes_and_stops(tmp_path: Path) -> None:
     assert clerk.attend().stops == (1,)
     refused = _said(clerk, "stop", "0")
     assert not refused.done
-    assert "complete" in refused.text
+    assert "finished" in refused.text
     assert not _said(clerk, "stop", "9").done
     clerk.withdraw()
     assert clerk.attend() == clerk.mailbox.orders == Orders()
@@ -573,8 +574,8 @@ def killed(root: Path, storage: str | None = None) -> Path:
     ("words", "found", "rule", "instead"),
     [
         (("stop", "99"), "trial 99", "no such trial", "Those that run: 4."),
-        (("stop", "1"), "trial 1 is complete", "Only a trial that runs", "Those that run: 4."),
-        (("stop", "5"), "trial 5 is waiting", "Only a trial that runs", "Those that run: 4."),
+        (("stop", "1"), "trial 1 is finished", "Only a trial that runs", "Those that run: 4."),
+        (("stop", "5"), "trial 5 is queued", "Only a trial that runs", "Those that run: 4."),
         (("clone", "6"), "trial 6", "no such trial", "Those that have begun: 0, 1, 2, 3, 4."),
         (("clone", "5", "adapter.rank=1"), "has not begun", "with values", "begun: 0, 1, 2, 3, 4."),
     ],
@@ -643,20 +644,25 @@ def test_status_of_a_search_that_is_down_is_what_its_study_knows(
     shown = tuple(facts[key] for key in ("search", "mode", "trials", "ended"))
     assert shown == ("killed", "not running", 7, 4)
     states = [(job["state"], job["host"]) for job in facts["jobs"][3:]]
-    assert states == [("pruned", ""), ("cut short", ""), ("running", "node7"), ("cut short", "")]
+    assert states == [("pruned", ""), ("orphaned", ""), ("running", "node7"), ("orphaned", "")]
     assert main(["control", "killed", "pause", "--root", str(tmp_path)]) == 0
     assert "ask on node7" in capsys.readouterr().out
     assert main(["control", "killed", "stop", "--json", "--root", str(tmp_path)]) == 2
     assert "Only a status" in capsys.readouterr().err
     assert lines[0] == "killed does not run now. Ordered: paused."
-    assert lines[1] == "7 trials: 2 cut short, 3 complete, 1 pruned, 1 begun on host node7."
+    assert lines[1] == "7 trials: 2 orphaned, 3 finished, 1 pruned, 1 running on host node7."
     assert lines[2].startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert lines[3] == "Ask on node7 where that still trains."
     assert lines[4] == "`plait leaderboard killed` shows its trials, `plait resume killed` goes on."
 
 
-@given(st.lists(st.sampled_from(["running", "waiting", "complete"]), max_size=30), st.integers(0, 40))
-def test_in_place_of_a_trial_that_will_not_do_the_nearest_are_named(states: list[str], number: int) -> None:
+@given(
+    st.lists(st.sampled_from([JobState.RUNNING, JobState.QUEUED, JobState.FINISHED]), max_size=30),
+    st.integers(0, 40),
+)
+def test_in_place_of_a_trial_that_will_not_do_the_nearest_are_named(
+    states: list[JobState], number: int
+) -> None:
     running = [at for at, state in enumerate(states) if state == "running"]
     if number in running:
         check_target("stop", number, states, "s")
@@ -697,14 +703,14 @@ def test_asking_a_search_that_runs_loads_nothing_heavy(tmp_path: Path) -> None:
 
 def test_a_status_for_programs_has_every_job(tmp_path: Path) -> None:
     board = Board("minimize", 3)
-    for trial, state in ((1, "running"), (0, "waiting")):
+    for trial, state in ((1, JobState.RUNNING), (0, JobState.QUEUED)):
         board.add(JobRecord(f"trial-{trial:04d}", trial, {"adapter.rank": 8}, state, step=trial + 3, steps=9))
     facts = status_facts(board, "paused", "mine")
     assert {key: facts[key] for key in ("search", "mode", "trials", "ended")} == {
         "search": "mine", "mode": "paused", "trials": 3, "ended": 0,
     }  # fmt: skip
     assert [(job["trial"], job["state"], job["step"], job["steps"]) for job in facts["jobs"]] == [
-        (0, "cut short", 3, 9),
+        (0, "queued", 3, 9),
         (1, "running", 4, 9),
     ]
     assert facts["jobs"][0]["parameters"] == {"adapter.rank": 8}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import Board, JobRecord
@@ -24,7 +25,7 @@ STATES = ("finished", "finished", "pruned", "failed", "running")
 
 def record(trial: int, state: str = "finished", objective: float | None = None, **more: object) -> JobRecord:
     values = {"adapter.rank": 4 * 2 ** (trial % 4), "train.lr": 10 ** (-5 + trial % 50 / 20), "train.seed": 0}
-    made = JobRecord(f"trial-{trial:04d}", trial, values, state, objective=objective)
+    made = JobRecord(f"trial-{trial:04d}", trial, values, JobState(state), objective=objective)
     made.device_seconds, made.tokens, made.step = 1.0 + trial % 7, 100 * trial, 10
     for key, value in more.items():
         setattr(made, key, value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from plait.core.lifecycle import JobState
 from plait.search.stored import Importance, StudyObjective
 from plait.tracking import JobRecord
 from plait.tracking.tables import GroupStepRow
@@ -23,7 +24,7 @@ def record(
     trial: int, state: str = "finished", objective: float | None = None, seconds: float = 1.0
 ) -> JobRecord:
     made = JobRecord(
-        f"trial-{trial:04d}", trial, {"adapter.rank": 4 * (trial + 1)}, state, objective=objective
+        f"trial-{trial:04d}", trial, {"adapter.rank": 4 * (trial + 1)}, JobState(state), objective=objective
     )
     made.device_seconds, made.step = seconds, 10
     return made
@@ -44,10 +45,10 @@ def test_every_state_has_an_outcome() -> None:
     expected = {
         "finished": "useful",
         "pruned": "pruned",
-        "stopped": "pruned",
+        "stopped": "stopped",
         "failed": "failed",
         "running": "not ended",
-        "interrupted": "not ended",
+        "paused": "not ended",
     }
     assert {state: outcome(record(0, state)) for state in expected} == expected
 
@@ -244,7 +245,9 @@ def test_no_fact_can_end_an_element() -> None:
 
 def test_a_narrow_page_cuts_no_number_of_the_leaderboard() -> None:
     """What does not fit is scrolled to: a cell without its last digits shows another number."""
-    found = sweep(records=(JobRecord("trial-0000", 0, state="finished", objective=1.25, tokens=47_426),))
+    found = sweep(
+        records=(JobRecord("trial-0000", 0, state=JobState.FINISHED, objective=1.25, tokens=47_426),)
+    )
     shown = {item.key: item for item in all_figures(found)}
     wants = sum(shown["leaderboard"].figure.data[0].columnwidth)
     assert f'style="min-width: {wants:.0f}px"' in report(found, [shown["leaderboard"]])

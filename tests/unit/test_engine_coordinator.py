@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Cursor,
     Evaluate,
@@ -22,7 +23,6 @@ from plait.core.messages import (
     Generate,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobGenerated,
     JobProgress,
@@ -96,7 +96,7 @@ def test_every_job_takes_all_its_steps_and_ends_finished() -> None:
     assert [e.step for e in of(JobProgress, events, "a")] == [1, 2]
     assert [e.step for e in of(JobProgress, events, "b")] == [1, 2, 3, 4, 5]
     assert all(e.loss == 2.0 for e in of(JobProgress, events))
-    ends = {e.job: e for e in of(JobEnded, events)}
+    ends = {e.job: e for e in of(JobResult, events)}
     assert {name: (e.state, e.step) for name, e in ends.items()} == {
         "a": ("finished", 2),
         "b": ("finished", 5),
@@ -121,7 +121,7 @@ def test_device_time_is_attributed_to_the_last_nanosecond(
     made = coordinator(worker := CurveWorker(), max_jobs=max_jobs)
     for place, (lengths, batch_size, steps) in enumerate(jobs):
         made.submit(job(f"j{place}", lengths=lengths, validation=lengths, batch_size=batch_size, steps=steps))
-    ends = of(JobEnded, drain(made))
+    ends = of(JobResult, drain(made))
     total = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == total
     for command in worker.commands:
@@ -137,7 +137,7 @@ def test_a_failure_ends_its_own_job_only() -> None:
     for name in ("good", "bad", "worse"):
         made.submit(job(name, steps=4))
     events = drain(made)
-    ends = {e.job: (e.state, e.step, e.reason) for e in of(JobEnded, events)}
+    ends = {e.job: (e.state, e.step, e.reason) for e in of(JobResult, events)}
     assert ends["bad"] == ("failed", 1, "its loss is nan")
     assert ends["worse"] == ("failed", 2, "its gradient is inf")
     assert ends["good"][:2] == ("finished", 4)
@@ -153,7 +153,7 @@ def test_a_failed_evaluation_ends_the_job() -> None:
     made.submit(job("a", validation=(4,), eval_every=2))
     made.submit(job("b", validation=(4,), eval_every=2))
     events = drain(made)
-    assert {e.job: e.state for e in of(JobEnded, events)} == {"a": "failed", "b": "finished"}
+    assert {e.job: e.state for e in of(JobResult, events)} == {"a": "failed", "b": "finished"}
 
 
 def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
@@ -167,7 +167,7 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
         (5, 8, 2.0),
     ]
     assert [e.step for e in of(JobEvaluated, events, "b")] == [4]
-    assert of(JobEnded, events, "b")[0].eval_loss == 2.0
+    assert of(JobResult, events, "b")[0].eval_loss == 2.0
     joint = [c for c in worker.commands if isinstance(c, Evaluate)][1]
     assert [s.job for s in joint.microbatches[0].segments] == ["a", "b"]
 
@@ -209,7 +209,7 @@ def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
     made.submit(job("twin"))
     with pytest.raises(ConfigError, match="its own"):
         made.submit(job("twin"))
-    assert [e.job for e in of(JobEnded, drain(made))] == ["twin"]
+    assert [e.job for e in of(JobResult, drain(made))] == ["twin"]
 
 
 def test_a_validation_row_that_is_longer_than_a_microbatch_is_refused_too() -> None:
@@ -243,15 +243,15 @@ def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None
         if turn == 2:
             made.submit(job("late", steps=2))
         if turn == 3:
-            made.cancel("b", "pruned")
+            made.cancel("b", "rung 1", state=JobState.PRUNED)
 
     events = drain(made, between)
     assert [e.jobs for e in of(GroupStep, events)][2:4] == [("a", "b", "late"), ("a", "late")]
-    end = of(JobEnded, events, "b")[0]
-    assert (end.state, end.reason, end.step, end.adapter) == ("stopped", "pruned", 3, None)
+    end = of(JobResult, events, "b")[0]
+    assert (end.state, end.reason, end.step, end.adapter) == ("pruned", "rung 1", 3, None)
     assert not any(isinstance(c, Export) and c.job == "b" for c in worker.commands)
     with pytest.raises(ConfigError, match="waits or trains"):
-        made.cancel("b")
+        made.cancel("b", "rung 1")
 
 
 def test_stop_saves_live_jobs_and_ends_all() -> None:
@@ -260,10 +260,10 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     made.submit(job("b", steps=9))
     made.advance()
     made.stop()
-    ends = {e.job: e for e in of(JobEnded, made.advance())}
+    ends = {e.job: e for e in of(JobResult, made.advance())}
     assert made.idle
     assert made.places() == 0
-    assert (ends["a"].state, ends["a"].reason, ends["a"].step) == ("stopped", "interrupted", 1)
+    assert (ends["a"].state, ends["a"].reason, ends["a"].step) == ("paused", "interrupted", 1)
     assert ends["a"].checkpoint == Path("run/checkpoints/a/step-00000001")
     assert ends["b"].checkpoint is None
     saved = next(c for c in worker.commands if isinstance(c, SaveState))
@@ -281,8 +281,8 @@ def test_a_resumed_job_goes_on_from_its_cursor() -> None:
     assert [(e.job.name, e.step) for e in of(JobAdmitted, events)] == [("a", 2), ("over", 2)]
     assert [e.step for e in of(JobProgress, events, "a")] == [3, 4]
     assert of(JobProgress, events, "a")[0].tokens > 100
-    assert of(JobEnded, events, "a")[0].device_seconds > 5.0
-    assert [e.state for e in of(JobEnded, events, "over")] == ["finished"]
+    assert of(JobResult, events, "a")[0].device_seconds > 5.0
+    assert [e.state for e in of(JobResult, events, "over")] == ["finished"]
 
 
 def test_answers_are_generated_and_judged_at_the_end() -> None:
@@ -302,7 +302,7 @@ def test_answers_are_generated_and_judged_at_the_end() -> None:
     assert asked["rows"] == [0, 1, 2, 3, 0, 1]
     (command,) = [c for c in worker.commands if isinstance(c, Generate)]
     assert (command.max_new_tokens, [each.job for each in command.jobs]) == (8, ["a", "b"])
-    assert sum(round(e.device_seconds * 1e9) for e in of(JobEnded, events)) == made.device_ns
+    assert sum(round(e.device_seconds * 1e9) for e in of(JobResult, events)) == made.device_ns
 
 
 def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -> None:
@@ -316,11 +316,11 @@ def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -
         made.submit(job(name, steps=1, validation=(4, 4)))
     events = drain(made)
     assert [(e.job, e.accuracy) for e in of(JobGenerated, events)] == [("b", 1.0)]
-    ends = {e.job: (e.state, e.reason, e.adapter) for e in of(JobEnded, events)}
+    ends = {e.job: (e.state, e.reason, e.adapter) for e in of(JobResult, events)}
     unjudged = "budget spent; its answers were not judged: no room"
     assert ends == {
         "a": ("finished", unjudged, Path("run/adapters/a")),
         "b": ("finished", "budget spent", Path("run/adapters/b")),
     }
     assert [e.text for e in of(Notice, events)] == ["a: its answers could not be generated: no room"]
-    assert sum(round(e.device_seconds * 1e9) for e in of(JobEnded, events)) == made.device_ns
+    assert sum(round(e.device_seconds * 1e9) for e in of(JobResult, events)) == made.device_ns

@@ -12,15 +12,15 @@ from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult, PauseReason
 from plait.core.messages import (
     Command,
     Evaluate,
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
-    JobParked,
+    JobPaused,
     JobProgress,
     Notice,
     RunMicrobatches,
@@ -31,7 +31,6 @@ from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
 from plait.engine.accounting import nanoseconds
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 
 
 def falling(job: JobSpec, step: int) -> float:
@@ -84,7 +83,7 @@ def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -
     made.advance()
     made.advance()
     assert made.checkpointing.save([made._find("a")])[0]["a"].name.endswith("1")
-    made.park("a")
+    made.pause("a")
     assert parked(made.settle()) == []
 
 
@@ -93,8 +92,8 @@ def test_a_job_that_waits_is_parked_too(make: Callable[..., tuple[Coordinator, C
     made.submit(job("a"))
     made.submit(job("b"))
     made.advance()
-    made.park("b")
-    assert parked(made.settle()) == [("b", 0, PAUSED)]
+    made.pause("b")
+    assert parked(made.settle()) == [("b", 0, PauseReason.BY_ORDER)]
 
 
 def steps(events: Sequence[Event], name: str) -> list[int]:
@@ -102,15 +101,15 @@ def steps(events: Sequence[Event], name: str) -> list[int]:
 
 
 def parked(events: Sequence[Event]) -> list[tuple[str, int, str]]:
-    return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobParked)]
+    return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobPaused)]
 
 
 def test_a_job_at_a_rung_gives_its_place_to_the_next_and_comes_back(make: Any) -> None:
     made, worker = make(max_jobs=1)
     made.submit(job("a"), rungs=(2, 4), measured=True)
     made.submit(job("b", steps=3))
-    events = drain(made, lambda turn: made.unpark("a", AT_RUNG) if turn in (5, 9) else None)
-    assert parked(events) == [("a", 2, AT_RUNG), ("a", 4, AT_RUNG)]
+    events = drain(made, lambda turn: made.resume("a", PauseReason.AT_RUNG) if turn in (5, 9) else None)
+    assert parked(events) == [("a", 2, PauseReason.AT_RUNG), ("a", 4, PauseReason.AT_RUNG)]
     assert groups(events) == [("a",)] * 2 + [("b",)] * 3 + [("a",)] * 4
     assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
     assert [e.step for e in events if isinstance(e, JobAdmitted) and e.job.name == "a"] == [0, 2, 4]
@@ -124,7 +123,7 @@ def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -
     made.submit(job("a"), rungs=(2,))
     events = [*made.advance(), *made.advance()]
     assert made.places() > 0
-    made.unpark("a", AT_RUNG)
+    made.resume("a", PauseReason.AT_RUNG)
     events += drain(made)
     assert parked(events) == []
     assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
@@ -133,7 +132,7 @@ def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -
 def test_a_rung_that_is_not_measured_costs_no_evaluation(make: Any) -> None:
     made, worker = make()
     made.submit(job("a"), rungs=(2,))
-    drain(made, lambda turn: made.unpark("a", AT_RUNG) if turn == 2 else None)
+    drain(made, lambda turn: made.resume("a", PauseReason.AT_RUNG) if turn == 2 else None)
     assert sum(isinstance(command, Evaluate) for command in worker.commands) == 1
 
 
@@ -155,29 +154,29 @@ def test_parking_and_unparking_by_hand_wherever_the_job_stands(make: Any) -> Non
 
     def between(turn: int) -> None:
         if turn == 1:
-            made.park("a")
+            made.pause("a")
         if turn == 2:
-            made.park("b")
+            made.pause("b")
         if turn == 4:
-            made.unpark("a")
-            made.unpark("b")
+            made.resume("a")
+            made.resume("b")
 
     events = drain(made, between)
-    assert parked(events) == [("a", 1, PAUSED), ("b", 1, PAUSED)]
+    assert parked(events) == [("a", 1, PauseReason.BY_ORDER), ("b", 1, PauseReason.BY_ORDER)]
     assert groups(events) == [("a",), ("b",)] + [("a",)] * 5 + [("b",)]
     with pytest.raises(ConfigError, match="waits or trains"):
-        made.park("c")
+        made.pause("c")
 
 
 def test_a_pause_at_a_rung_lasts_until_both_are_over(make: Any) -> None:
     made, _ = make()
     made.submit(job("a", steps=3), rungs=(1,))
     made.advance()
-    made.park("a")
-    assert parked(made.advance()) == [("a", 1, f"{PAUSED}, {AT_RUNG}")]
-    made.unpark("a", AT_RUNG)
+    made.pause("a")
+    assert parked(made.advance()) == [("a", 1, PauseReason.AT_RUNG)]
+    made.resume("a", PauseReason.AT_RUNG)
     assert made.advance() == []
-    made.unpark("a")
+    made.resume("a")
     assert steps(drain(made), "a") == [2, 3]
 
 
@@ -188,7 +187,7 @@ def test_a_parked_job_can_be_cancelled(make: Any) -> None:
         made.advance()
     made.cancel("a", "not among the best")
     (end,) = made.settle()
-    assert isinstance(end, JobEnded)
+    assert isinstance(end, JobResult)
     assert (end.state, end.reason, end.step) == ("stopped", "not among the best", 2)
     assert made.idle
 
@@ -200,7 +199,7 @@ def test_stopping_saves_parked_jobs_too(make: Any) -> None:
     for _ in range(3):
         made.advance()
     made.stop()
-    ends = {e.job: e for e in made.advance() if isinstance(e, JobEnded)}
+    ends = {e.job: e for e in made.advance() if isinstance(e, JobResult)}
     assert {name: end.step for name, end in ends.items()} == {"a": 2, "b": 1}
     for end in ends.values():
         assert end.checkpoint is not None
@@ -221,7 +220,7 @@ def test_a_job_that_goes_on_from_a_state_at_a_rung_waits_there(make: Any, tmp_pa
         (JobAdmitted, 2),
         (JobEvaluated, 2),
     ]
-    again.unpark("a", AT_RUNG)
+    again.resume("a", PauseReason.AT_RUNG)
     assert steps([*again.advance(), *again.advance()], "a") == [3, 4]
 
 
@@ -238,7 +237,7 @@ def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(ma
             made.submit(job("later", steps=1))
 
     events = drain(made, between)
-    assert parked(events) == [("c", 2, DISPLACED)]
+    assert parked(events) == [("c", 2, PauseReason.PREEMPTED)]
     assert groups(events)[2:5] == [("a", "b", "urgent")] * 2 + [("a", "b", "c")]
     for name in "abc":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
@@ -251,11 +250,11 @@ def test_out_of_memory_makes_the_group_smaller_and_no_step_is_lost(make: Any) ->
     for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 0)):
         made.submit(job(name, priority=priority, steps=3))
     events = drain(made)
-    assert parked(events) == [("d", 0, DISPLACED), ("c", 0, DISPLACED)]
+    assert parked(events) == [("d", 0, PauseReason.PREEMPTED), ("c", 0, PauseReason.PREEMPTED)]
     assert groups(events) == [("b", "a")] * 3 + [("c", "d")] * 3
     for name in "abcd":
         assert steps(events, name) == [1, 2, 3]
-    assert {e.job: e.state for e in events if isinstance(e, JobEnded)} == dict.fromkeys("abcd", "finished")
+    assert {e.job: e.state for e in events if isinstance(e, JobResult)} == dict.fromkeys("abcd", "finished")
     runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
     assert runs == 3 + 3 + 2  # the two that ran out of memory were taken again
 
@@ -282,7 +281,7 @@ def test_a_larger_group_is_tried_again_after_ends_ever_more_rarely(make: Any) ->
     events = drain(made)
     assert {len(group) for group in groups(events)} <= {1, 2}
     assert [name for name in names if steps(events, name) != [1]] == []
-    out = [each for each in parked(events) if each[2] == DISPLACED]
+    out = [each for each in parked(events) if each[2] == PauseReason.PREEMPTED]
     runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
     assert runs - len(groups(events)) == len(out)
     assert 2 <= len(out) - 38 <= 1 + math.log2(40)  # the first step came down from 40 to 2, one by one
@@ -305,7 +304,7 @@ def test_a_job_that_runs_out_of_memory_alone_fails(make: Any) -> None:
     made, _ = make(room=0)
     made.submit(job("a"))
     made.submit(job("b"))
-    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobEnded)}
+    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobResult)}
     assert ends == dict.fromkeys("ab", ("failed", "out of memory while it trained alone: no room"))
 
 
@@ -320,20 +319,20 @@ def test_a_job_for_which_there_is_no_room_waits_until_there_is(make: Any) -> Non
     assert groups(events) == [("a", "b")] * 3 + [("c", "d")] * 3
     for name in "abcd":
         assert steps(events, name) == [1, 2, 3]
-    assert {e.job: e.state for e in events if isinstance(e, JobEnded)} == dict.fromkeys("abcd", "finished")
+    assert {e.job: e.state for e in events if isinstance(e, JobResult)} == dict.fromkeys("abcd", "finished")
     turned_away = [e.text for e in events if isinstance(e, Notice)]
     assert turned_away[0] == "c waits for room: out of memory while it was taken in (no room)"
     assert len(turned_away) <= 3  # once at the start, then after ends, and not in every iteration
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == spent
-    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobEnded)) == spent
+    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobResult)) == spent
 
 
 def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any) -> None:
     made, _ = make(attach_room=0)
     for name in "ab":
         made.submit(job(name))
-    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobEnded)}
+    ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobResult)}
     assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was taken in alone: no room"))
 
 
@@ -345,7 +344,7 @@ def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: A
     events = [*made.advance(), *made.advance()]
     made.submit(job("urgent", priority=1, steps=2))
     events += drain(made)
-    assert parked(events) == [("b", 3, DISPLACED)]
+    assert parked(events) == [("b", 3, PauseReason.PREEMPTED)]
     assert groups(events)[2:6] == [("a", "b")] + [("a", "urgent")] * 2 + [("a", "b")]
     for name in "ab":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
@@ -356,13 +355,13 @@ def test_a_parked_job_that_finds_no_room_keeps_its_state_and_its_account(make: A
     made.submit(job("a"))
     made.submit(job("b"))
     events = [*made.advance(), *made.advance()]
-    made.park("a")
+    made.pause("a")
     made.submit(job("c", steps=2))
     events += made.advance()
-    made.unpark("a")
+    made.resume("a")
     events += drain(made)
     for name in "ab":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
     assert any(isinstance(e, Notice) and e.text.startswith("a waits for room") for e in events)
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
-    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobEnded)) == spent
+    assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobResult)) == spent

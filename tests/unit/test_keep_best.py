@@ -12,7 +12,8 @@ from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
-from plait.core.messages import Event, Export, JobEnded, JobEvaluated, JobSaved, KeepWeights
+from plait.core.lifecycle import JobResult
+from plait.core.messages import Event, Export, JobEvaluated, JobSaved, KeepWeights
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.core.space import Space
 from plait.engine.catalogue import DataCatalogue
@@ -45,8 +46,8 @@ def run(
     return events, worker
 
 
-def end(events: list[Event], name: str = "a") -> JobEnded:
-    (found,) = [event for event in events if isinstance(event, JobEnded) and event.job == name]
+def end(events: list[Event], name: str = "a") -> JobResult:
+    (found,) = [event for event in events if isinstance(event, JobResult) and event.job == name]
     return found
 
 
@@ -82,7 +83,7 @@ def test_one_that_was_stopped_is_told_as_it_stands(tmp_path: Path) -> None:
     made = Coordinator(worker, DataCatalogue(load_lengths), RunSettings(), folder=tmp_path)
     made.submit(job("best", steps=20, eval_every=4))
     events = [event for _ in range(8) for event in made.advance()]
-    made.cancel("a")
+    made.cancel("a", "by the user")
     assert end([*events, *made.settle()]).eval_loss == 2.0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from job_results import ended
 from rung_bench import SPACE, Bench, halving, states
 
 from plait.core.jobs import JobSpec
@@ -17,7 +18,6 @@ from plait.core.settings import RunSettings
 from plait.search.control import Orders
 from plait.search.identity import identify
 from plait.search.study import StudyTrials
-from plait.search.trials import Outcome
 from plait.search.workers import BEATS, MISSED_BEATS, Workers
 
 HOUR = 3600.0
@@ -59,7 +59,7 @@ def test_a_worker_elsewhere_keeps_its_trial_as_long_as_it_beats(
         if polls is not None and looks < polls:
             far._beat(BEATS + name, looks)
         if looks == polls:
-            far.tell(trial, Outcome("complete", 1.5, "budget spent"))
+            far.tell(trial, ended("finished", 1.5, "budget spent"))
         return Orders()
 
     bench = Bench(tmp_path / "near", search, storage=storage, owner=beat)

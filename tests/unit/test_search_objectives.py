@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from job_results import ended
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
@@ -18,7 +19,7 @@ from plait.config.build import settings_of
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.objectives import Constraint, Objective, Verdict, pareto_front
+from plait.core.objectives import Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_objectives
@@ -26,7 +27,7 @@ from plait.search.prior import describe_prior
 from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
-from plait.search.trials import Finished, Outcome, Trial
+from plait.search.trials import Trial
 from plait.tracking.board import Board, JobRecord
 
 DIRECTIONS = ("minimize", "maximize")
@@ -51,13 +52,13 @@ def loss(trial: Trial) -> float:
     return 1.0 / rank + abs(math.log10(lr) + 3.0)
 
 
-def tell(trials: StudyTrials, trial: Trial, state: str = "complete") -> None:
+def tell(trials: StudyTrials, trial: Trial, state: str = "finished") -> None:
     rank = float(str(trial.values["adapter.rank"]))
-    if state == "complete":
+    if state == "finished":
         broken = {"adapter.rank <= 32": rank - 32}
-        trials.tell(trial, Outcome("complete", loss(trial), "", others=(rank,), violations=broken))
+        trials.tell(trial, ended("finished", loss(trial), "", others=(rank,), violations=broken))
     else:
-        trials.tell(trial, Outcome("pruned" if state == "pruned" else "failed", None, "made up"))
+        trials.tell(trial, ended("pruned" if state == "pruned" else "failed", None, "made up"))
 
 
 def draw(trials: StudyTrials, count: int) -> list[Trial]:
@@ -66,7 +67,7 @@ def draw(trials: StudyTrials, count: int) -> list[Trial]:
     for _ in range(count):
         trial = trials.ask()
         assert trial is not None
-        trials.tell(trial, Outcome("complete", loss(trial), ""))
+        trials.tell(trial, ended("finished", loss(trial)))
         drawn.append(trial)
     return drawn
 
@@ -116,12 +117,12 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
     for number, (state, one, two, feasible) in enumerate(rows):
         board.add(JobRecord(f"trial-{number:04d}", number))
         value = None if state == "failed" else float(one)
-        board.judge(Verdict(f"trial-{number:04d}", state, value, "", others=(float(two),), feasible=feasible))
-        outcome = Outcome("complete" if state == "finished" else "failed", value, "", others=(float(two),))
-        finished.append(
-            Finished(Trial(number), replace(outcome, violations={"x <= 1": -1.0 if feasible else 1.0}))
-        )
-    front = [item.trial.number for item in SearchResult(tuple(finished)).front(objectives)]
+        broken = {"x <= 1": -1.0 if feasible else 1.0}
+        name = f"trial-{number:04d}"
+        result = ended(state, value, job=name, trial=number, others=(float(two),), violations=broken)
+        board.handle(result)
+        finished.append(result)
+    front = [item.trial for item in SearchResult(tuple(finished)).front(objectives)]
     assert [record.trial for record in board.front()] == front
     assert [record.trial for record in board.ordered()][: len(front)] == front
     assert board.best() is None
@@ -130,9 +131,9 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
 
 def test_of_one_objective_the_best_keeps_the_constraints() -> None:
     board = Board("minimize", 2)
-    board.judge(Verdict("a", "finished", 1.0, "", feasible=False))
+    board.handle(ended("finished", 1.0, job="a", violations={"x": 1.0}))
     assert board.best() is None
-    board.judge(Verdict("b", "finished", 2.0, ""))
+    board.handle(ended("finished", 2.0, job="b"))
     best = board.best()
     assert best is not None
     assert (best.name, board.front()) == ("b", [])
@@ -223,7 +224,7 @@ def test_samplers_draw_for_two_objectives_and_a_constraint(sampler: str) -> None
         trial = trials.ask()
         assert trial is not None
         trials.report(trial, 1, 0.5)  # Optuna takes none of several objectives, so it must not be asked to
-        tell(trials, trial, {3: "pruned", 4: "failed"}.get(number, "complete"))
+        tell(trials, trial, {3: "pruned", 4: "failed"}.get(number, "finished"))
     study = optuna.load_study(study_name=None, storage=storage)
     assert study.metric_names == ["eval/loss", "adapter.rank"]
     complete = study.get_trials(states=(TrialState.COMPLETE,))
@@ -231,8 +232,8 @@ def test_samplers_draw_for_two_objectives_and_a_constraint(sampler: str) -> None
         item.constraints == {"adapter.rank <= 32": item.params["adapter.rank"] - 32} for item in complete
     )
     front = SearchResult(tuple(trials.finished())).front(settings_objectives(settings))
-    assert sorted(item.trial.number for item in front) == [item.number for item in study.best_trials]
-    assert [item.outcome.state for item in trials.finished()].count("complete") == len(complete)
+    assert sorted(item.trial for item in front) == [item.number for item in study.best_trials]
+    assert [item.state for item in trials.finished()].count("finished") == len(complete)
 
 
 def settings_objectives(settings: dict[str, Any]) -> tuple[Objective, ...]:
@@ -264,15 +265,13 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
     write_result(result, settings, tmp_path)
     written = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
     assert written["solutions"] == [
-        {"params": item.trial.values, "values": list(item.outcome.values)} for item in front
+        {"params": item.parameters, "values": list(item.values)} for item in front
     ]
     assert "best_value" not in written
     lines = describe_result(result, settings, "s")
     assert sum(line.startswith("  trial-") for line in lines) == len(front) > 0
     nothing = replace(settings, constraints={"adapter.rank": "<= 1"})
-    broken = tuple(
-        replace(item, outcome=replace(item.outcome, violations={"adapter.rank <= 1": 3.0})) for item in front
-    )
+    broken = tuple(replace(item, violations={"adapter.rank <= 1": 3.0}) for item in front)
     assert "No trial keeps adapter.rank <= 1." in describe_result(SearchResult(broken), nothing, "s")
 
 
@@ -282,7 +281,7 @@ def test_trials_are_not_offered_where_no_point_is_left(wanted: int, exhausted: b
     drawn = []
     while (trial := trials.ask()) is not None:
         drawn.append(trial)
-        trials.tell(trial, Outcome("complete", 1.0, ""))
+        trials.tell(trial, ended("finished", 1.0))
     assert trials.exhausted == exhausted
     assert len(drawn) == min(wanted, 4)
     result = SearchResult(tuple(trials.finished()))

@@ -15,11 +15,11 @@ from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
 from plait.core.errors import StorageError
+from plait.core.lifecycle import JobResult
 from plait.core.messages import (
     Command,
     GroupStep,
-    JobEnded,
-    JobParked,
+    JobPaused,
     JobProgress,
     Notice,
     SaveState,
@@ -77,14 +77,14 @@ def test_those_that_trained_when_a_pause_began_go_on_after_it(tmp_path: Path) ->
     bench = Bench(tmp_path, search, owner=owner)
     bench.run()
     kinds = [type(event) for event in bench.notes.events]
-    last_parked = len(kinds) - 1 - kinds[::-1].index(JobParked)
+    last_parked = len(kinds) - 1 - kinds[::-1].index(JobPaused)
     groups = [
         {event.jobs for event in part if isinstance(event, GroupStep)}
         for part in (bench.notes.events[:last_parked], bench.notes.events[last_parked:])
     ]
     assert groups[0] == {("trial-0000", "trial-0001", "trial-0002")}
     assert ("trial-0000", "trial-0001", "trial-0002") in groups[1]
-    assert [event.reason for event in bench.of(JobParked)] == ["paused"] * 3
+    assert [event.reason for event in bench.of(JobPaused)] == ["by order"] * 3
 
 
 def test_a_trial_that_is_let_past_its_rung_during_a_pause_goes_on_after_it(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_trial_that_is_let_past_its_rung_during_a_pause_goes_on_after_it(tmp_p
     bench.run()
     undisturbed.run()
     assert decided(bench) == decided(undisturbed)
-    assert {event.step for event in bench.of(JobParked)} == {2}
+    assert {event.step for event in bench.of(JobPaused)} == {2}
 
 
 def test_a_search_that_was_killed_in_a_pause_stays_paused(tmp_path: Path) -> None:
@@ -168,9 +168,9 @@ def test_cancel_ends_those_that_are_parked_too(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=8, parallel=2, cohort=8), owner=from_poll(5, CANCELLING))
     result = bench.run()
     assert result.ended_by == "cancelling"
-    assert {event.job for event in bench.of(JobParked)} == names(range(4))
+    assert {event.job for event in bench.of(JobPaused)} == names(range(4))
     assert [trial.state for trial in bench.trials] == [TrialState.PRUNED] * 6
-    assert {trial.user_attrs["plait.reason"] for trial in bench.trials} == {"ended by its owner"}
+    assert {trial.user_attrs["plait.reason"] for trial in bench.trials} == {"by the user"}
     assert len(bench.notes.judged) == 6
 
 
@@ -185,8 +185,8 @@ def test_cancel_ends_what_a_killed_process_left_behind_untrained(tmp_path: Path,
     again = replace(bench, search=search, notes=Notes(), owner=from_poll(0, CANCELLING), alive=20)
     assert again.run().ended_by == "cancelling"
     assert [trial.state for trial in again.trials] == [TrialState.PRUNED] * left
-    assert {trial.user_attrs["plait.reason"] for trial in again.trials} == {"ended by its owner"}
-    assert again.notes.judged == dict.fromkeys(names(range(left)), ("pruned", "ended by its owner"))
+    assert {trial.user_attrs["plait.reason"] for trial in again.trials} == {"by the user"}
+    assert again.notes.judged == dict.fromkeys(names(range(left)), ("stopped", "by the user"))
     assert not again.of(JobProgress)
     assert not list(tmp_path.glob("checkpoints/*/*"))
 
@@ -210,7 +210,7 @@ def test_one_trial_is_ended_while_it_is_parked_and_its_cohort_does_not_wait_for_
     bench.run()
     first, *others = bench.trials
     assert first.state == TrialState.PRUNED
-    assert first.user_attrs["plait.reason"] == "ended by its owner"
+    assert first.user_attrs["plait.reason"] == "by the user"
     assert steps_of(bench, "trial-0000") == [1, 2]
     assert all(trial.state.is_finished() for trial in others)
 
@@ -333,7 +333,7 @@ def test_a_worker_ends_with_the_others_although_it_never_saw_the_order(tmp_path:
 
     bench = Bench(tmp_path, halving(trials=8, parallel=2, kind="none"), owner=owner)
     assert bench.run().ended_by == "cancelling"
-    assert {item.user_attrs["plait.reason"] for item in bench.trials} == {"ended by its owner"}
+    assert {item.user_attrs["plait.reason"] for item in bench.trials} == {"by the user"}
 
 
 def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
@@ -383,11 +383,11 @@ def test_what_another_worker_took_over_is_left_to_it(
     bench.run()
     assert bench.notes.lost == ["trial-0000"]
     assert "trial-0000" not in bench.notes.judged
-    assert not [event for event in bench.of(JobEnded) if event.job == "trial-0000"]
+    assert not [event for event in bench.of(JobResult) if event.job == "trial-0000"]
     assert max(steps_of(bench, "trial-0000")) <= 3
     assert bench.trials[0].value == 99.0
     assert all(trial.state.is_finished() for trial in bench.trials)
-    assert [event.text for event in bench.of(Notice) if "took it over" in event.text]
+    assert [event.text for event in bench.of(Notice) if "adopted it" in event.text]
 
 
 def test_resume_after_stop_draws_again(tmp_path: Path) -> None:

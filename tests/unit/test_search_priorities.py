@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from optuna.trial import TrialState
 from rung_bench import Bench, KilledError, Notes, halving, states
 
-from plait.core.messages import GroupStep, JobParked, JobProgress
-from plait.engine.live import DISPLACED
+from plait.core.lifecycle import PauseReason
+from plait.core.messages import GroupStep, JobPaused, JobProgress
 from plait.search.control import Orders
 from plait.search.study import StudyTrials
 
@@ -58,7 +58,7 @@ def test_an_urgent_trial_takes_the_place_of_the_last_one_which_goes_on_later(tmp
         GROUP,
         ("trial-0002",),
     ]
-    assert {event.job for event in bench.of(JobParked)} == set(GROUP)
+    assert {event.job for event in bench.of(JobPaused)} == set(GROUP)
     for number in range(5):
         assert steps_of(bench, f"trial-{number:04d}") == list(range(1, 9))
     assert [trial.state for trial in bench.trials] == [TrialState.COMPLETE] * 5
@@ -81,7 +81,7 @@ def test_trials_of_the_same_priority_wait_for_a_place(tmp_path: Path) -> None:
     )
     bench.run()
     assert groups(bench) == [GROUP, ("trial-0002", "trial-0003")]
-    assert not bench.of(JobParked)
+    assert not bench.of(JobPaused)
 
 
 def test_a_killed_search_goes_on_with_the_urgent_trial_first(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_one_that_is_let_past_its_rung_takes_the_place_of_one_that_is_too(tmp_pa
     bench = Bench(tmp_path, halving(trials=1, parallel=1, cohort=4, rungs=(2,)), owner=owner)
     bench.run()
     assert groups(bench) == [(f"trial-{number:04d}",) for number in (1, 0, 2, 3, 1, 3, 4)]
-    assert bench.of(JobParked)[-1] == JobParked("trial-0003", 2, DISPLACED)
+    assert bench.of(JobPaused)[-1] == JobPaused("trial-0003", 2, PauseReason.PREEMPTED)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

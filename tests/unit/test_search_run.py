@@ -17,8 +17,8 @@ from optuna.trial import TrialState
 from plait.config.overrides import read_request
 from plait.core.errors import CapacityError, ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
 from plait.search.identity import identify
 from plait.search.interrupt import Interrupts
@@ -26,7 +26,7 @@ from plait.search.objective import METRICS, Observed, check_measured, check_obje
 from plait.search.results import SearchResult
 from plait.search.run import SearchRun
 from plait.search.study import StudyTrials
-from plait.search.trials import Finished, Outcome, Trial
+from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
 
@@ -67,14 +67,14 @@ class Engine:
     def stop(self) -> None:
         self._stopping = True
 
-    def cancel(self, job: str, reason: str) -> None:
-        raise AssertionError(f"{job} is cancelled without a rule that stops trials: {reason}")
+    def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
+        raise AssertionError(f"{job} is {state} without a rule that stops trials: {reason}")
 
-    def park(self, job: str, reason: str) -> None:
-        raise AssertionError(f"{job} is parked without anybody asking for it: {reason}")
+    def pause(self, job: str) -> None:
+        raise AssertionError(f"{job} is paused without anybody asking for it")
 
-    def unpark(self, job: str, reason: str) -> None:
-        raise AssertionError(f"{job} was never parked: {reason}")
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+        raise AssertionError(f"{job} was never paused: {reason}")
 
     def settle(self) -> Iterator[Event]:
         return iter(())
@@ -88,7 +88,7 @@ class Engine:
             steps = job.adapter.rank
             if self._stopping:
                 del self._live[name]
-                yield ended(name, "stopped", step, "interrupted", checkpoint=Path("state") / name)
+                yield ended(name, "paused", step, "interrupted", checkpoint=Path("state") / name)
                 continue
             if step == 0:
                 yield JobAdmitted(job, 0, steps, "group-0")
@@ -105,10 +105,8 @@ class Engine:
                 yield ended(name, "finished", step + 1, "budget spent", loss_of(job))
 
 
-def ended(
-    name: str, state: str, step: int, reason: str, loss: float | None = None, checkpoint: Path | None = None
-) -> JobEnded:
-    return JobEnded(name, state, step, reason, loss, 8 * step, 0.5, 1.0, None, checkpoint)
+def ended(name: str, state: str, step: int, reason: str, loss: float | None = None, **more: Any) -> JobResult:
+    return JobResult(name, JobState(state), step, reason, loss, 8 * step, 0.5, 1.0, **more)
 
 
 @dataclass
@@ -126,10 +124,9 @@ class Notes:
 
     def handle(self, event: Event) -> None:
         self.events.append(event)
-
-    def judge(self, verdict: Verdict) -> None:
-        self.judged.append((verdict.job, verdict.state, verdict.objective, verdict.reason))
-        self.scores[verdict.job] = (verdict.others, verdict.feasible)
+        if isinstance(event, JobResult) and event.state.ended:
+            self.judged.append((event.job, event.state, event.objective, event.reason))
+            self.scores[event.job] = (event.values[1:], event.feasible)
 
     def lose(self, job: str) -> None:
         raise AssertionError(job)
@@ -185,7 +182,7 @@ def test_every_trial_runs_once_and_its_value_is_in_the_study() -> None:
         assert sum(job.name in names for names in bench.engine.groups) == job.adapter.rank
     best = result.best("minimize")
     assert best is not None
-    assert best.outcome.value == min(item.value for item in bench.trials if item.value is not None)
+    assert best.objective == min(item.value for item in bench.trials if item.value is not None)
 
 
 @pytest.mark.parametrize(("parallel", "most", "crowd"), [(4, 2, 2), (2, 4, 2), (1, 4, 1), (8, 8, 8)])
@@ -209,13 +206,13 @@ def test_a_free_place_is_filled_at_the_next_iteration() -> None:
 def test_random_search_gives_the_same_result_however_many_train_at_once(parallel: int, most: int) -> None:
     alone = Bench(replace(Bench().search, parallel=1))
     together = Bench(replace(Bench().search, parallel=parallel), Engine(most=most))
-    assert {(item.trial, item.outcome.value) for item in _hashable(alone.run())} == {
-        (item.trial, item.outcome.value) for item in _hashable(together.run())
+    assert {(item.trial, item.objective) for item in _hashable(alone.run())} == {
+        (item.trial, item.objective) for item in _hashable(together.run())
     }
 
 
-def _hashable(result: SearchResult) -> list[Finished]:
-    return [replace(item, trial=item.trial.overrides) for item in result.finished]  # type: ignore[arg-type]
+def _hashable(result: SearchResult) -> list[JobResult]:
+    return [replace(item, run_id="") for item in result.finished]
 
 
 def test_a_failed_job_is_told_as_failed_and_the_others_go_on() -> None:
@@ -321,20 +318,21 @@ def test_a_stopped_search_saves_every_job_and_goes_on_later() -> None:
     ]
 
 
-def test_a_job_stopped_from_outside_is_pruned() -> None:
+def test_a_job_stopped_from_outside_is_stopped() -> None:
     class Stopped(Engine):
         def advance(self) -> Iterator[Event]:
             for event in super().advance():
                 yield (
-                    replace(event, state="stopped", reason="asked to")
-                    if isinstance(event, JobEnded)
+                    replace(event, state=JobState.STOPPED, reason="asked to")
+                    if isinstance(event, JobResult)
                     else event
                 )
 
     bench = Bench(replace(Bench().search, trials=2), Stopped())
     assert bench.run().exit_status == 0
     assert [item.state for item in bench.trials] == [TrialState.PRUNED] * 2
-    assert {state for _, state, *_ in bench.notes.judged} == {"pruned"}
+    assert {state for _, state, *_ in bench.notes.judged} == {"stopped"}
+    assert {item.user_attrs["plait.state"] for item in bench.trials} == {"stopped"}
 
 
 def test_two_objectives_and_a_constraint() -> None:
@@ -361,7 +359,7 @@ def test_two_objectives_and_a_constraint() -> None:
         broken += not feasible
     assert 0 < broken < 16
     best = optuna.load_study(study_name=None, storage=bench.storage).best_trials
-    assert sorted(item.trial.number for item in front) == [item.number for item in best]
+    assert sorted(item.trial for item in front) == [item.number for item in best]
 
 
 def test_a_constraint_that_was_not_measured_is_a_failure() -> None:
@@ -373,14 +371,19 @@ def test_a_constraint_that_was_not_measured_is_a_failure() -> None:
 def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None:
     values = [2.0, 1.0, None, 1.0, 3.0, 3.0]
     finished = tuple(
-        Finished(Trial(number), Outcome("failed" if value is None else "complete", value, ""))
+        JobResult(
+            "",
+            JobState.FINISHED if value else JobState.FAILED,
+            values=(value,) if value else (),
+            trial=number,
+        )
         for number, value in enumerate(values)
     )
     result = SearchResult(finished)
     lowest, highest = result.best("minimize"), result.best("maximize")
     assert lowest is not None
     assert highest is not None
-    assert (lowest.trial.number, highest.trial.number) == (1, 4)
+    assert (lowest.trial, highest.trial) == (1, 4)
     assert SearchResult(()).best("minimize") is None
 
 
@@ -393,7 +396,7 @@ def test_each_metric_is_judged_by_its_last_value() -> None:
         seen.handle(JobProgress("a", step, 10.0 / step, 3.0 / step, 1e-3, 100 * step, 0.1, 50.0 * step))
         seen.handle(JobEvaluated("a", step, 20.0 / step, 5))
         seen.handle(JobGenerated("a", step, 0.25 * step))
-    seen.handle(JobEnded("a", "finished", 2, "", 9.0, 222, 0.75, 4.0, None))
+    seen.handle(JobResult("a", JobState.FINISHED, 2, "", 9.0, 222, 0.75, 4.0, None))
     expected = {
         "eval/loss": 9.0,
         "eval/accuracy": 0.5,

@@ -16,7 +16,8 @@ from rung_bench import Bench, KilledError, Notes, halving, states
 
 from plait.core.errors import ConfigError, SearchError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.messages import GroupStep, JobEnded, JobEvaluated, JobParked, JobProgress
+from plait.core.lifecycle import JobResult
+from plait.core.messages import GroupStep, JobEvaluated, JobPaused, JobProgress
 from plait.core.plans import GlobalBatch
 from plait.core.settings import SearchSettings
 from plait.engine.order import DataOrder, training_batch
@@ -51,7 +52,7 @@ def test_a_search_with_rungs_from_its_first_trial_to_its_last(tmp_path: Path) ->
 def test_every_step_is_trained_once_and_in_order(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=20, cohort=4))
     bench.run()
-    assert len(bench.of(JobParked)) > 0
+    assert len(bench.of(JobPaused)) > 0
     for trial in bench.trials:
         steps = [e.step for e in bench.of(JobProgress) if e.job == f"trial-{trial.number:04d}"]
         assert steps == list(range(1, len(steps) + 1))
@@ -259,7 +260,7 @@ def test_a_search_always_ends(
         assert len(bench.trials) == trials
         if not failing and divergence is None and kind not in ("threshold", "divergence"):
             assert any(state == TrialState.COMPLETE for state, _ in states(bench))
-    assert len(bench.of(JobEnded)) == len(bench.notes.judged)
+    assert len(bench.of(JobResult)) == len(bench.notes.judged)
 
 
 # ---- killed ---------------------------------------------------------------------------------------------

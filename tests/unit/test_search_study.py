@@ -8,6 +8,7 @@ from pathlib import Path
 import optuna
 import pytest
 import torch
+from job_results import ended
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -22,7 +23,7 @@ from plait.search.prior import Known
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
-from plait.search.trials import Outcome, Trial
+from plait.search.trials import Trial
 from plait.utils.addresses import redact, with_driver
 
 MIXED = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
@@ -45,7 +46,7 @@ def source(
 
 
 def complete(trials: StudyTrials, trial: Trial, value: float = 1.0) -> None:
-    trials.tell(trial, Outcome("complete", value, ""))
+    trials.tell(trial, ended("finished", value))
 
 
 def loss(trial: Trial) -> float:
@@ -84,7 +85,7 @@ def test_no_sampler_draws_what_failed_over_and_over(sampler: str) -> None:
     seen = set()
     while (trial := trials.ask()) is not None:
         seen.add(tuple(trial.values.items()))
-        trials.tell(trial, Outcome("failed", None, "out of luck"))
+        trials.tell(trial, ended("failed", None, "out of luck"))
     assert len(seen) == 6
 
 
@@ -169,12 +170,12 @@ def test_states_and_values_in_the_study() -> None:
     trials = source(storage=storage, trials=6)
     asked = [trials.ask() for _ in range(6)]
     outcomes = [
-        Outcome("complete", 0.5, "", "run-0"),
-        Outcome("failed", None, "loss is nan at step 3"),
-        Outcome("complete", math.nan, ""),
-        Outcome("complete", math.inf, ""),
-        Outcome("pruned", 0.7, "rung 1"),
-        Outcome("pruned", None, "rung 1"),
+        ended("finished", 0.5, run_id="run-0"),
+        ended("failed", None, "loss is nan at step 3"),
+        ended("finished", math.nan),
+        ended("finished", math.inf),
+        ended("pruned", 0.7, "rung 1"),
+        ended("pruned", None, "rung 1"),
     ]
     for trial, outcome in zip(asked, outcomes, strict=True):
         assert trial is not None
@@ -186,8 +187,8 @@ def test_states_and_values_in_the_study() -> None:
     assert held[0].user_attrs["mlflow.run_id"] == "run-0"
     assert held[1].user_attrs["plait.reason"] == "loss is nan at step 3"
     assert all(item.value is None or math.isfinite(item.value) for item in held)
-    assert [item.outcome.state for item in trials.finished()] == [
-        "complete",
+    assert [item.state for item in trials.finished()] == [
+        "finished",
         *["failed"] * 3,
         "pruned",
         "pruned",
@@ -240,7 +241,7 @@ def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -
     search, space = SearchSettings(trials=1, failed="retry"), space_of(MIXED)
     identity = identify(space, JobSpec("base"), RunSettings(search=search))
     begun = []
-    for state in ("failed", "failed", "complete"):
+    for state in ("failed", "failed", "finished"):
         trials = StudyTrials(search, space, identity, storage, folder=lambda _: tmp_path)
         if not begun:
             trials.enqueue({}, request="a", warm_from=copy, priority=5)
@@ -248,7 +249,7 @@ def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -
         assert trial is not None
         assert copy.exists()
         begun.append((trial.values, trial.overrides, trial.warm_from))
-        trials.tell(trial, Outcome(state, 1.0 if state == "complete" else None, ""))
+        trials.tell(trial, ended(state, 1.0 if state == "finished" else None, ""))
     assert begun == [begun[0]] * 3
     assert begun[0][2] == copy
     assert "train.priority=5" in begun[0][1]
@@ -284,7 +285,7 @@ def test_a_killed_search_takes_up_its_running_trials(
         if trial is not None:
             complete(again, trial)
     assert again.ask() is None
-    assert [item.trial.number for item in again.finished()] == [0, 1, 2, 3, 4]
+    assert [item.trial for item in again.finished()] == [0, 1, 2, 3, 4]
 
 
 def test_more_trials_add_to_a_finished_search(opener: Callable[[], BaseStorage]) -> None:
@@ -430,7 +431,7 @@ def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:
     drawn = [first.ask() for _ in range(3)]
     for number, trial in enumerate(drawn):
         assert trial is not None
-        first.tell(trial, Outcome("failed", None, "broken") if number == 1 else Outcome("complete", 1.0, ""))
+        first.tell(trial, ended("failed", None, "broken") if number == 1 else ended("finished", 1.0))
     assert first.ask() is None
     for _ in range(2):  # not again for a second start
         again = source(storage=storage, name="s", trials=3, failed="retry")
@@ -440,7 +441,7 @@ def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:
     assert drawn[1] is not None
     assert (retried.number, retried.values) == (3, drawn[1].values)
     assert again.ask() is None
-    again.tell(retried, Outcome("complete", 2.0, ""))
+    again.tell(retried, ended("finished", 2.0))
     assert source(storage=storage, name="s", trials=3, failed="retry").ask() is None
 
 
@@ -448,10 +449,10 @@ def test_others_are_drawn_in_place_of_failed_trials_that_are_dropped() -> None:
     trials = source(trials=2, failed="drop")
     told = 0
     while (trial := trials.ask()) is not None:
-        trials.tell(trial, Outcome("failed", None, "x") if told < 3 else Outcome("complete", 1.0, ""))
+        trials.tell(trial, ended("failed", None, "x") if told < 3 else ended("finished", 1.0))
         told += 1
     assert told == 5
-    assert [item.trial.number for item in trials.finished()] == [3, 4]
+    assert [item.trial for item in trials.finished()] == [3, 4]
 
 
 def test_telling_twice_is_telling_once() -> None:
@@ -460,7 +461,7 @@ def test_telling_twice_is_telling_once() -> None:
     trial = trials.ask()
     assert trial is not None
     complete(trials, trial, 1.0)
-    trials.tell(trial, Outcome("failed", None, "again"))
+    trials.tell(trial, ended("failed", None, "again"))
     assert [(item.state, item.value) for item in frozen(storage)] == [(TrialState.COMPLETE, 1.0)]
 
 

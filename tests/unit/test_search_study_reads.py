@@ -61,7 +61,7 @@ def test_what_is_enqueued_here_is_drawn_at_the_next_iteration(
 
     bench = Bench(tmp_path, halving(trials=1, kind="none"), owner=owner)
     bench.run()
-    assert seen[3] == ["running", "waiting"]
+    assert seen[3] == ["running", "queued"]
     assert seen[4] == ["running", "running"]
 
 

@@ -13,6 +13,7 @@ import optuna
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from job_results import ended
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
@@ -26,7 +27,7 @@ from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import distributions, make_sampler
-from plait.search.trials import Outcome, Trial
+from plait.search.trials import Trial
 
 EIGHT = ("adapter.rank=4,8", "adapter.dropout=0,0.1", "train.batch_size=choice(2,8)")
 NUMBERS = ("adapter.rank=range(4,8)", "train.steps=range(10,30,10)")  # eight as well, in numbers
@@ -57,8 +58,8 @@ def point(trial: Trial) -> tuple[tuple[str, Value], ...]:
 
 def tell(trials: StudyTrials, trial: Trial, others: tuple[float, ...] = ()) -> None:
     loss = sum(math.sin(hash(value)) for value in trial.values.values() if not isinstance(value, str))
-    outcomes = [Outcome("complete", loss, "", others=others)] * 3
-    outcomes += [Outcome("failed", None, "nan"), Outcome("pruned", None, "rung")]
+    outcomes = [ended("finished", loss, "", others=others)] * 3
+    outcomes += [ended("failed", None, "nan"), ended("pruned", None, "rung")]
     trials.tell(trial, outcomes[trial.number % 5])
 
 
@@ -293,7 +294,7 @@ def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int
     search = source(storage=storage, sampler=sampler, trials=trials, failed="drop")
     while (trial := search.ask()) is not None:
         assert search.over < search.total
-        search.tell(trial, Outcome("failed", None, "") if trial.number == 1 else Outcome("complete", 1.0, ""))
+        search.tell(trial, ended("failed", None) if trial.number == 1 else ended("finished", 1.0))
     again = source(storage=storage, sampler=sampler, trials=trials, failed="drop")
     assert again.over == again.total == expected
     assert len(again.finished()) == expected - 1

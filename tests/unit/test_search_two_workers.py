@@ -160,4 +160,4 @@ def test_orders_reach_a_worker_that_shares_the_study_but_no_folder(tmp_path: Pat
             assert each.last == "done"
     trials = optuna.load_study(study_name=None, storage=open_storage(None, tmp_path)).get_trials()
     assert [trial.state.name for trial in trials] == ["PRUNED"] * 3
-    assert {trial.user_attrs["plait.reason"] for trial in trials} == {"ended by its owner"}
+    assert {trial.user_attrs["plait.reason"] for trial in trials} == {"by the user"}

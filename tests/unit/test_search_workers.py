@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import optuna
 import pytest
 import sqlalchemy
+from job_results import ended
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
@@ -36,7 +37,6 @@ from plait.search.locks import FileLock, LifeLock, advisory_lock, holder_lives
 from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
 from plait.search.storage import open_storage, study_lock
 from plait.search.study import StudyTrials
-from plait.search.trials import Outcome
 from plait.search.workers import (
     BEAT_SECONDS,
     BEATS,
@@ -50,7 +50,7 @@ from plait.search.workers import (
 from plait.utils.addresses import with_driver
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [str(ROOT / name) for name in ("platform", "kernels")]
+PATHS = [str(ROOT / name) for name in ("platform", "kernels", "tests/support")]
 SPACE = read_request(["adapter.rank=1,2,3,4"], {}, {}).space
 
 
@@ -120,7 +120,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert trials.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
         opened(tmp_path, address, fresh=True)
-    assert (trials.lost(), trials.departed(), trials.cut_short) == (set(), [], set())
+    assert (trials.lost(), trials.departed(), trials.orphaned) == (set(), [], set())
     other.kill()
     kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
     kept.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
         f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "
         "1 (from step 20) go on where a place is free"
     ]
-    assert trials.cut_short == {"trial-0000", "trial-0001"}
+    assert trials.orphaned == {"trial-0000", "trial-0001"}
     assert (trials.lost(), trials.departed()) == (set(), [])  # told once
     assert (trials.left_over, trials.others) == (2, 0)
     assert not trials.wait()
@@ -191,7 +191,7 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     assert taken.number == trial.number
     assert (first.lost(), second.lost()) == ({trial.number}, set())
     assert first.lost() == set()  # told once
-    first.tell(trial, Outcome("complete", 1.0, ""))
+    first.tell(trial, ended("finished", 1.0))
     assert second.finished() == []
 
     def write() -> None:
@@ -205,9 +205,9 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     second.report(taken, 3, 2.0)
     second.rungs.measure(taken.number, 4, 2.0)
     second.rungs.let_past(taken.number, 4)
-    second.tell(taken, Outcome("complete", 2.0, ""))
+    second.tell(taken, ended("finished", 2.0))
     write()
-    assert [item.outcome.value for item in second.finished()] == [2.0]
+    assert [item.objective for item in second.finished()] == [2.0]
     (kept, *_) = second._study.get_trials()
     assert kept.intermediate_values == {3: 2.0, 4: 2.0}
     assert (kept.user_attrs["plait.passed"], kept.user_attrs.get("plait.checkpoint")) == (4, None)

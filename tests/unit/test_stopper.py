@@ -9,7 +9,8 @@ from curve_worker import ADAPTER, lengths_data, load_lengths
 from optuna.pruners import BasePruner
 
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import Observed
@@ -112,7 +113,7 @@ def test_who_waits_is_asked_about_again_when_something_happened_and_not_before()
     assert search.stopper.decisions(lambda: 2) == []
     assert search.stopper.decisions(lambda: 2) == []
     assert len(search.rule.asked) == 1
-    search.tell(JobEnded(Trial(1).name, "failed", 1, "", None, 10, 0.1, 1.0, None))
+    search.tell(JobResult(Trial(1).name, JobState.FAILED, 1, "", None, 10, 0.1, 1.0, None))
     search.stopper.decisions(lambda: 2)
     assert len(search.rule.asked) == 2, "an end may decide a cohort"
     search.stopper.decisions(lambda: 3, ask_again=True)
@@ -148,7 +149,7 @@ def test_an_end_takes_a_trial_from_its_rung() -> None:
     search = Search(Scripted(STOP))
     search.trains(0, 2)
     search.trains(1, 2)
-    search.tell(JobEnded(Trial(0).name, "failed", 2, "", None, 20, 0.2, 1.0, None))
+    search.tell(JobResult(Trial(0).name, JobState.FAILED, 2, "", None, 20, 0.2, 1.0, None))
     assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [1]
 
 

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import Event, GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import Event, GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.engine.coordinator import INTERRUPTED
 from plait.terminal.table import jobs_table
 from plait.terminal.text import share_done, status_line
@@ -15,8 +16,8 @@ from plait.terminal.view import ENDING, Terminal, print_summary
 from plait.tracking.board import Board, JobRecord
 
 
-def interrupted_search(console: Console) -> Board:
-    """Two of four trials are interrupted at step 5 of 10, one was ended by its owner, one waits."""
+def interrupted_search(console: Console) -> tuple[Board, Terminal]:
+    """Two of four trials are interrupted at step 5 of 10, one was by order, one waits."""
     board = Board("minimize", 4)
     jobs = [JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=trial + 1)) for trial in range(4)]
     for trial, job in enumerate(jobs):
@@ -30,11 +31,14 @@ def interrupted_search(console: Console) -> Board:
         for job in jobs[:3]:
             play(JobAdmitted(job, 0, 10, "g0"))
             play(JobProgress(job.name, 5, 2.0, 1.0, 1e-4, 100, 1.0, 100.0))
+        for iteration in range(1, 6):
+            play(GroupStep("g0", iteration, ("trial-0000",), 1, 100, 1.0, None, 256))
+        assert view.seconds_left is not None
         play(JobEvaluated(jobs[0].name, 5, 2.25, 80))
-        play(JobEnded(jobs[2].name, "stopped", 5, "ended by its owner", None, 100, 1.0, 1.0, None))
+        play(JobResult(jobs[2].name, JobState.STOPPED, 5, "by order", None, 100, 1.0, 1.0, None))
         for job in jobs[:2]:
-            play(JobEnded(job.name, "stopped", 5, INTERRUPTED, None, 100, 1.0, 1.0, None))
-    return board
+            play(JobResult(job.name, JobState.PAUSED, 5, INTERRUPTED, None, 100, 1.0, 1.0, None))
+    return board, view
 
 
 def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
@@ -96,24 +100,27 @@ def test_an_iteration_is_drawn_as_a_whole() -> None:
 
 def test_trials_that_were_interrupted_have_not_ended() -> None:
     console = Console(file=io.StringIO(), width=100)
-    board = interrupted_search(console)
+    board, view = interrupted_search(console)
     print_summary(console, board, {})
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert "trial-0001 interrupted: 5 steps, 100 tokens, 1 s" in lines
-    assert "trial-0002 stopped (ended by its owner): 5 steps, 100 tokens, 1 s" in lines
+    assert "trial-0001 paused (interrupted): 5 steps, 100 tokens, 1 s" in lines
+    assert "trial-0002 stopped (by order): 5 steps, 100 tokens, 1 s" in lines
     assert "lowest eval loss  2.2500 at step 5, trial-0000" in lines
     assert share_done(board) == 0.5
-    assert status_line(board, 540.0) == "50 % done · 1 of 4 ended, 0 running · 2 interrupted"
+    assert (
+        status_line(board, view.seconds_left)
+        == "50 % done · 1 of 4 ended, 0 running · 2 paused · 1 stopped · 100 tokens/s"
+    )
 
 
 def test_interrupted_trials_are_named_so_in_the_table() -> None:
     console = Console(file=io.StringIO(), width=100)
-    board = interrupted_search(Console(file=io.StringIO()))
+    board, _ = interrupted_search(Console(file=io.StringIO()))
     console.print(jobs_table(board, 10, 100))
     rows = [line.split()[:2] for line in console.file.getvalue().splitlines()[1:]]  # type: ignore[attr-defined]
     assert rows == [
-        ["trial-0000", "interrupted"],
-        ["trial-0001", "interrupted"],
+        ["trial-0000", "paused"],
+        ["trial-0001", "paused"],
         ["trial-0002", "stopped"],
-        ["trial-0003", "waiting"],
+        ["trial-0003", "queued"],
     ]

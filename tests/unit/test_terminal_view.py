@@ -8,20 +8,19 @@ from statistics import fmean
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from job_results import ended
 from rich.console import Console
 
 from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
-    JobParked,
+    JobPaused,
     JobProgress,
 )
-from plait.core.objectives import Verdict
-from plait.engine.live import AT_RUNG, PAUSED
 from plait.search.control.status import describe_status
 from plait.terminal.table import jobs_table
 from plait.terminal.text import (
@@ -94,18 +93,27 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
             stage.step(0, step)
         stage.play(JobEvaluated("trial-0000", 10, 1.23456, 80))
         stage.play(
-            JobEnded("trial-0000", "finished", 10, "budget spent", 1.23456, 1000, 10.0, 65.0, Path("adapter"))
+            JobResult(
+                "trial-0000",
+                JobState.FINISHED,
+                10,
+                "budget spent",
+                1.23456,
+                1000,
+                10.0,
+                65.0,
+                Path("adapter"),
+                values=(1.23456,),
+            )
         )
-        stage.board.judge(Verdict("trial-0000", "finished", 1.23456, ""))
-        stage.view.judged("trial-0000")
         stage.play(JobAdmitted(spec(1), 4, 10, "g0"))
-        stage.play(JobEnded("trial-0001", "failed", 5, "loss is nan", None, 500, 5.0, 8.0, None))
+        stage.play(JobResult("trial-0001", JobState.FAILED, 5, "loss is nan", None, 500, 5.0, 8.0, None))
     assert stage.lines == [
         "trial-0000 started (10 steps): adapter.rank=1",
         "trial-0000 step 10: eval loss 1.2346",
         "trial-0000 finished: eval loss 1.2346, 10 steps, 1,000 tokens, 1 min 05 s",
         "best so far: trial-0000, objective 1.2346, adapter.rank=1",
-        "trial-0001 goes on from step 4 (10 steps): adapter.rank=2",
+        "trial-0001 resumes from step 4 (10 steps): adapter.rank=2",
         "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s",
         "Writing the end of the search to MLflow.",
     ]
@@ -135,7 +143,7 @@ def test_plain_progress_tells_the_losses_and_the_best_so_far() -> None:
         board.handle(JobEvaluated(spec(trial).name, 5, loss, 80))
     assert progress_line(board, None).endswith("median 2.5000 · lowest eval loss 2.1250 (trial-0002)")
     assert best_line(board) == "lowest eval loss so far: 2.1250 at step 5, trial-0002, adapter.rank=3"
-    board.judge(Verdict("trial-0000", "finished", 2.75, ""))
+    board.handle(ended("finished", 2.75, job="trial-0000"))
     assert progress_line(board, None).endswith("train loss 2.0000, median 3.0000 · best 2.7500 (trial-0000)")
 
 
@@ -143,13 +151,13 @@ def test_of_several_that_end_together_the_best_alone_is_told() -> None:
     stage = Stage(board_of(4), terminal=False)
     with stage.view:
         for trial, loss in ((0, 2.0), (1, 1.5), (2, 1.0)):
-            stage.play(JobEnded(spec(trial).name, "finished", 10, "", loss, 8, 1.0, 1.0, None))
-            stage.board.judge(Verdict(spec(trial).name, "finished", loss, ""))
-            stage.view.judged(spec(trial).name)
+            stage.play(
+                JobResult(
+                    spec(trial).name, JobState.FINISHED, 10, "", loss, 8, 1.0, 1.0, None, values=(loss,)
+                )
+            )
         stage.play(JobAdmitted(spec(3), 0, 10, "g0"))
-        stage.play(JobEnded("trial-0003", "finished", 10, "", 0.5, 8, 1.0, 1.0, None))
-        stage.board.judge(Verdict("trial-0003", "finished", 0.5, ""))
-        stage.view.judged("trial-0003")
+        stage.play(JobResult("trial-0003", JobState.FINISHED, 10, "", 0.5, 8, 1.0, 1.0, None, values=(0.5,)))
     told = [line[:29] for line in stage.lines if line.startswith("best")]
     assert told == ["best so far: trial-0002, obje", "best so far: trial-0003, obje"]
     assert [line[:20] for line in stage.lines[3:5]] == ["best so far: trial-0", "trial-0003 started ("]
@@ -167,11 +175,11 @@ def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
                 stage.step(trial, step)
         line = "99 % done, evaluating · 0 of 2 ended, 2 running · 100 tokens/s"
         assert stage.lines[2:] == [f"{line} · train loss 0.2000, median 0.2000"]
-        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.0, 8, 1.0, 1.0, None))
+        stage.play(JobResult("trial-0000", JobState.FINISHED, 10, "", 1.0, 8, 1.0, 1.0, None))
         assert (
             status_line(stage.board, 0.0) == "99 % done, evaluating · 1 of 2 ended, 1 running · 100 tokens/s"
         )
-        stage.play(JobEnded("trial-0001", "finished", 10, "", 1.0, 8, 1.0, 1.0, None))
+        stage.play(JobResult("trial-0001", JobState.FINISHED, 10, "", 1.0, 8, 1.0, 1.0, None))
         assert status_line(stage.board, 0.0) == "100 % done · 2 of 2 ended, 0 running · 100 tokens/s"
     stage.board.trials = 3
     assert status_line(stage.board, 0.3).startswith("67 % done, about 1 s left · ")
@@ -180,19 +188,19 @@ def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
 def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     board = board_of(12)
     for trial in range(8):
-        board.judge(Verdict(spec(trial).name, "pruned" if trial % 2 else "failed", None, ""))
+        board.handle(ended("pruned" if trial % 2 else "failed", job=spec(trial).name))
     board.ladder = lambda _: Ladder((2,), range(8, 12))
-    board.handle(JobParked(spec(8).name, 2, AT_RUNG))
+    board.handle(JobPaused(spec(8).name, 2, PauseReason.AT_RUNG))
     board.jobs[spec(8).name].step = 2
     whole = status_line(board, 400.0)
     assert status_rows(board, 400.0, 200) == [whole]
     assert status_rows(board, 400.0, 80) == [
-        "67 % done, about 6 min 40 s left · 8 of 12 ended, 0 running · 1 parked",
+        "67 % done, about 6 min 40 s left · 8 of 12 ended, 0 running · 1 paused",
         "4 pruned · 4 failed · rung 2: 1 of 4 there",
     ]
     assert status_rows(board, 400.0, 40) == [
         "67 % done, about 6 min 40 s left",
-        "8 of 12 ended, 0 running · 1 parked",
+        "8 of 12 ended, 0 running · 1 paused",
     ]
 
 
@@ -202,9 +210,9 @@ def test_the_live_view_shows_jobs_progress_and_best() -> None:
         stage.play(JobAdmitted(spec(0), 0, 10, "g0"))
         stage.clock.now += 10.0
         stage.step(0, 5)
-        stage.play(JobEnded("trial-0000", "finished", 10, "", 1.5, 1000, 10.0, 65.0, None))
-        stage.board.judge(Verdict("trial-0000", "finished", 1.5, ""))
-        stage.view.judged("trial-0000")
+        stage.play(
+            JobResult("trial-0000", JobState.FINISHED, 10, "", 1.5, 1000, 10.0, 65.0, None, values=(1.5,))
+        )
     text = stage.file.getvalue()
     assert "5/10" in text
     assert "0.4000" in text
@@ -253,12 +261,12 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time(seconds: float) -> None:
             stage.clock.now += 0.05
             stage.step(0, step)
             if step % 100 == 0:
-                stage.view.judged("trial-0000")
+                stage.view.beside(list)()
         elapsed = stage.clock.now - begun
         assert file.spent - first <= 0.01 * elapsed
         assert file.spent > first  # it was drawn again
         drawn = file.spent
-        stage.play(JobEnded("trial-0000", "finished", 4000, "", 1.5, 1000, 10.0, 65.0, None))
+        stage.play(JobResult("trial-0000", JobState.FINISHED, 4000, "", 1.5, 1000, 10.0, 65.0, None))
     assert "finished" in file.getvalue().rsplit("job", 1)[1]  # whatever it costs, the end is shown
     assert file.spent > drawn
 
@@ -324,9 +332,8 @@ class Played:
 
     def end(self, trial: int, step: int) -> None:
         name = spec(trial).name
-        state = "finished" if step == self.steps else "stopped"
-        self.stage.play(JobEnded(name, state, step, "", 1.0, 8 * step, 1.0, 1.0, None))
-        self.stage.board.judge(Verdict(name, "finished" if step == self.steps else "pruned", 1.0, ""))
+        state = JobState.FINISHED if step == self.steps else JobState.PRUNED
+        self.stage.play(JobResult(name, state, step, "", 1.0, 8 * step, 1.0, 1.0, values=(1.0,)))
 
 
 @settings(max_examples=40)
@@ -375,8 +382,8 @@ def test_time_left_of_jobs_far_longer_than_the_time_so_far() -> None:
             stage.board.handle(JobProgress(names[trial], step, 1.0, 1.0, 1e-4, 8, 1.0, 1.0))
         stage.play(GroupStep("g0", step, names, 1, 8, 0.4, None, 256))
         if step == 20:
-            stage.play(JobEnded(names[0], "stopped", step, "ended by its owner", 1.0, 8, 1.0, 1.0, None))
-            stage.board.judge(Verdict(names[0], "pruned", 1.0, ""))
+            stage.play(JobResult(names[0], JobState.STOPPED, step, "by the user", 1.0, 8, 1.0, 1.0, None))
+            stage.board.handle(ended("pruned", 1.0, job=names[0]))
             told = [stage.view.seconds_left]
     told.append(stage.view.seconds_left)
     assert told[0] == pytest.approx(3 * 99_980 * 0.1, rel=0.01)
@@ -391,12 +398,12 @@ def test_time_in_which_nobody_trained_is_no_pace(others: int) -> None:
     stage = Stage(board_of(1 + others), terminal=False)
     if others:
         job = stage.board.jobs["trial-0001"]
-        job.state, job.step, job.steps = "running", 100, 100
+        job.state, job.step, job.steps = JobState.RUNNING, 100, 100
     stage.play(JobAdmitted(spec(0), 0, 100, "g0"))
     for step in range(1, 41):
         stage.clock.now += 1.0
         if step == 21:
-            stage.play(JobParked("trial-0000", 20, "paused"))
+            stage.play(JobPaused("trial-0000", 20, PauseReason.BY_ORDER))
             if others:  # what this process trained for a while, until it was taken over
                 stage.view.handle(JobAdmitted(spec(1), 100, 100, "g0"))
                 stage.view.lose("trial-0001")
@@ -409,7 +416,7 @@ def test_time_in_which_nobody_trained_is_no_pace(others: int) -> None:
 
 def test_time_left_of_a_search_that_goes_on_leaves_out_what_is_done() -> None:
     board = board_of(2)
-    board.jobs["trial-0000"].state = "finished"  # by an earlier process, of which the last step is known
+    board.jobs["trial-0000"].state = JobState.FINISHED  # by an earlier process; its last step is known
     board.jobs["trial-0000"].step = board.jobs["trial-0000"].steps = 10
     stage = Stage(board, terminal=False)
     assert stage.view.seconds_left is None
@@ -425,7 +432,7 @@ def test_time_left_of_a_search_that_goes_on_leaves_out_what_is_done() -> None:
 def test_trials_that_are_not_asked_yet_count_as_work_to_do() -> None:
     board = board_of(2, trials=8)
     for job in board.jobs.values():
-        job.state = "finished"
+        job.state = JobState.FINISHED
     assert share_done(board) == 0.25
     assert status_line(board, None) == "25 % done · 2 of 8 ended, 0 running"
 
@@ -440,10 +447,10 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     for trial, step in ((0, 2), (1, 3), (2, 2), (4, 2)):
         stage.step(trial, step)
     for trial in (0, 2, 4):
-        board.handle(JobParked(spec(trial).name, 2, AT_RUNG))
-    board.judge(Verdict(spec(3).name, "failed", None, "loss is nan"))
+        board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
+    board.handle(ended("failed", None, "loss is nan", job=spec(3).name))
     line = status_line(board, None)
-    assert "3 parked" in line
+    assert "3 paused" in line
     assert (
         "rung 2: 4 of 4 there · rung 2: 1 of 3 there" in line
     )  # of the second cohort there are three trials
@@ -452,7 +459,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert rows["trial-0000"].split()[1:6] == ["at", "rung", "2", "2/8", "1/2"]
     assert " 0/2 " in rows["trial-0005"]
     assert "at rung 2" in describe_status(board, "running", "mine")
-    board.handle(JobParked(spec(1).name, 3, PAUSED))
+    board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
     assert "rung 3" not in status_line(board, None)
     board.ladder = None
     assert "rung" not in status_line(board, None)
@@ -469,7 +476,7 @@ def test_of_many_cohorts_that_wait_two_are_named() -> None:
     board.ladder = ladder
     for trial in range(4, 400, 3):
         board.handle(JobAdmitted(spec(trial), 2, 8, "g0"))
-        board.handle(JobParked(spec(trial).name, 2, AT_RUNG))
+        board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
     assert rungs_waited_for(board) == ["rung 2: 2 of 4 there", "rung 2: 1 of 4 there"]
     assert len(asked) <= 8
 
@@ -535,9 +542,9 @@ def test_a_priority_is_told_of_those_that_have_one() -> None:
 
 def test_the_summary_says_what_was_found_and_what_failed() -> None:
     board = board_of(2)
-    board.judge(Verdict("trial-0000", "finished", 1.25, ""))
+    board.handle(ended("finished", 1.25, job="trial-0000"))
     board.jobs["trial-0000"].adapter = "runs/adapters/trial-0000"
-    board.judge(Verdict("trial-0001", "failed", None, "loss is nan"))
+    board.handle(ended("failed", None, "loss is nan", job="trial-0001"))
     console = Console(file=io.StringIO(), width=60)
     print_summary(console, board, {"tracking": "sqlite:///" + "x" * 80, "open": "plait ui"})
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
@@ -554,19 +561,31 @@ def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
     stage = Stage(board_of(1), terminal=False)
     for step, loss in ((20, 3.7849), (40, 3.8664)):
         stage.play(JobEvaluated("trial-0000", step, loss, 80))
-    stage.play(JobEnded("trial-0000", "finished", 40, "", 3.8664, 1000, 10.0, 65.0, Path("adapter")))
-    stage.board.judge(Verdict("trial-0000", "finished", 3.8664, ""))
-    ended = (
+    stage.play(
+        JobResult(
+            "trial-0000",
+            JobState.FINISHED,
+            40,
+            "",
+            3.8664,
+            1000,
+            10.0,
+            65.0,
+            Path("adapter"),
+            values=(3.8664,),
+        )
+    )
+    line = (
         "trial-0000 finished: eval loss 3.8664 (it was 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
     )
-    assert stage.lines[-1] == ended
+    assert line in stage.lines
     print_summary(stage.console, stage.board, {})
     assert "eval loss   was 3.7849 at step 20; the adapter is that of the last step" in stage.lines
 
 
 def test_a_single_job_is_summed_up_in_a_line() -> None:
     board = board_of(1)
-    board.judge(Verdict("trial-0000", "finished", 1.5, ""))
+    board.handle(ended("finished", 1.5, job="trial-0000"))
     console = Console(file=io.StringIO(), width=60)
     print_summary(console, board, {})
     assert "parameters  adapter.rank=1 train.lr=0.0002" in console.file.getvalue().splitlines()  # type: ignore[attr-defined]

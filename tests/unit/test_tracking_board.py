@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from job_results import ended
 from rich.console import Console
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec
-from plait.core.messages import GroupStep, JobAdmitted, JobEnded, JobEvaluated, JobProgress
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
@@ -32,7 +33,7 @@ from plait.tracking.values import (
 )
 
 objectives = st.one_of(st.none(), st.floats(-10, 10))
-states = st.sampled_from(["finished", "pruned", "failed", "running"])
+states = st.sampled_from([JobState.FINISHED, JobState.PRUNED, JobState.FAILED, JobState.RUNNING])
 
 
 def board_of(rows: list[tuple[str, float | None]], direction: str) -> Board:
@@ -67,7 +68,7 @@ def test_events_tell_the_board_what_a_job_does() -> None:
     board = Board("minimize", 2)
     spec = JobSpec("a", AdapterSpec(rank=4))
     board.add(JobRecord("a", 0, spec.parameters()))
-    assert board.jobs["a"].state == "waiting"
+    assert board.jobs["a"].state == "queued"
     board.handle(JobAdmitted(spec, 0, 10, "g0"))
     board.handle(JobProgress("a", 3, 1.5, 0.1, 1e-4, 300, 2.0, 150.0))
     board.handle(JobEvaluated("a", 3, 1.4, 50))
@@ -75,18 +76,18 @@ def test_events_tell_the_board_what_a_job_does() -> None:
     record = board.jobs["a"]
     assert (record.live, record.step, record.steps, record.loss, record.eval_loss) == (True, 3, 10, 1.5, 1.4)
     assert (board.tokens, board.device_seconds, board.iterations) == (300, 2.0, 1)
-    board.handle(JobEnded("a", "stopped", 3, "asked to", None, 320, 2.5, 9.0, None))
+    board.handle(JobResult("a", JobState.STOPPED, 3, "asked to", None, 320, 2.5, 9.0, None))
     assert (record.ended, record.reason, record.eval_loss, record.tokens) == (True, "asked to", 1.4, 320)
-    board.judge(Verdict("a", "failed", math.inf, "loss is inf"))
-    assert (record.objective, board.best(), board.count("failed")) == (None, None, 1)
+    board.handle(ended("failed", math.inf, "loss is inf", job="a"))
+    assert (record.objective, board.best(), board.count(JobState.FAILED)) == (None, None, 1)
 
 
 def records() -> list[JobRecord]:
     first = JobRecord(
-        "a", 0, {"adapter.rank": 4, "train.lr": 1e-4, "adapter.target_modules": ["q", "v"]}, "finished"
+        "a", 0, {"adapter.rank": 4, "train.lr": 1e-4, "adapter.target_modules": ["q", "v"]}, JobState.FINISHED
     )
     second = JobRecord(
-        "b", 1, {"adapter.rank": 8, "train.lr": 1e-4, "adapter.target_modules": ["q"]}, "failed"
+        "b", 1, {"adapter.rank": 8, "train.lr": 1e-4, "adapter.target_modules": ["q"]}, JobState.FAILED
     )
     first.objective, first.step, first.tokens, first.run_id = 1.25, 10, 500, "id-a"
     second.loss, second.reason = math.nan, "loss is nan, at once"
@@ -162,7 +163,8 @@ def test_the_table_leaves_out_what_says_nothing() -> None:
 
 def test_what_does_not_fit_is_left_out_and_named() -> None:
     listed = [
-        JobRecord(f"t{at}", at, state="pruned", objective=2.0, reason="place 7 of 8, " * 6) for at in (0, 1)
+        JobRecord(f"t{at}", at, state=JobState.PRUNED, objective=2.0, reason="place 7 of 8, " * 6)
+        for at in (0, 1)
     ]
     narrow = table_text(80, listed).splitlines()
     assert len(narrow) == 5
@@ -201,7 +203,7 @@ def test_the_table_of_a_usual_search_fits_into_eighty_characters() -> None:
             f"trial-{trial:04d}",
             trial,
             {"adapter.rank": 2**trial, "train.lr": 1.23456e-4 * trial},
-            "finished",
+            JobState.FINISHED,
         )
         for trial in range(8)
     ]
@@ -216,7 +218,14 @@ def test_the_table_of_a_usual_search_fits_into_eighty_characters() -> None:
 
 def test_an_unknown_form_lists_the_right_ones() -> None:
     result = SearchResult(
-        "demo", "finished", "minimize", "eval/loss", "", "1", Location("", TrackingSettings().root, None), ()
+        "demo",
+        JobState.FINISHED,
+        "minimize",
+        "eval/loss",
+        "",
+        "1",
+        Location("", TrackingSettings().root, None),
+        (),
     )
     with pytest.raises(ConfigError, match="csv, json, table"):
         print_leaderboard(result, "xml", Console(file=io.StringIO()))
@@ -261,7 +270,7 @@ def test_totals_of_group_and_search() -> None:
         "group/fill": 0.75,
         "memory/peak_bytes": 1024,
     }
-    board = board_of([("finished", 2.0), ("running", None)], "minimize")
+    board = board_of([(JobState.FINISHED, 2.0), (JobState.RUNNING, None)], "minimize")
     board.jobs["trial-0001"].tokens = 400
     values = search_values(board, 8.0)
     assert (values["search/tokens_per_s"], values["search/best"], values["search/running"]) == (50.0, 2.0, 1)

@@ -5,36 +5,48 @@ In a search one trial is one job. Optuna and MLflow know fewer states; ``STORED_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 
 class JobState(StrEnum):
     """Where a job stands. The value is the word that every view, tag and report shows.
 
-    ``PAUSED``: left its slot by order, at a rung or for a job of higher priority; its checkpoint is on disk.
-    ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the user. ``ORPHANED``: running by name, while
-    its worker is dead.
+    ``PAUSED``: left its slot by order, at a rung, for a job of higher priority or since its process was
+    interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the
+    user. ``ORPHANED``: its worker died while it ran; another worker adopts it.
+
+    A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED.
     """
 
     QUEUED = "queued"
     RUNNING = "running"
     PAUSED = "paused"
+    ORPHANED = "orphaned"
     FINISHED = "finished"
     PRUNED = "pruned"
     STOPPED = "stopped"
     FAILED = "failed"
-    ORPHANED = "orphaned"
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come of the job."""
+        """Whether the job will not train again."""
         return self in ENDED
 
 
 ENDED = frozenset({JobState.FINISHED, JobState.PRUNED, JobState.STOPPED, JobState.FAILED})
+
+
+class PauseReason(StrEnum):
+    """Why a job has no slot. The value is shown after the word "paused"."""
+
+    AT_RUNG = "at a rung"
+    BY_ORDER = "by order"
+    PREEMPTED = "preempted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +57,12 @@ class StoredAs:
     mlflow: str
 
 
-STORED_AS = MappingProxyType(
+STORED_AS: Mapping[JobState, StoredAs] = MappingProxyType(
     {
         JobState.QUEUED: StoredAs("WAITING", "SCHEDULED"),
         JobState.RUNNING: StoredAs("RUNNING", "RUNNING"),
-        JobState.PAUSED: StoredAs("RUNNING", "RUNNING"),
-        JobState.ORPHANED: StoredAs("RUNNING", "RUNNING"),
+        JobState.PAUSED: StoredAs("RUNNING", "SCHEDULED"),
+        JobState.ORPHANED: StoredAs("RUNNING", "KILLED"),
         JobState.FINISHED: StoredAs("COMPLETE", "FINISHED"),
         JobState.PRUNED: StoredAs("PRUNED", "KILLED"),
         JobState.STOPPED: StoredAs("PRUNED", "KILLED"),
@@ -59,39 +71,55 @@ STORED_AS = MappingProxyType(
 )
 
 
+def state_from_optuna(stored: str, noted: object = None) -> JobState:
+    """The state of a trial that Optuna calls ``stored``.
+
+    Args:
+        stored: Optuna's name, such as "PRUNED".
+        noted: the state that is kept beside it; counts where it is one that Optuna calls so.
+    """
+    candidates = [state for state, names in STORED_AS.items() if names.optuna == stored]
+    return next((state for state in candidates if state == noted), candidates[0])
+
+
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended. The engine fills in what it measured; the search adds ``values`` and may decide on
-    another state (a finished job without its objective has failed).
+    """How a job ended, and the last event of it. The engine fills in what it measured; the search adds the
+    objectives and may decide on another state (a finished job without its objective has failed).
 
     Attributes:
         job: its name.
         state: one that has ended, or PAUSED where the process was interrupted and the job can be resumed.
-        reason: in words; "" where the state says all.
         step: optimiser steps done.
+        reason: in words; "" where the state says all.
         eval_loss: of the last evaluation, or of the best one where its weights are kept.
         tokens: real tokens trained on.
         device_seconds: attributed to the job.
-        completion_seconds: since its submission, earlier processes included.
+        completion_seconds: since its submission, earlier processes included; None where no engine of this
+            process had the job, so that steps, tokens and seconds are not known here.
         adapter: PEFT folder of a finished job.
         checkpoint: folder from which an interrupted job resumes.
         values: the objectives, in order; empty where they were not measured.
-        violations: by how much each constraint is broken; 0 or less keeps it.
+        violations: by how much each constraint is broken, by its text; 0 or less keeps it.
+        trial: number in its study; -1 outside of a search.
+        parameters: values of the searched keys.
         run_id: MLflow's id of the job's run; "" while unknown.
     """
 
     job: str
     state: JobState
-    reason: str = ""
     step: int = 0
+    reason: str = ""
     eval_loss: float | None = None
     tokens: int = 0
     device_seconds: float = 0.0
-    completion_seconds: float = 0.0
+    completion_seconds: float | None = None
     adapter: Path | None = None
     checkpoint: Path | None = None
     values: tuple[float, ...] = ()
-    violations: tuple[float, ...] = ()
+    violations: Mapping[str, float] = field(default_factory=dict)
+    trial: int = -1
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     run_id: str = ""
 
     @property
@@ -102,4 +130,4 @@ class JobResult:
     @property
     def feasible(self) -> bool:
         """Whether every constraint is kept."""
-        return all(amount <= 0 for amount in self.violations)
+        return all(amount <= 0 for amount in self.violations.values())

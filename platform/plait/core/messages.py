@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, PauseReason
 from plait.core.plans import Microbatch
 
 # ---- commands: coordinator to worker -----------------------------------------------------------------
@@ -263,15 +264,13 @@ class JobAdmitted:
 
 
 @dataclass(frozen=True, slots=True)
-class JobParked:
-    """A job left its place with its state saved after ``step`` steps, and goes on later from there.
-
-    It waits at a rung, is paused, or had to make room. A further :class:`JobAdmitted` says that it is back.
-    """
+class JobPaused:
+    """A job left its slot with a checkpoint of ``step`` steps, from which it resumes: then a further
+    :class:`JobAdmitted` follows."""
 
     job: str
     step: int
-    reason: str
+    reason: PauseReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,27 +311,6 @@ class JobGenerated:
     job: str
     step: int
     accuracy: float
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnded:
-    """A job finished, failed or was stopped. ``state`` is "finished", "failed" or "stopped".
-
-    ``adapter`` is the PEFT folder of a finished job, ``checkpoint`` the saved state of an interrupted one;
-    ``completion_seconds`` count from its submission, those of earlier processes up to the state that the
-    next one went on from.
-    """
-
-    job: str
-    state: str
-    step: int
-    reason: str
-    eval_loss: float | None
-    tokens: int
-    device_seconds: float
-    completion_seconds: float
-    adapter: Path | None
-    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,11 +385,11 @@ class ModelFitted:
 
 Event = (
     JobAdmitted
-    | JobParked
+    | JobPaused
     | JobProgress
     | JobEvaluated
     | JobGenerated
-    | JobEnded
+    | JobResult
     | JobSaved
     | Notice
     | GroupStep

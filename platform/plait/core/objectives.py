@@ -15,25 +15,6 @@ _LIMIT = re.compile(r"\s*(<=|>=)\s*(\S+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A search's last word on a job.
-
-    Attributes:
-        state: "finished", "pruned" or "failed".
-        objective: None where it has none.
-        others: values of the further objectives.
-        feasible: it keeps every constraint.
-    """
-
-    job: str
-    state: str
-    objective: float | None = None
-    reason: str = ""
-    others: tuple[float, ...] = ()
-    feasible: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Objective:
     """A metric, or a numeric config key of the job, and which way is better: "minimize" or "maximize"."""
 

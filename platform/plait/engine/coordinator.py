@@ -12,13 +12,14 @@ from pathlib import Path
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
     Attach,
     Command,
     Detach,
     Event,
     JobAdmitted,
-    JobParked,
+    JobPaused,
     Notice,
     RunMicrobatches,
     StepJob,
@@ -34,7 +35,7 @@ from plait.engine.evaluation import evaluate
 from plait.engine.finishing import Finishing
 from plait.engine.iteration import Iteration, Packer, progress
 from plait.engine.ledger import Ledger, Outcome, Worker
-from plait.engine.live import DISPLACED, PAUSED, LiveJob
+from plait.engine.live import LiveJob
 from plait.engine.order import DataOrder
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.roster import Roster
@@ -110,7 +111,7 @@ class Coordinator:
             resume_from: saved state.
             warm_from: where there is no state yet, the folder of an adapter or state whose weights it begins
                 with.
-            rungs: steps after which it waits until ``unpark(job, AT_RUNG)`` lets it past.
+            rungs: steps after which it waits until ``resume(job, AT_RUNG)`` lets it past.
             measured: whether the validation loss is wanted at every rung.
 
         Raises:
@@ -127,26 +128,26 @@ class Coordinator:
         new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
         self._roster.queue(new)
 
-    def cancel(self, job: str, reason: str = "cancelled") -> None:
-        """Stop a job at the next boundary, wherever it stands.
+    def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
+        """End a job in this state at the next boundary, wherever it stands.
 
         Raises:
             ConfigError: there is no such job.
         """
-        self._find(job).cancelled = reason
+        self._find(job).cancelled = state, reason
 
-    def park(self, job: str, reason: str = PAUSED) -> None:
-        """At the next boundary, save a job and give its place away, until :meth:`unpark` with that reason.
+    def pause(self, job: str) -> None:
+        """At the next boundary, save a job and give its slot away, until :meth:`resume`.
 
         Raises:
             ConfigError: there is no such job.
         """
-        self._find(job).holds.add(reason)
+        self._find(job).holds.add(PauseReason.BY_ORDER)
 
-    def unpark(self, job: str, reason: str = PAUSED) -> None:
-        """Let a job go on that was parked, or that waits at a rung (``AT_RUNG``).
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+        """Resume a job that was paused by order, or let one past the rung at which it waits (``AT_RUNG``).
 
-        It comes back at the next boundary with a place for it; one that has not lost its place keeps it.
+        It comes back at the next boundary with a slot for it; one that has not lost its slot keeps it.
 
         Raises:
             ConfigError: there is no such job.
@@ -160,7 +161,7 @@ class Coordinator:
         return job
 
     def stop(self) -> None:
-        """At the next boundary, save every live job and end all with the reason "interrupted"."""
+        """At the next boundary, save every live job and end all as paused, with the reason "interrupted"."""
         self._stopping = True
 
     def places(self, most: int = 1024) -> int:
@@ -185,7 +186,7 @@ class Coordinator:
 
     @property
     def idle(self) -> bool:
-        """Whether no job waits, trains or is parked."""
+        """Whether no job waits, trains or is paused."""
         return not self._roster.all()
 
     @property
@@ -194,19 +195,17 @@ class Coordinator:
         return self._ledger.device_ns
 
     def settle(self) -> list[Event]:
-        """Act on what was asked for since the last boundary: ends what was cancelled, parks what waits.
+        """Act on what was asked for since the last boundary: ends what was cancelled, pauses what waits.
 
         Part of :meth:`advance`; apart, so that whoever fills the free places knows by then what ended.
         """
         if self._stopping:
             return []
         roster = self._roster
-        events = [
-            self._end(job, "stopped", job.cancelled) for job in roster.all() if job.cancelled is not None
-        ]
+        events = [self._end(job, *job.cancelled) for job in roster.all() if job.cancelled is not None]
         for job in [*roster.live.values(), *roster.waiting]:
             if job.holds:
-                events += self._park(job, ", ".join(sorted(job.holds)), roster.park)
+                events += self._pause(job, min(job.holds), roster.park)  # at a rung before by order
         for job in list(roster.parked.values()):
             if not job.holds:
                 roster.queue(job)
@@ -234,7 +233,7 @@ class Coordinator:
         jobs = {job.name: job for job in self._roster.all()}
         events: list[Event] = []
         for name in chosen.parked:
-            events += self._park(jobs[name], DISPLACED, self._roster.queue)
+            events += self._pause(jobs[name], PauseReason.PREEMPTED, self._roster.queue)
         if any(name in self._live for name in chosen.parked):
             return events  # one could not be saved, so its place is not free
         for name in chosen.started:
@@ -267,16 +266,16 @@ class Coordinator:
             self._roster.shrink()
         self._roster.queue(job)
         if alone:
-            return [self._end(job, "failed", f"out of memory while it was taken in alone: {detail}")]
+            return [self._end(job, JobState.FAILED, f"out of memory while it was taken in alone: {detail}")]
         return [Notice(f"{job.name} waits for room: out of memory while it was taken in ({detail})")]
 
-    def _park(
-        self, job: LiveJob, reason: str, move: Callable[[LiveJob], None], *, urgent: bool = False
+    def _pause(
+        self, job: LiveJob, reason: PauseReason, move: Callable[[LiveJob], None], *, urgent: bool = False
     ) -> list[Event]:
         """Save a live job, take it from the worker and ``move`` it; one that cannot be saved stays."""
         if job.name not in self._live:
             move(job)
-            return [JobParked(job.name, job.step, reason)]
+            return [JobPaused(job.name, job.step, reason)]
         found, events = self.checkpointing.save([job], urgent=urgent)
         state = found.get(job.name)
         if job.step > 0 and (state is None or state.name != state_folder(state, job.step).name):
@@ -284,21 +283,21 @@ class Coordinator:
         job.resume_from = state
         self._send(Detach(job.name))
         move(job)
-        return [*events, JobParked(job.name, job.step, reason)]
+        return [*events, JobPaused(job.name, job.step, reason)]
 
     def _end_failed(self, failures: Mapping[str, str]) -> list[Event]:
-        return [self._end(self._live[name], "failed", reason) for name, reason in failures.items()]
+        return [self._end(self._live[name], JobState.FAILED, reason) for name, reason in failures.items()]
 
     def _interrupt(self) -> list[Event]:
         jobs = self._roster.all()
         saved, events = self.checkpointing.save(jobs)
-        ends = [self._end(job, "stopped", INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
+        ends = [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
         return [*events, *ends]
 
     def _end(
         self,
         job: LiveJob,
-        state: str,
+        state: JobState,
         reason: str,
         *,
         adapter: Path | None = None,
@@ -335,11 +334,14 @@ class Coordinator:
         last = max(jobs, key=lambda job: job.standing)
         if len(jobs) > 1:
             self._roster.shrink()
-            events = self._park(last, DISPLACED, self._roster.queue, urgent=True)
+            events = self._pause(last, PauseReason.PREEMPTED, self._roster.queue, urgent=True)
             if last.name not in self._live:
                 return events
-            return [*events, self._end(last, "failed", f"out of memory, and it could not be saved: {detail}")]
-        return [self._end(last, "failed", f"out of memory while it trained alone: {detail}")]
+            return [
+                *events,
+                self._end(last, JobState.FAILED, f"out of memory, and it could not be saved: {detail}"),
+            ]
+        return [self._end(last, JobState.FAILED, f"out of memory while it trained alone: {detail}")]
 
     def _step(self, iteration: Iteration, run: Outcome, started: float, expected: Expected) -> list[Event]:
         """The optimiser's steps after a group's microbatches, and what came of them."""
@@ -370,5 +372,7 @@ class Coordinator:
     def _finish(self) -> list[Event]:
         """Generate with, export and let go every job whose budget is spent."""
         events, finished = self._finishing.finish([job for job in self._live.values() if job.done])
-        ends = [self._end(each.job, "finished", each.reason, adapter=each.adapter) for each in finished]
+        ends = [
+            self._end(each.job, JobState.FINISHED, each.reason, adapter=each.adapter) for each in finished
+        ]
         return [*events, *ends]

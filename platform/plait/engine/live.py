@@ -6,17 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import Cursor, JobEnded
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Cursor
 from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.accounting import NANOSECONDS
 from plait.engine.admission import Demand
 from plait.engine.order import DataOrder, training_batch, validation_batch
 from plait.engine.rates import learning_rate
-
-AT_RUNG = "waits at a rung"
-PAUSED = "paused"
-DISPLACED = "makes room"
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +26,7 @@ class LiveJob:
         earlier: seconds from submission to last state in earlier processes.
         cursor: how far it has come.
         eval_loss: of the last evaluation.
-        cancelled: why it is to be stopped, or None.
+        cancelled: the state in which it is to end, and why; None while it goes on.
         rungs: steps after which it waits until it is let past.
         measured: whether the validation loss is wanted at every rung.
         passed: the last rung that it was let past.
@@ -49,11 +46,11 @@ class LiveJob:
     resume_from: Path | None = None
     cursor: Cursor = field(default_factory=Cursor)
     eval_loss: float | None = None
-    cancelled: str | None = None
+    cancelled: tuple[JobState, str] | None = None
     rungs: frozenset[int] = frozenset()
     measured: bool = False
     passed: int = 0
-    holds: set[str] = field(default_factory=set)
+    holds: set[PauseReason] = field(default_factory=set)
     evaluated: int | None = None
     warm_from: Path | None = None
     begun: bool = False
@@ -112,12 +109,12 @@ class LiveJob:
     def reach(self) -> None:
         """Wait here if this is a rung that it was not let past."""
         if self.step in self.rungs and self.step > self.passed and not self.done:
-            self.holds.add(AT_RUNG)
+            self.holds.add(PauseReason.AT_RUNG)
 
-    def release(self, hold: str) -> None:
+    def release(self, hold: PauseReason) -> None:
         """No longer wait for this reason."""
         self.holds.discard(hold)
-        if hold == AT_RUNG:
+        if hold == PauseReason.AT_RUNG:
             self.passed = self.step
 
     def go_on_from(self, cursor: Cursor) -> None:
@@ -164,16 +161,16 @@ class LiveJob:
 
     def ended(
         self,
-        state: str,
+        state: JobState,
         reason: str,
         now: float,
         *,
         adapter: Path | None = None,
         checkpoint: Path | None = None,
-    ) -> JobEnded:
-        """The event of its end. A finished job's validation loss is that of its adapter."""
-        best = self.cursor.best_loss if state == "finished" else None
-        return JobEnded(
+    ) -> JobResult:
+        """How it ended. A finished job's validation loss is that of its adapter."""
+        best = self.cursor.best_loss if state == JobState.FINISHED else None
+        return JobResult(
             job=self.name,
             state=state,
             step=self.step,

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import Event, JobEnded
+from plait.core.lifecycle import JobResult
+from plait.core.messages import Event
 from plait.core.settings import RunSettings
 from plait.data import generation_limit, load_data, score
 from plait.engine.capacity import choose_capacity
@@ -24,7 +25,7 @@ def train_jobs(
     folder: Path,
     cache: Path,
     on_event: Callable[[Event], None] = lambda _: None,
-) -> list[JobEnded]:
+) -> list[JobResult]:
     """Load data and model and train jobs jointly, as many at once as memory and ``planner.max_jobs`` allow.
 
     Args:
@@ -63,14 +64,14 @@ def train_jobs(
 
 def drive(
     coordinator: Coordinator, jobs: Sequence[JobSpec], *, on_event: Callable[[Event], None] = lambda _: None
-) -> list[JobEnded]:
+) -> list[JobResult]:
     """Submit jobs to a coordinator and advance it until they have all ended; as :func:`train_jobs`."""
     for job in jobs:
         coordinator.submit(job)
-    ended: dict[str, JobEnded] = {}
+    ended: dict[str, JobResult] = {}
     while not coordinator.idle:
         for event in coordinator.advance():
-            if isinstance(event, JobEnded):
+            if isinstance(event, JobResult):
                 ended[event.job] = event
             on_event(event)
     return [ended[job.name] for job in jobs]

@@ -11,7 +11,7 @@ from typing import Protocol
 from plait.search.claims import Departed
 from plait.search.control.orders import Orders
 from plait.search.trials import Trial
-from plait.tracking.board import Board, wait
+from plait.tracking.board import Board, orphan
 
 LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
 
@@ -64,7 +64,7 @@ class Attend:
         """The orders that hold now."""
         for gone in self.source.departed():
             left = gone.trials.keys() - self.source.own  # what was free is taken up at once
-            wait(self.board.jobs.values(), {Trial(number).name for number in left})
+            orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(gone.describe())
         self._watch_store()
         orders = self.owner()

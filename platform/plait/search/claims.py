@@ -10,8 +10,9 @@ from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.lifecycle import JobState
 from plait.engine.saved import newest_step
-from plait.search.trial_records import OWNER, trainer_of
+from plait.search.trial_records import OWNER, STATE, trainer_of
 from plait.search.workers import Owner, Workers
 
 
@@ -65,6 +66,8 @@ class Claims:
         """Write this process down as the one that trains a trial."""
         if self._workers is not None:
             self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+        if STATE in item.user_attrs:  # it was paused
+            self._storage.set_trial_user_attr(item._trial_id, STATE, JobState.RUNNING)
 
     def signed(self, item: FrozenTrial) -> bool:
         """Whether a trial bears this process's signature, and not that of one that took it over."""

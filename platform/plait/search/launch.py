@@ -17,6 +17,7 @@ from rich.console import Console
 
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobState
 from plait.core.settings import ClusterSettings, TrackingSettings
 from plait.engine.coordinator import Coordinator
 from plait.search.attend import Attend
@@ -57,13 +58,12 @@ from plait.search.run import ENDING, SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
-from plait.search.tracked import Tracked, ask_store, catch_up, judged, tracked_run, without_store
+from plait.search.tracked import Tracked, ask_store, catch_up, tracked_run, without_store
 from plait.search.trials import Trial
 from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
-from plait.tracking.names import FINISHED, INTERRUPTED
 from plait.tracking.tables import GroupSteps
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
@@ -134,7 +134,7 @@ def _nothing_to_train(
     command: SearchCommand, source: StudyTrials, console: Console, done: SearchResult
 ) -> int:
     """What is left of a search that is finished, or gave up: say so."""
-    notices, concluded = catch_up(command.settings, source, judged(done.finished))
+    notices, concluded = catch_up(command.settings, source, done.finished)
     _tell(console, notices)
     _remember(command, source.name, finished=not done.why, concluded=concluded)
     write_result(done, command.settings.search, command.directory)
@@ -286,7 +286,7 @@ class _Launch:
         _tell(self._console, [_chosen(coordinator.plan().choices)])
         with Tracker(self._settings.tracking) as tracker:
             coordinator.checkpointing.commit = tracker.commit
-            tracker.others, tracker.over, tracker.cut_short = self._others, self._over, self._cut_short
+            tracker.others, tracker.over, tracker.orphaned = self._others, self._over, self._orphaned
             with self._source.patience.holding(lambda: self._source.exclusive("run")):  # one for all
                 run_id = tracker.start_search(self._facts(), self._begun())
                 self._source.link(run_id, str(tracker.location))
@@ -302,7 +302,7 @@ class _Launch:
                 result = self._train(coordinator, tracker, GroupSteps(folder))
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
-            tracker.end_search(INTERRUPTED if result.interrupted else FINISHED, result.why)
+            tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
         write_result(result, self._settings.search, self._command.directory)
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
@@ -317,7 +317,7 @@ class _Launch:
         try:
             with self._source.patience.holding(lambda: self._source.exclusive("run")):
                 if not self._others():
-                    tracker.conclude(judged(self._source.finished()))
+                    tracker.conclude(self._source.finished())
                     self.concluded = True
                     figures.publish(final=True)
         except StorageError as error:
@@ -396,20 +396,20 @@ class _Launch:
     def _over(self) -> set[str]:
         """Names of the trials that are over, as far as one can see."""
         try:
-            return {item.trial.name for item in self._source.finished()}
+            return {item.job for item in self._source.finished()}
         except StorageError:
             return set()
 
-    def _cut_short(self) -> set[str]:
-        """Names of the trials that nobody trains any more, as far as one can see."""
+    def _orphaned(self) -> set[str]:
+        """Names of the trials whose worker is dead, as far as one can see."""
         try:
-            return self._source.cut_short
+            return self._source.orphaned
         except StorageError:
             return set()
 
     def _begun(self) -> Begun | None:
         run_id = self._tracked.run_id
-        return Begun(run_id, judged(self._source.finished())) if run_id else None
+        return Begun(run_id, self._source.finished()) if run_id else None
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

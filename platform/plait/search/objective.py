@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import DataSpec, JobSpec
-from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobGenerated, JobProgress
+from plait.core.lifecycle import JobResult
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import SearchSettings
 from plait.data import generation_limit, parse_options
 from plait.engine.evaluation import check_keep
@@ -142,7 +143,7 @@ class Observed:
                 self._set(event.job, "eval/loss", event.loss)
             case JobGenerated():
                 self._set(event.job, "eval/accuracy", event.accuracy)
-            case JobEnded():
+            case JobResult():
                 self._set(event.job, "eval/loss", event.eval_loss)
                 self._set(event.job, "train/tokens", event.tokens)
                 self._set(event.job, "cost/device_seconds", event.device_seconds)

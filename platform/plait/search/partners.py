@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import Event
-from plait.core.objectives import Verdict
 
 
 class Coordinator(Protocol):
@@ -25,20 +25,20 @@ class Coordinator(Protocol):
     ) -> None:
         """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
 
-    def cancel(self, job: str, reason: str) -> None:
-        """End a job as "stopped" at the next boundary."""
+    def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
+        """End a job in this state at the next boundary."""
 
-    def park(self, job: str, reason: str) -> None:
-        """Save a job at the next boundary and let it wait."""
+    def pause(self, job: str) -> None:
+        """Save a job at the next boundary and give its slot away."""
 
-    def unpark(self, job: str, reason: str) -> None:
-        """Let a job go on that waits for this reason."""
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+        """Resume a job that is paused for this reason."""
 
     def settle(self) -> Iterable[Event]:
-        """The boundary between two iterations: end what was cancelled, park what waits."""
+        """The boundary between two iterations: end what was cancelled, pause what waits."""
 
     def stop(self) -> None:
-        """At the next ``advance``, save every job and end it as "stopped"."""
+        """At the next ``advance``, save every job and end it as paused."""
 
     def places(self) -> int:
         """How many more jobs could be admitted now."""
@@ -54,10 +54,7 @@ class Recorder(Protocol):
         """A job is about to be submitted."""
 
     def handle(self, event: Event) -> None:
-        """Something happened in the engine."""
-
-    def judge(self, verdict: Verdict) -> None:
-        """The search's last word on a job."""
+        """Something happened in the engine; of the end of a job, what the search decided."""
 
     def lose(self, job: str) -> None:
         """Another process trains the job from here on: nothing more is written of it."""

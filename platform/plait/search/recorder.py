@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from plait.core.jobs import JobSpec
 from plait.core.messages import Event, GroupStep, ModelFitted, Notice
-from plait.core.objectives import Verdict
 from plait.terminal.view import Terminal
 from plait.tracking import Tracker
 from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps, LineTable
@@ -46,11 +45,6 @@ class SearchRecorder:
     def _show(self, table: LineTable, name: str, *, due: bool) -> None:
         if due:
             self._tracker.record_table(name, table.artifact())
-
-    def judge(self, verdict: Verdict) -> None:
-        """The search's last word on a job."""
-        self._tracker.judge(verdict)
-        self._terminal.judged(verdict.job)
 
     def lose(self, job: str) -> None:
         """Another process trains the job from here on: nothing more is written of it."""

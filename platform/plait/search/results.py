@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.objectives import Objective, pareto_front
 from plait.core.settings import SearchSettings
-from plait.search.trials import Finished
 
 RESULT_FILE = "optimization_results.yaml"
 TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
@@ -27,7 +27,7 @@ class SearchResult:
         why: the same, in words.
     """
 
-    finished: tuple[Finished, ...]
+    finished: tuple[JobResult, ...]
     interrupted: bool = False
     ended_by: str = ""
     why: str = ""
@@ -35,7 +35,7 @@ class SearchResult:
     @property
     def failed(self) -> int:
         """How many trials failed."""
-        return sum(item.outcome.state == "failed" for item in self.finished)
+        return sum(item.state == JobState.FAILED for item in self.finished)
 
     @property
     def exit_status(self) -> int:
@@ -44,24 +44,24 @@ class SearchResult:
             return EXIT_INTERRUPTED
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
 
-    def best(self, direction: str) -> Finished | None:
-        """The complete trial with the best objective that keeps every constraint, ties by number; None where
+    def best(self, direction: str) -> JobResult | None:
+        """The finished trial with the best objective that keeps every constraint, ties by number; None where
         there is none."""
         front = self.front((Objective("objective", direction),))
         return front[0] if front else None
 
-    def front(self, objectives: Sequence[Objective]) -> list[Finished]:
-        """Complete trials that keep every constraint and that no other such trial dominates, best in the
+    def front(self, objectives: Sequence[Objective]) -> list[JobResult]:
+        """Finished trials that keep every constraint and that no other such trial dominates, best in the
         first objective first, ties by number."""
         scored = sorted(
             (
                 item
                 for item in self.finished
-                if item.outcome.state == "complete" and item.outcome.values and item.outcome.feasible
+                if item.state == JobState.FINISHED and item.values and item.feasible
             ),
-            key=lambda item: item.trial.number,
+            key=lambda item: item.trial,
         )
-        return [scored[at] for at in pareto_front([item.outcome.values for item in scored], objectives)]
+        return [scored[at] for at in pareto_front([item.values for item in scored], objectives)]
 
 
 def gave_up(failed: int, total: int, settings: SearchSettings) -> str:
@@ -86,7 +86,7 @@ def describe_result(
     lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed."]
     more = "search.fresh=true starts it anew"
     front = result.front(settings.objectives)
-    searched = any(item.trial.values for item in result.finished)
+    searched = any(item.parameters for item in result.finished)
     if exhausted and searched:
         lines[0] += " Every point of the space has been tried."
     elif front and searched:
@@ -96,17 +96,17 @@ def describe_result(
         lines += [f"  {describe_point(item, settings.objectives)}" for item in front]
     elif front:
         lines.append(f"Best: {describe_point(front[0], settings.objectives)}")
-    elif settings.limits and any(not item.outcome.feasible for item in result.finished):
+    elif settings.limits and any(not item.feasible for item in result.finished):
         lines.append(f"No trial keeps {' and '.join(map(str, settings.limits))}.")
     return [*lines, f"{more}; `plait leaderboard` shows it."]
 
 
-def describe_point(item: Finished, objectives: Sequence[Objective]) -> str:
+def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:
     """A trial's name, objectives and values."""
-    pairs = zip(objectives, item.outcome.values, strict=True)
+    pairs = zip(objectives, item.values, strict=True)
     figures = " ".join(f"{objective.metric} {value:.6g}" for objective, value in pairs)
-    values = " ".join(f"{key}={value}" for key, value in item.trial.values.items())
-    return " ".join(part for part in (f"{item.trial.name},", figures, values) if part)
+    values = " ".join(f"{key}={value}" for key, value in item.parameters.items())
+    return " ".join(part for part in (f"{item.job},", figures, values) if part)
 
 
 def write_result(result: SearchResult, settings: SearchSettings, folder: Path) -> None:
@@ -120,11 +120,11 @@ def write_result(result: SearchResult, settings: SearchSettings, folder: Path) -
     content: dict[str, object] = {"name": "plait"}
     if len(settings.objectives) > 1:
         content["solutions"] = [
-            {"params": dict(item.trial.values), "values": list(item.outcome.values)} for item in front
+            {"params": dict(item.parameters), "values": list(item.values)} for item in front
         ]
     else:
-        content["best_params"] = dict(front[0].trial.values) if front else {}
-        content["best_value"] = front[0].outcome.value if front else None
+        content["best_params"] = dict(front[0].parameters) if front else {}
+        content["best_value"] = front[0].objective if front else None
     content |= {"trials": len(result.finished), "failed": result.failed}
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,25 +14,25 @@ from dataclasses import dataclass, field, replace
 
 from plait.core.errors import InputError, StorageError
 from plait.core.jobs import JobSpec
-from plait.core.messages import Event, JobEnded, JobEvaluated, JobParked, Notice
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Event, JobEvaluated, JobPaused, Notice
 from plait.core.settings import SearchSettings
 from plait.engine.finishing import SPENT
-from plait.engine.live import AT_RUNG, DISPLACED, PAUSED
 from plait.search.control.orders import Orders
 from plait.search.objective import Observed
 from plait.search.outlook import Outlook
 from plait.search.partners import Coordinator, Recorder
 from plait.search.results import SearchResult
 from plait.search.stopper import Stopper
-from plait.search.trials import Outcome, Trial, TrialSource
+from plait.search.trials import Trial, TrialSource
 
+PREEMPTED = PauseReason.PREEMPTED  # its trial keeps its slot in the search, and the engine resumes it
 WAIT_SECONDS = 0.2  # between two looks, where nobody trains
 LOOK_SECONDS = 1.0  # between two looks at what others did: drew, decided at a rung, or let a trial come first
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is drawn
 ORDERED = "as `plait control` asked for"
-BY_OWNER = "ended by its owner"
-TAKEN_OVER = "another process, which could not reach this one, took it over and trains it"
+BY_USER = "by the user"
+ADOPTED = "another worker, which could not reach this one, adopted it"
 
 
 @dataclass(slots=True)
@@ -61,7 +61,6 @@ class SearchRun:
     _live: dict[str, Trial] = field(default_factory=dict)
     _parked: dict[str, Trial] = field(default_factory=dict)
     _returning: list[Trial] = field(default_factory=list)  # parked, and let past their rungs
-    _diverged: set[str] = field(default_factory=set)
     _lost: set[str] = field(default_factory=set)  # another process trains them now
     _priority: dict[str, int] = field(default_factory=dict)
     _next_look: float = -math.inf
@@ -108,10 +107,10 @@ class SearchRun:
             self.recorder.handle(Notice(f"{mode}, {ORDERED}"))
         for name, trial in [*self._live.items(), *self._parked.items()]:
             if mode == "cancelling" or trial.number in self._orders.stops:
-                self.coordinator.cancel(name, BY_OWNER)
+                self.coordinator.cancel(name, BY_USER)
         if mode == "paused":
             for name in self._live.keys() - self._paused:
-                self.coordinator.park(name, PAUSED)
+                self.coordinator.pause(name)
                 self._paused.add(name)
         elif self._paused:
             self._unpause()
@@ -119,7 +118,7 @@ class SearchRun:
     def _unpause(self) -> None:
         """Those that trained when the pause began keep their places before all others."""
         for name in self._paused & (self._live.keys() | self._parked.keys()):
-            self.coordinator.unpark(name, PAUSED)
+            self.coordinator.resume(name)
             if name not in self._at_rung and name in self._parked:
                 self._live[name] = self._parked.pop(name)
         self._paused.clear()
@@ -167,8 +166,8 @@ class SearchRun:
         for name, trial in [*self._live.items(), *self._parked.items()]:
             if trial.number in lost:
                 self._lost.add(name)
-                self.coordinator.cancel(name, TAKEN_OVER)
-                self.recorder.handle(Notice(f"{name}: {TAKEN_OVER}"))
+                self.coordinator.cancel(name, ADOPTED)
+                self.recorder.handle(Notice(f"{name}: {ADOPTED}"))
 
     def _let_in(self) -> None:
         """Who has a higher priority than one of those that train waits for no place: the engine parks that
@@ -191,7 +190,7 @@ class SearchRun:
         self._returning.remove(trial)
         self._live[trial.name] = self._parked.pop(trial.name)
         self._at_rung.discard(trial.name)
-        self.coordinator.unpark(trial.name, AT_RUNG)
+        self.coordinator.resume(trial.name, PauseReason.AT_RUNG)
 
     def _wait(self) -> bool:
         """Nobody trains, and nobody can be drawn: False when nothing more can come."""
@@ -216,10 +215,10 @@ class SearchRun:
             decisions = self.stopper.decisions(self._expected, ask_again=ask_again)
             for trial, decision in decisions:
                 if decision.action != "continue":
-                    self._diverged |= {trial.name} if decision.action == "fail" else set()
-                    self.coordinator.cancel(trial.name, decision.reason)
+                    state = JobState.FAILED if decision.action == "fail" else JobState.PRUNED
+                    self.coordinator.cancel(trial.name, decision.reason, state=state)
                 elif trial.name in self._live:
-                    self.coordinator.unpark(trial.name, AT_RUNG)
+                    self.coordinator.resume(trial.name, PauseReason.AT_RUNG)
                 else:
                     self._returning.append(trial)
             self._take(self.coordinator.settle())
@@ -235,7 +234,7 @@ class SearchRun:
         """End what processes that are gone left behind, as it is."""
         while (trial := self.source.ask(new=False)) is not None:
             if self._announce(trial) is not None:
-                self._over(trial, Outcome("pruned", None, BY_OWNER))
+                self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 
     def _announce(self, trial: Trial) -> JobSpec | None:
         """The job of a trial, made known; None where it cannot be made, and the trial has failed."""
@@ -244,7 +243,7 @@ class SearchRun:
         except StorageError:
             raise
         except InputError as error:  # nobody has heard of this job yet
-            self.source.tell(trial, Outcome("failed", None, str(error)))
+            self.source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
             return None
         self.recorder.start_job(job, trial.number)
         return job
@@ -266,7 +265,7 @@ class SearchRun:
         except StorageError:
             raise
         except InputError as error:
-            self._over(trial, Outcome("failed", None, str(error)))
+            self._end(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
         else:
             self._live[job.name] = trial
             self._priority[job.name] = job.train.priority
@@ -280,19 +279,17 @@ class SearchRun:
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
             self._observed.handle(event)
-            if isinstance(event, JobEnded) and event.job in self._lost:
-                self.recorder.lose(event.job)
-            else:
+            if not isinstance(event, JobResult):
                 self.recorder.handle(event)
             if isinstance(event, JobEvaluated):
                 self._report(event)
             if self.stopper is not None:
                 self.stopper.handle(event, self._observed)
-            if isinstance(event, JobEnded):
+            if isinstance(event, JobResult):
                 self._ended(event)
-            elif isinstance(event, JobParked) and event.reason != DISPLACED and event.job in self._live:
+            elif isinstance(event, JobPaused) and event.reason != PREEMPTED and event.job in self._live:
                 self._parked[event.job] = self._live.pop(event.job)
-                self._at_rung |= {event.job} if AT_RUNG in event.reason else set()
+                self._at_rung |= {event.job} if event.reason == PauseReason.AT_RUNG else set()
 
     def _report(self, event: JobEvaluated) -> None:
         """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
@@ -301,44 +298,40 @@ class SearchRun:
         if trial is not None and value is not None and math.isfinite(value):
             self.source.report(trial, event.step, value)
 
-    def _ended(self, event: JobEnded) -> None:
-        trial = self._live.pop(event.job, None) or self._parked.pop(event.job)
+    def _ended(self, result: JobResult) -> None:
+        trial = self._live.pop(result.job, None) or self._parked.pop(result.job)
         self._returning = [each for each in self._returning if each is not trial]
-        if event.job in self._lost:
-            self._lost.discard(event.job)
-            return
-        value = self._observed.value(event.job, self.settings.objectives[0].metric)
-        if event.state == "stopped" and self._stopping:
-            self.source.put_back(trial, event.checkpoint)
-        elif event.state == "stopped" and event.job in self._diverged:
-            self._over(trial, Outcome("failed", None, event.reason))
-        elif event.state == "stopped":
-            self._over(trial, Outcome("pruned", value, event.reason))
-        elif event.state == "failed":
-            self._over(trial, Outcome("failed", None, event.reason or "failed"))
+        if result.job in self._lost:
+            self._lost.discard(result.job)
+            self.recorder.lose(result.job)
+        elif result.state == JobState.PAUSED:
+            self.recorder.handle(result)
+            self.source.put_back(trial, result.checkpoint)
         else:
-            self._over(trial, self._finished(event))
+            self._end(trial, self._scored(result))
 
-    def _finished(self, event: JobEnded) -> Outcome:
-        """A job that came to its end is complete where every objective and constraint was measured."""
-        score = self._observed.score(event.job, self.settings)
+    def _scored(self, result: JobResult) -> JobResult:
+        """With the objectives. A job that came to its end is finished where every objective and constraint
+        was measured; one that was stopped before has the first objective as it stood."""
+        if result.state == JobState.FAILED:
+            return replace(result, reason=result.reason or JobState.FAILED)
+        if result.state != JobState.FINISHED:
+            value = self._observed.value(result.job, self.settings.objectives[0].metric)
+            return result if value is None else replace(result, values=(value,))
+        score = self._observed.score(result.job, self.settings)
         if score.missing:
-            reason = score.missing if event.reason == SPENT else f"{score.missing}: {event.reason}"
-            return Outcome("failed", None, reason)
+            reason = score.missing if result.reason == SPENT else f"{score.missing}: {result.reason}"
+            return replace(result, state=JobState.FAILED, reason=reason)
         broken = [text for text, amount in score.violations.items() if amount > 0]
-        reason = f"does not keep {', '.join(broken)}" if broken else event.reason
-        first, *others = score.values
-        return Outcome("complete", first, reason, others=tuple(others), violations=score.violations)
+        reason = f"does not keep {', '.join(broken)}" if broken else result.reason
+        return replace(result, reason=reason, values=score.values, violations=score.violations)
 
-    def _over(self, trial: Trial, outcome: Outcome) -> None:
-        """Tracking first, and on the disk, then the study: what the study knows to be over is not trained
+    def _end(self, trial: Trial, result: JobResult) -> None:
+        """Tracking first, and on the disk, then the study: what the study knows to have ended is not trained
         again, so nothing of it may be missing by then."""
-        state = "finished" if outcome.state == "complete" else outcome.state
-        self.recorder.judge(
-            Verdict(trial.name, state, outcome.value, outcome.reason, tuple(outcome.others), outcome.feasible)
-        )
+        self.recorder.handle(replace(result, trial=trial.number, parameters=trial.values))
         self.recorder.commit()
-        self.source.tell(trial, replace(outcome, run_id=self.recorder.run_id(trial.name)))
+        self.source.tell(trial, replace(result, run_id=self.recorder.run_id(trial.name)))
 
     def _wind_up(self) -> None:
         """Let the engine save and end every job; trials that do not answer stay RUNNING for the next run."""

@@ -11,14 +11,16 @@ from typing import Any
 from optuna.study import Study
 from optuna.trial import FrozenTrial
 
+from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.search.recorded import RecordedCommand
 from plait.search.results import SearchResult, describe_point
 from plait.search.stored import stored_study
-from plait.search.trial_records import STATES, outcome_of, trainer_of
-from plait.search.trials import Finished, Trial
+from plait.search.trial_records import result_of, state_of, trainer_of
+from plait.search.trials import Trial
 from plait.search.workers import host_name, this_host
-from plait.terminal.text import CUT_SHORT
+
+RUNNING = JobState.RUNNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,13 @@ class Standing:
     """What a study says of its search.
 
     Attributes:
-        states: of all trials, by number: "running", "waiting", "complete", "pruned" or "failed".
+        states: of all trials, by number; those that run on another host are RUNNING.
         result: the trials that are over.
         objectives: of the search.
         hosts: by number: the other host whose worker signed a running trial; "" otherwise.
     """
 
-    states: tuple[str, ...]
+    states: tuple[JobState, ...]
     result: SearchResult
     objectives: tuple[Objective, ...]
     hosts: tuple[str, ...]
@@ -47,9 +49,8 @@ class Standing:
         if not self.states:
             return ["It has no trials yet."]
         counts = Counter(self.states)
-        counts[CUT_SHORT] = counts.pop("running", 0) - sum(self.elsewhere.values())
-        parts = [f"{counts[state]} {state}" for state in (CUT_SHORT, *STATES.values()) if counts[state]]
-        parts += [f"{number} begun on host {host}" for host, number in self.elsewhere.items()]
+        parts = [f"{counts[state]} {state}" for state in JobState if counts[state] and state != RUNNING]
+        parts += [f"{number} {RUNNING} on host {host}" for host, number in self.elsewhere.items()]
         lines = [f"{len(self.states)} trial{'s' if len(self.states) > 1 else ''}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
             lines.append(f"Best: {describe_point(front[0], self.objectives)}")
@@ -63,7 +64,7 @@ class Standing:
             {
                 "trial": number,
                 "name": Trial(number).name,
-                "state": CUT_SHORT if state == "running" and not host else state,
+                "state": state,
                 "host": host,
             }
             for number, (state, host) in enumerate(zip(self.states, self.hosts, strict=True))
@@ -84,16 +85,14 @@ def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
     """
     study = stored_study(recorded.storage, root, recorded.name)
     trials = study.get_trials(deepcopy=False)
-    finished = [
-        Finished(Trial(item.number, item.params), outcome_of(item))
-        for item in trials
-        if item.state.is_finished()
-    ]
+    hosts = hosts_of(trials)
+    states = [state_of(item) for item in trials]
+    orphaned = [state == RUNNING and not host for state, host in zip(states, hosts, strict=True)]
     return Standing(
-        tuple(STATES[item.state] for item in trials),
-        SearchResult(tuple(finished)),
+        tuple(JobState.ORPHANED if alone else state for state, alone in zip(states, orphaned, strict=True)),
+        SearchResult(tuple(result_of(item) for item in trials if item.state.is_finished())),
         _objectives(study),
-        hosts_of(trials),
+        hosts,
     )
 
 
@@ -106,6 +105,6 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
 def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
     """As in :class:`Standing`. What this host began before it was rebooted is not elsewhere."""
     here = host_name(this_host())
-    owners = [trainer_of(item) if STATES[item.state] == "running" else None for item in trials]
+    owners = [trainer_of(item) if state_of(item) == RUNNING else None for item in trials]
     names = ["" if owner is None else host_name(owner.host) for owner in owners]
     return tuple("" if name == here else name for name in names)

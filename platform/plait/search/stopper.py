@@ -17,7 +17,8 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import Event, JobAdmitted, JobEnded, JobEvaluated, JobProgress
+from plait.core.lifecycle import JobResult
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.order import DataOrder
@@ -187,7 +188,7 @@ class Stopper:
                     self._measure(event.job, event.step, observed)
             case JobEvaluated() if self.measured:
                 self._measure(event.job, event.step, observed)
-            case JobEnded():
+            case JobResult():
                 self._trials.pop(event.job, None)
                 self._at_rung.pop(event.job, None)
                 self._changed = True

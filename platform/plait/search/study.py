@@ -15,6 +15,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.search.claims import Claims, Departed
@@ -40,14 +41,15 @@ from plait.search.trial_records import (
     REQUEST,
     RETRY_OF,
     RUN_ID,
-    STATES,
+    STATE,
     TRACKED,
     WARM,
-    outcome_of,
     priority_of,
+    result_of,
+    state_of,
     total_of,
 )
-from plait.search.trials import Finished, Outcome, Trial
+from plait.search.trials import Trial
 from plait.search.workers import Workers
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
@@ -147,7 +149,7 @@ class StudyTrials:
     @property
     def failed(self) -> int:
         """How many failed, those that are dropped among them."""
-        return self.trial_states().count("failed")
+        return self.trial_states().count(JobState.FAILED)
 
     @property
     def exhausted(self) -> bool:
@@ -159,13 +161,13 @@ class StudyTrials:
         """How many trials an earlier process left behind; :meth:`departed` tells of others from here on."""
         self.patience(lambda: self._claims.notice(self._trials(), self._kept.resume_from))
         self.departed()
-        return len(self.cut_short)
+        return len(self.patience(lambda: self._claims.orphans(self._trials())))
 
     @property
-    def cut_short(self) -> set[str]:
-        """Names of the trials that nobody trains any more and nobody has taken up yet."""
+    def orphaned(self) -> set[str]:
+        """Names of the trials whose worker is dead and that no other has adopted yet."""
         left = self.patience(lambda: self._claims.orphans(self._trials()))
-        return {Trial(item.number).name for item in left}
+        return {Trial(item.number).name for item in left if state_of(item) != JobState.PAUSED}
 
     @property
     def others(self) -> int:
@@ -340,55 +342,57 @@ class StudyTrials:
         ):
             live.report(value, step)
 
-    def tell(self, trial: Trial, outcome: Outcome) -> None:
+    def tell(self, trial: Trial, result: JobResult) -> None:
         """Tell state and value, once; a value that is not finite is a failure, whatever it was called.
 
         A trial that another process has taken from this one, which it thought dead, is that one's to tell.
         """
         self._claims.discard(trial.number)
         self.revision += 1
-        if self._locked(lambda: self._tell(trial, outcome)):
-            self._kept.clear(trial, failed=outcome.state == "failed")
+        if self._locked(lambda: self._tell(trial, result)):
+            self._kept.clear(trial, failed=result.state == JobState.FAILED)
 
-    def _tell(self, trial: Trial, outcome: Outcome) -> bool:
+    def _tell(self, trial: Trial, result: JobResult) -> bool:
         """Whether the trial is this process's own, and is over now."""
         frozen, live = self._live(trial)
         if not self._claims.signed(frozen):
             return False
         if frozen.state.is_finished():  # told by an attempt whose answer got lost
             return True
-        for key, fact in ((REASON, outcome.reason), (RUN_ID, outcome.run_id)):
+        state, values = result.state, result.values
+        if state == JobState.FINISHED and not (values and all(map(math.isfinite, values))):
+            state = JobState.FAILED
+        for key, fact in ((STATE, state), (REASON, result.reason), (RUN_ID, result.run_id)):
             if fact:
                 live.set_user_attr(key, fact)
-        for text, amount in outcome.violations.items():
+        for text, amount in result.violations.items():
             if text not in frozen.constraints:
                 live.set_constraint(text, amount)
-        values = outcome.values
-        if outcome.state == "complete" and values and all(map(math.isfinite, values)):
+        if state == JobState.FINISHED:
             self._study.tell(trial.number, values)
-        elif outcome.state == "pruned":  # its value is the last one reported
-            self._study.tell(trial.number, state=TrialState.PRUNED)
-        else:
-            self._study.tell(trial.number, state=TrialState.FAIL)
+        else:  # a pruned one's value is the last one reported
+            self._study.tell(trial.number, state=TrialState[STORED_AS[state].optuna])
         return True
 
     def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
-        """Leave the trial RUNNING: the next run takes it up, from the checkpoint if there is one."""
-        if checkpoint is not None:
-            path = str(checkpoint.absolute())
-            self.patience(lambda: self._put_back(trial, path))
+        """Leave the trial paused: the next run resumes it, from the checkpoint if there is one."""
+        path = "" if checkpoint is None else str(checkpoint.absolute())
+        self.patience(lambda: self._put_back(trial, path))
 
     def _put_back(self, trial: Trial, checkpoint: str) -> None:
         frozen, live = self._live(trial)
         if self._claims.signed(frozen):
-            live.set_user_attr(CHECKPOINT, checkpoint)
+            live.set_user_attr(STATE, JobState.PAUSED)
+            if checkpoint:
+                live.set_user_attr(CHECKPOINT, checkpoint)
 
-    def finished(self) -> list[Finished]:
-        """All trials that are over, of this run and of earlier ones; without those that were dropped."""
+    def finished(self) -> list[JobResult]:
+        """Results of all trials that have ended, in this run and in earlier ones; without those that were
+        dropped."""
         over = [item for item in self.patience(self._trials) if item.state.is_finished()]
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
-        return [Finished(self._trial(item), outcome_of(item)) for item in over]
+        return [result_of(item) for item in over]
 
     def withdraw(self) -> bool:
         """Close, and delete a study of which nothing was begun and that no other process uses; whether it is
@@ -421,9 +425,9 @@ class StudyTrials:
         resume_from, warm_from = self._kept.resume_from(frozen), self._kept.warm_from(frozen)
         return Trial(frozen.number, values, tuple(overrides), resume_from, warm_from)
 
-    def trial_states(self) -> list[str]:
-        """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
-        return [STATES[item.state] for item in self.patience(self._trials)]
+    def trial_states(self) -> list[JobState]:
+        """The states of all trials, by number."""
+        return [state_of(item) for item in self.patience(self._trials)]
 
     def values(self, number: int) -> dict[str, Value]:
         """The searched keys of a trial that was drawn."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
 from plait.search.recorded import recorded_command
 from plait.search.standing import read_standing
 from plait.search.storage import quiet
-from plait.search.tracked import judged
 from plait.search.trials import Trial
 from plait.tracking import Board, JobRecord, SearchResult, locate
-from plait.tracking.final import take_verdict
+from plait.tracking.final import take_result
 from plait.tracking.location import sqlite_in
-from plait.tracking.names import FINISHED
 
 
 def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
@@ -31,12 +30,12 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     board = Board(first.direction, len(standing.states), others=tuple(others))
     for number, state in enumerate(standing.states):
         board.add(JobRecord(Trial(number).name, number, state=state))
-    for verdict in judged(standing.result.finished):
-        board.jobs[verdict.job].parameters = verdict.parameters
-        take_verdict(board, verdict)
+    for result in standing.result.finished:
+        board.jobs[result.job].parameters = result.parameters
+        take_result(board, result)
     return SearchResult(
         name=name,
-        state=FINISHED if recorded.finished else "not finished",
+        state=JobState.FINISHED if recorded.finished else JobState.PAUSED,
         direction=first.direction,
         metric=first.metric,
         run_id="",

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 
+from plait.core.lifecycle import JobResult
 from plait.core.settings import RunSettings
 from plait.search.patience import Patience
 from plait.search.recorded import recorded_command
 from plait.search.study import StudyTrials
 from plait.search.trial_records import TRACKED
-from plait.search.trials import Finished
 from plait.tracking import (
     AwayError,
-    Judged,
     check_tracking,
     conclude,
     left_unsent,
@@ -23,7 +22,6 @@ from plait.tracking import (
     send_left,
 )
 from plait.tracking.figures import Figures
-from plait.tracking.names import FINISHED
 from plait.tracking.outgoing import spool_folder
 
 
@@ -88,23 +86,9 @@ def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
     return f"{away.value}. What it is to get waits in {folder} and is sent once it answers."
 
 
-def judged(finished: Sequence[Finished]) -> list[Judged]:
-    """Trials that are over, in tracking's words."""
-    return [
-        Judged(
-            item.trial.name,
-            item.trial.number,
-            FINISHED if item.outcome.state == "complete" else item.outcome.state,
-            item.outcome.values,
-            item.outcome.feasible,
-            item.outcome.reason,
-            item.trial.values,
-        )
-        for item in finished
-    ]
-
-
-def catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged]) -> tuple[list[str], bool]:
+def catch_up(
+    settings: RunSettings, source: StudyTrials, results: Sequence[JobResult]
+) -> tuple[list[str], bool]:
     """Do what a process that was killed after the last trial, or did not reach the store, left undone of the
     search's run.
 
@@ -122,7 +106,7 @@ def catch_up(settings: RunSettings, source: StudyTrials, trials: Sequence[Judged
         if notices := send_left(tracking, source.name):
             return notices, False
         with source.patience.holding(lambda: source.exclusive("run")):
-            run_id = conclude(tracking, source.name, source.token, trials)
+            run_id = conclude(tracking, source.name, source.token, results)
             if run_id is None:
                 return [], True
             figures = Figures(tracking, run_id, settings.search.storage)

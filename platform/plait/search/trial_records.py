@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.lifecycle import JobResult, JobState, state_from_optuna
 from plait.core.settings import SearchSettings
 from plait.core.space import Space
 from plait.search.points import points_left
-from plait.search.trials import Outcome
+from plait.search.trials import Trial
 from plait.search.workers import Owner, owner_of
 
+STATE = "plait.state"  # trial: its state, of which Optuna has fewer
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
 TRACKED = "plait.tracked"  # study: that run, and the address of its store without a password
@@ -23,14 +25,6 @@ WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
 RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
 PRIORITY = "plait.priority"  # trial: its own, where that is not searched
 PRIORITY_KEY = "train.priority"
-
-STATES = {
-    TrialState.RUNNING: "running",
-    TrialState.WAITING: "waiting",
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-}
 
 
 def trainer_of(item: FrozenTrial) -> Owner | None:
@@ -68,10 +62,21 @@ def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Spa
     return min(wanted, len(trials) + (points_left(trials, space) or 0))
 
 
-def outcome_of(item: FrozenTrial) -> Outcome:
-    """How a trial that is over ended."""
-    reason, run_id = str(item.user_attrs.get(REASON, "")), str(item.user_attrs.get(RUN_ID, ""))
-    if item.state == TrialState.COMPLETE:
-        first, *others = item.values
-        return Outcome("complete", first, reason, run_id, tuple(others), item.constraints)
-    return Outcome("pruned" if item.state == TrialState.PRUNED else "failed", None, reason, run_id)
+def state_of(item: FrozenTrial) -> JobState:
+    """A trial's state as the study has it: of a running one whose worker died, RUNNING."""
+    return state_from_optuna(item.state.name, item.user_attrs.get(STATE))
+
+
+def result_of(item: FrozenTrial) -> JobResult:
+    """How a trial that has ended did so, as far as the study knows."""
+    complete = item.state == TrialState.COMPLETE
+    return JobResult(
+        Trial(item.number).name,
+        state_of(item),
+        reason=str(item.user_attrs.get(REASON, "")),
+        values=tuple(item.values) if complete else (),
+        violations=item.constraints if complete else {},
+        trial=item.number,
+        parameters=item.params,
+        run_id=str(item.user_attrs.get(RUN_ID, "")),
+    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
+from plait.core.lifecycle import JobResult
 from plait.core.space import Value
-
-State = Literal["complete", "pruned", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,43 +33,6 @@ class Trial:
     def name(self) -> str:
         """The job's name."""
         return f"trial-{self.number:04d}"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a trial ended.
-
-    Attributes:
-        value: of the objective, or of the first of several; None where there is none.
-        run_id: its MLflow run.
-        others: values of the further objectives.
-        violations: how far each constraint is broken, by its text; 0 or less where it is kept.
-    """
-
-    state: State
-    value: float | None
-    reason: str
-    run_id: str = ""
-    others: tuple[float, ...] = ()
-    violations: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """Of all objectives; none where the first is missing."""
-        return () if self.value is None else (self.value, *self.others)
-
-    @property
-    def feasible(self) -> bool:
-        """It keeps every constraint."""
-        return all(amount <= 0 for amount in self.violations.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A trial that is over, as the study holds it."""
-
-    trial: Trial
-    outcome: Outcome
 
 
 class TrialSource(Protocol):
@@ -103,8 +65,8 @@ class TrialSource(Protocol):
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Keep the objective as it stands after ``step`` optimiser steps."""
 
-    def tell(self, trial: Trial, outcome: Outcome) -> None:
-        """The trial is over."""
+    def tell(self, trial: Trial, result: JobResult) -> None:
+        """The trial has ended."""
 
     def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
         """The trial was cut short; it goes on later, from the checkpoint if there is one."""
@@ -115,5 +77,5 @@ class TrialSource(Protocol):
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
 
-    def finished(self) -> list[Finished]:
-        """All trials that are over, of this run and of earlier ones."""
+    def finished(self) -> list[JobResult]:
+        """Results of all trials that have ended, in this run and in earlier ones."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import fmean
 
-from plait.core.messages import Event, GroupStep, JobAdmitted, JobEnded, JobParked
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import Event, GroupStep, JobAdmitted, JobPaused
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.names import FINISHED
 
 DECAY = 0.99  # of an iteration's weight with each that follows it
 LEAST_ITERATIONS = 5  # before the time left is told
@@ -31,6 +31,7 @@ class Pace:
         self._training: set[str] = set()  # here: on the board there are those of other processes, too
         self._last: float | None = None  # when an iteration ended; None where nobody trained since
         self._iterations = 0
+        self._interrupted = False
         self._seconds = self._steps = 0.0
 
     def handle(self, event: Event) -> None:
@@ -38,8 +39,9 @@ class Pace:
         if isinstance(event, JobAdmitted):
             self._last = self._last if self._training else None
             self._training.add(event.job.name)
-        elif isinstance(event, (JobParked, JobEnded)):
+        elif isinstance(event, (JobPaused, JobResult)):
             self.lose(event.job)
+            self._interrupted |= isinstance(event, JobResult) and event.state == JobState.PAUSED
         elif isinstance(event, GroupStep):
             now = self._clock()
             seconds = event.seconds if self._last is None else now - self._last
@@ -55,7 +57,7 @@ class Pace:
     @property
     def seconds_left(self) -> float | None:
         """Of the whole search, on the wall clock; None before it can be told."""
-        if self._iterations < LEAST_ITERATIONS:
+        if self._iterations < LEAST_ITERATIONS or self._interrupted:
             return None
         left = steps_left(list(self._board.jobs.values()), self._board.trials)
         return None if left is None else left * self._seconds / self._steps
@@ -93,11 +95,11 @@ def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
 def _planned(job: JobRecord) -> bool:
     """Whether ``steps`` is what it was to take. Of one that an earlier process ended it is the last step that
     it took, and of one that has not begun 0."""
-    return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == FINISHED))
+    return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == JobState.FINISHED))
 
 
 def _share(job: JobRecord, usual: float) -> float:
     """How far a job came of what it was to take, or would be, where it was to take as many as is usual."""
-    if job.state == FINISHED:
+    if job.state == JobState.FINISHED:
         return 1.0
     return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))

@@ -14,13 +14,19 @@ from rich.cells import cell_len
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from plait.terminal.text import CUT_SHORT, number, rung_text, setting, shown_first, state_of, state_text
-from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, PRUNED, RUNNING
+from plait.core.lifecycle import JobState
+from plait.terminal.text import number, rung_text, setting, shown_first, state_text
+from plait.tracking.board import Board, JobRecord
 
 STYLES = {
-    **{RUNNING: "cyan", PARKED: "blue", INTERRUPTED: "blue", CUT_SHORT: "blue", WAITING: "dim"},
-    **{FINISHED: "green", PRUNED: "yellow", FAILED: "red"},
+    JobState.QUEUED: "dim",
+    JobState.RUNNING: "cyan",
+    JobState.PAUSED: "blue",
+    JobState.ORPHANED: "blue",
+    JobState.FINISHED: "green",
+    JobState.PRUNED: "yellow",
+    JobState.STOPPED: "yellow",
+    JobState.FAILED: "red",
 }
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
 BEFORE_RATE = 2  # of them, where there is not room for all and for the rate
@@ -57,10 +63,10 @@ def jobs_table(board: Board, rows: int, width: int) -> Segments:
     out = [Segment(GAP.join(each.fill(each.title, wide) for each, wide in pairs), HEADING), Segment.line()]
     for at, record in enumerate(shown):
         name, state, *others = (each.fill(each.cells[at], wide) for each, wide in pairs)
-        style = Style.parse(STYLES.get(state_of(record), ""))
+        style = Style.parse(STYLES[record.state])
         out += [Segment(name + GAP), Segment(state, style), Segment(GAP + GAP.join(others)), Segment.line()]
     if len(shown) < len(records):
-        states = Counter(state_of(record) for record in records[len(shown) :])
+        states = Counter(record.state for record in records[len(shown) :])
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         more = f"… {len(records) - len(shown)} more"
         out += [Segment(f"{more:<{widths[0]}}{GAP}"), Segment(counts, Style(dim=True)), Segment.line()]

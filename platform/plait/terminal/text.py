@@ -8,17 +8,17 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from plait.tracking.board import PARKED, WAITING, Board, JobRecord
-from plait.tracking.names import FAILED, INTERRUPTED, PRUNED, RUNNING, STOPPED
+from plait.core.lifecycle import JobState
+from plait.tracking.board import Board, JobRecord
 from plait.utils.durations import duration
 
-CUT_SHORT = "cut short"
 PRIORITY = "train.priority"
-NAMED = (PARKED, PRUNED, FAILED, CUT_SHORT, INTERRUPTED)  # states that are counted where there are such
+# States that are counted where there are such.
+NAMED = (JobState.PAUSED, JobState.ORPHANED, JobState.PRUNED, JobState.STOPPED, JobState.FAILED)
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # that are named in the line on the whole
 MOST_STATUS = 2  # lines on the whole, in the live view
-ORDER = {RUNNING: 0, PARKED: 1, INTERRUPTED: 1, CUT_SHORT: 3, WAITING: 3}  # of those that have not ended
+ORDER = {JobState.RUNNING: 0, JobState.PAUSED: 1, JobState.ORPHANED: 3, JobState.QUEUED: 3}  # not ended
 ENDED = 2  # what has ended stands between
 
 
@@ -52,7 +52,7 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
 def share_done(board: Board) -> float:
     """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
     total = max(board.trials, len(board.jobs), 1)
-    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
+    open_jobs = [job for job in board.jobs.values() if not job.ended]
     begun = sum(job.step / job.steps for job in open_jobs if job.steps)
     return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
 
@@ -61,7 +61,7 @@ def all_trained(board: Board) -> bool:
     """No step is left to train, and not all jobs have ended: the last ones are evaluated."""
     if len(board.jobs) < board.trials:
         return False
-    open_jobs = [job for job in board.jobs.values() if state_of(job) in ORDER]
+    open_jobs = [job for job in board.jobs.values() if not job.ended]
     return bool(open_jobs) and all(0 < job.steps <= job.step and not job.ended for job in open_jobs)
 
 
@@ -73,14 +73,14 @@ def status_parts(board: Board, left: float | None) -> list[str]:
         left: seconds that remain, if they can be told.
     """
     total = max(board.trials, len(board.jobs))
-    states = Counter(map(state_of, board.jobs.values()))
+    states = Counter(job.state for job in board.jobs.values())
     ended = len(board.jobs) - sum(states[state] for state in ORDER)
     done = f"{min(100 * share_done(board), 100 if ended >= total else 99):.0f} % done"
     if all_trained(board):
         done += ", evaluating"
-    elif left is not None and ended < total and (states[RUNNING] or not states[INTERRUPTED]):
+    elif left is not None and ended < total:
         done += f", about {duration(max(left, 1.0))} left"
-    parts = [done, f"{ended} of {total} ended, {states[RUNNING]} running"]
+    parts = [done, f"{ended} of {total} ended, {states[JobState.RUNNING]} running"]
     parts += [f"{states[state]} {state}" for state in NAMED if states[state]]
     parts += rungs_waited_for(board)
     if board.group is not None and board.group.seconds > 0:
@@ -132,20 +132,12 @@ def lowest_loss(board: Board) -> JobRecord | None:
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 
 
-def state_of(record: JobRecord) -> str:
-    """A job's state. One that had begun to train and waits for another process to go on with it was cut
-    short; one that this process saved when it was interrupted has not ended."""
-    if record.state == WAITING and record.step > 0:
-        return CUT_SHORT
-    return INTERRUPTED if record.state == STOPPED and record.reason == INTERRUPTED else record.state
-
-
 def state_text(board: Board, record: JobRecord) -> str:
     """A job's state in words; where it waits at a rung, at which."""
-    waits = board.ladder is not None and record.state == PARKED
+    waits = board.ladder is not None and record.state == JobState.PAUSED
     if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
         return f"at rung {record.step}"
-    return state_of(record)
+    return record.state
 
 
 def rung_text(board: Board, record: JobRecord) -> str:
@@ -162,7 +154,9 @@ def rungs_waited_for(board: Board) -> list[str]:
     if board.ladder is None:
         return []
     found: dict[tuple[range, int], None] = {}
-    for job in sorted((job for job in board.jobs.values() if job.state == PARKED), key=lambda job: job.trial):
+    for job in sorted(
+        (job for job in board.jobs.values() if job.state == JobState.PAUSED), key=lambda job: job.trial
+    ):
         ladder = board.ladder(job.trial)
         if ladder.cohort and job.step in ladder.steps:
             found[ladder.cohort, job.step] = None
@@ -175,7 +169,7 @@ def rungs_waited_for(board: Board) -> list[str]:
 
 def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
     known = [jobs[trial] for trial in members if trial in jobs]
-    there = sum(state_of(job) not in ORDER or job.step >= rung for job in known)
+    there = sum(job.ended or job.step >= rung for job in known)
     return f"rung {rung}: {there} of {len(members)} there"
 
 
@@ -204,10 +198,10 @@ def front_text(front: Sequence[JobRecord]) -> str:
 
 
 def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:
-    """Live jobs, parked ones, ended ones (newest trial first), then those that wait (oldest first)."""
+    """Live jobs, paused ones, ended ones (newest trial first), then those that wait (oldest first)."""
     places: list[list[JobRecord]] = [[], [], [], []]
     for record in records:
-        places[ORDER.get(state_of(record), ENDED)].append(record)
+        places[ORDER.get(record.state, ENDED)].append(record)
     for place, each in enumerate(places):
         each.sort(key=lambda record: record.trial, reverse=place == ENDED)
     return list(chain.from_iterable(places))

@@ -13,14 +13,14 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobGenerated,
-    JobParked,
+    JobPaused,
     JobProgress,
 )
 from plait.terminal.console import leave_terminal
@@ -38,7 +38,6 @@ from plait.terminal.text import (
     status_rows,
 )
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.names import FAILED, FINISHED, INTERRUPTED, STOPPED
 from plait.utils.durations import duration
 
 T = TypeVar("T")
@@ -47,7 +46,11 @@ SHARE = 0.01  # of the time that drawing may take: it is the thread that trains 
 LINES_AROUND = 6  # of the live view, beside the jobs: heading, status, best and room for the prompt
 ENDING = "Ending after this step. Ctrl-C again ends at once."
 CLOSING = "Writing the end of the search to MLflow."
-TOGETHER = (JobEvaluated, JobGenerated, JobEnded)  # of several jobs in a row: what is best is told after them
+TOGETHER = (
+    JobEvaluated,
+    JobGenerated,
+    JobResult,
+)  # of several jobs in a row: what is best is told after them
 OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
 
 
@@ -104,6 +107,8 @@ class Terminal:
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
         self._pace.handle(event)
+        if isinstance(event, JobResult):
+            self._look_for_best(event.job)
         if self._live is None:
             self._write_line(event)
         elif not isinstance(event, JobProgress):  # of all jobs first: the iteration follows them
@@ -112,16 +117,6 @@ class Terminal:
     def lose(self, job: str) -> None:
         """Another process trains the job from here on."""
         self._pace.lose(job)
-
-    def judged(self, job: str) -> None:
-        """The search has judged a job: shows it where it is the best so far, or on the Pareto front. Of
-        several that end together, the best alone is told."""
-        best = self._board.best()
-        found = best is not None and best is not self._best and best.name == job
-        found = found or any(record.name == job for record in self._board.front())
-        self._news = self._news or (found and self._live is None)
-        self._best = best
-        self._draw()
 
     def announce(self) -> None:
         """Answer the first Ctrl-C. Straight to the descriptor: the signal's handler may run in the middle of
@@ -176,6 +171,15 @@ class Terminal:
 
     # ---- plain -----------------------------------------------------------------------------------------
 
+    def _look_for_best(self, job: str) -> None:
+        """Note whether a job that ended is the best so far, or on the Pareto front. Of several that end
+        together, the best alone is told."""
+        best = self._board.best()
+        found = best is not None and best is not self._best and best.name == job
+        found = found or any(record.name == job for record in self._board.front())
+        self._news = self._news or (found and self._live is None)
+        self._best = best
+
     def _tell_best(self) -> None:
         if self._news:
             self._news = False
@@ -188,15 +192,15 @@ class Terminal:
             case JobAdmitted():
                 keys = self._board.varying() or OF_ONE_JOB
                 shown = settings_line(self._board.jobs[event.job.name], keys)
-                begins = "started" if event.step == 0 else f"goes on from step {event.step}"
+                begins = "started" if event.step == 0 else f"resumes from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
-            case JobParked():
-                self._print(f"{event.job} parked at step {event.step}: {event.reason}")
+            case JobPaused():
+                self._print(f"{event.job} paused at step {event.step}: {event.reason}")
             case JobEvaluated():
                 self._print(f"{event.job} step {event.step}: eval loss {number(event.loss)}")
             case JobGenerated():
                 self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
-            case JobEnded():
+            case JobResult():
                 self._print(_ended_line(event, self._board.jobs.get(event.job)))
             case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._trains_no_more(
                 event
@@ -215,15 +219,15 @@ class Terminal:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _ended_line(event: JobEnded, record: JobRecord | None) -> str:
-    figures = [f"{event.step} steps", f"{event.tokens:,} tokens", duration(event.completion_seconds)]
-    if event.eval_loss is not None:
+def _ended_line(result: JobResult, record: JobRecord | None) -> str:
+    reason = f" ({result.reason})" if result.reason and result.state != JobState.FINISHED else ""
+    if result.completion_seconds is None:
+        return f"{result.job} {result.state}{reason}"
+    figures = [f"{result.step} steps", f"{result.tokens:,} tokens", duration(result.completion_seconds)]
+    if result.eval_loss is not None:
         earlier = f" (it was {best_evaluation(record)})" if record and record.was_better else ""
-        figures.insert(0, f"eval loss {number(event.eval_loss)}{earlier}")
-    if event.state == STOPPED and event.reason == INTERRUPTED:
-        return f"{event.job} {INTERRUPTED}: {', '.join(figures)}"
-    reason = f" ({event.reason})" if event.reason and event.state != FINISHED else ""
-    return f"{event.job} {event.state}{reason}: {', '.join(figures)}"
+        figures.insert(0, f"eval loss {number(result.eval_loss)}{earlier}")
+    return f"{result.job} {result.state}{reason}: {', '.join(figures)}"
 
 
 def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
@@ -252,7 +256,7 @@ def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> N
         lines += [("best", "none: no job finished with an objective")]
         if lowest := lowest_loss(board):
             lines += [("lowest eval loss", f"{best_evaluation(lowest)}, {lowest.name}")]
-    failed = [job for job in board.ordered() if job.state == FAILED]
+    failed = [job for job in board.ordered() if job.state == JobState.FAILED]
     lines += [("failed", f"{job.name}: {job.reason}") for job in failed]
     lines += [(label, str(value)) for label, value in facts.items()]
     width = max(len(label) for label, _ in lines)

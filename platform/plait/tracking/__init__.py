@@ -13,7 +13,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 from plait.tracking.begin import Begun
 from plait.tracking.board import Board, JobRecord
 from plait.tracking.check import AwayError, check_folder, check_tracking
-from plait.tracking.final import Judged, conclude
+from plait.tracking.final import conclude
 from plait.tracking.left import left_unsent, send_left
 from plait.tracking.location import Location, locate
 from plait.tracking.removal import delete_runs, stored_runs
@@ -27,7 +27,6 @@ __all__ = [
     "Begun",
     "Board",
     "JobRecord",
-    "Judged",
     "Location",
     "SearchFacts",
     "SearchResult",

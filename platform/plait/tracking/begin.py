@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from plait.core.lifecycle import JobResult
 from plait.tracking import names
 from plait.tracking.board import JobRecord
 from plait.tracking.check import AwayError, storage_errors
 from plait.tracking.connection import Connection
-from plait.tracking.final import Judged
 from plait.tracking.left import send_spools
 from plait.tracking.operations import OpenRun
 from plait.tracking.outgoing import spool_folder
@@ -30,7 +30,7 @@ class Begun:
     """
 
     run_id: str
-    over: Sequence[Judged] = ()
+    over: Sequence[JobResult] = ()
 
 
 @dataclass(frozen=True, slots=True)

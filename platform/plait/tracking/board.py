@@ -8,24 +8,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobGenerated,
-    JobParked,
+    JobPaused,
     JobProgress,
     ModelFitted,
     Notice,
 )
-from plait.core.objectives import Objective, Verdict, pareto_front
-from plait.tracking.names import FINISHED, OBJECTIVE, RUNNING
+from plait.core.objectives import Objective, pareto_front
+from plait.tracking.names import OBJECTIVE
 from plait.tracking.parameters import Varying
-
-WAITING = "waiting"
-PARKED = "parked"  # saved, and without a place: at a rung, paused, or since it had to make room
 
 
 @dataclass(slots=True)
@@ -35,7 +32,6 @@ class JobRecord:
     Attributes:
         trial: Optuna's number of the trial.
         parameters: config keys that define the job.
-        state: "waiting", "parked", or one of the states in ``names``.
         steps: optimiser steps in all; 0 until the job is admitted.
         eval_loss: of the last evaluation; of a finished job that keeps its best weights, of those.
         best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
@@ -49,7 +45,7 @@ class JobRecord:
     name: str
     trial: int
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    state: str = WAITING
+    state: JobState = JobState.QUEUED
     group: str = ""
     step: int = 0
     steps: int = 0
@@ -73,7 +69,7 @@ class JobRecord:
     @property
     def live(self) -> bool:
         """It trains now."""
-        return self.state == RUNNING
+        return self.state == JobState.RUNNING
 
     @property
     def was_better(self) -> bool:
@@ -92,7 +88,7 @@ class JobRecord:
     @property
     def ended(self) -> bool:
         """It will not train again."""
-        return self.state not in (RUNNING, WAITING, PARKED)
+        return self.state.ended
 
     def recall(self, earlier: JobRecord) -> None:
         """Take the best evaluation from what was recorded earlier, where that was better."""
@@ -147,8 +143,8 @@ class Board:
             return
         if isinstance(event, JobAdmitted):
             record = self._record(event.job.name)
-            record.state, record.group = RUNNING, event.group
-            record.step, record.steps = event.step, event.steps
+            record.state, record.group = JobState.RUNNING, event.group
+            record.step, record.steps, record.reason = event.step, event.steps, ""
             return
         if isinstance(event, (Notice, ModelFitted)):
             return
@@ -159,21 +155,12 @@ class Board:
                 record.tokens_per_s, record.device_seconds = event.tokens_per_s, event.device_seconds
             case JobEvaluated():
                 record.evaluated(event.step, event.loss)
-            case JobParked():
-                record.state = PARKED
+            case JobPaused():
+                record.state, record.reason = JobState.PAUSED, event.reason
             case JobGenerated():
                 record.accuracy = event.accuracy
-            case JobEnded():
+            case JobResult():
                 self._end(record, event)
-
-    def judge(self, verdict: Verdict) -> JobRecord:
-        """The search's last word on a job; its record."""
-        record, objective = self._record(verdict.job), verdict.objective
-        record.state = verdict.state
-        record.objective = objective if objective is not None and math.isfinite(objective) else None
-        record.others, record.feasible = verdict.others, verdict.feasible
-        record.reason = verdict.reason or record.reason
-        return record
 
     def best(self) -> JobRecord | None:
         """The finished job with the best objective that breaks no constraint, ties by trial number; None
@@ -208,7 +195,9 @@ class Board:
         last; others that have an objective, then the rest; ties by trial number."""
         if record.objective is None:
             return 4, 0.0, record.trial
-        place = 3 if record.state != FINISHED else 2 if not record.feasible else int(not record.on_front)
+        place = (
+            3 if record.state != JobState.FINISHED else 2 if not record.feasible else int(not record.on_front)
+        )
         return place, self.objectives[0].badness(record.objective), record.trial
 
     def ordered(self) -> list[JobRecord]:
@@ -216,7 +205,7 @@ class Board:
         self.front()
         return sorted(self.jobs.values(), key=self.rank)
 
-    def count(self, *states: str) -> int:
+    def count(self, *states: JobState) -> int:
         """Jobs in any of the states."""
         return sum(job.state in states for job in self.jobs.values())
 
@@ -238,21 +227,33 @@ class Board:
         return self.jobs.setdefault(name, JobRecord(name, -1))
 
     @staticmethod
-    def _end(record: JobRecord, event: JobEnded) -> None:
-        record.state, record.step, record.reason = event.state, event.step, event.reason
-        record.eval_loss = record.eval_loss if event.eval_loss is None else event.eval_loss
-        record.tokens, record.device_seconds = event.tokens, event.device_seconds
-        record.completion_seconds = event.completion_seconds
-        record.adapter = "" if event.adapter is None else str(event.adapter)
+    def _end(record: JobRecord, result: JobResult) -> None:
+        record.state, record.reason = result.state, result.reason or record.reason
+        record.feasible = result.feasible
+        if result.values:
+            objective, *others = result.values
+            record.objective = objective if math.isfinite(objective) else None
+            record.others = tuple(others)
+        if result.completion_seconds is None:  # the rest is not known here
+            return
+        record.step, record.tokens, record.device_seconds = result.step, result.tokens, result.device_seconds
+        record.eval_loss = record.eval_loss if result.eval_loss is None else result.eval_loss
+        record.completion_seconds = result.completion_seconds
+        record.adapter = "" if result.adapter is None else str(result.adapter)
 
 
-def wait(records: Iterable[JobRecord], names: Collection[str]) -> None:
-    """Those of these names that have not ended wait: whoever trained them is gone."""
+def job_of(event: Event) -> str:
+    """The name of the job that an event is about; "" where it is about none, or several."""
+    return event.job.name if isinstance(event, JobAdmitted) else getattr(event, "job", "")
+
+
+def orphan(records: Iterable[JobRecord], names: Collection[str]) -> None:
+    """Mark those of these names that have begun and not ended as orphaned: their worker is dead."""
     for record in records:
-        if record.name in names and not record.ended:
-            record.state = WAITING
+        if record.name in names and record.state in (JobState.RUNNING, JobState.PAUSED):
+            record.state = JobState.ORPHANED
 
 
 def _counts(job: JobRecord) -> bool:
     """It may be called best."""
-    return job.state == FINISHED and job.feasible and job.objective is not None
+    return job.state == JobState.FINISHED and job.feasible and job.objective is not None

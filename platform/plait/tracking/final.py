@@ -7,11 +7,9 @@ its own view; when all trials are over, the study knows them all, and whoever en
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from plait.core.objectives import Verdict
+from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import Board, JobRecord
@@ -24,26 +22,7 @@ from plait.tracking.store import Store
 from plait.tracking.values import finite, search_values
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What the study says of a trial that is over.
-
-    Attributes:
-        state: "finished", "pruned" or "failed".
-        values: of the objectives; none where it is not finished.
-        parameters: of the searched keys.
-    """
-
-    job: str
-    trial: int
-    state: str
-    values: tuple[float, ...]
-    feasible: bool
-    reason: str
-    parameters: Mapping[str, Any]
-
-
-def conclude(settings: TrackingSettings, search: str, study: str, judged: Sequence[Judged]) -> str | None:
+def conclude(settings: TrackingSettings, search: str, study: str, results: Sequence[JobResult]) -> str | None:
     """End the run of a search whose trials are over, as :func:`write_final` has it, where its last process
     could not.
 
@@ -60,15 +39,16 @@ def conclude(settings: TrackingSettings, search: str, study: str, judged: Sequen
         if not runs:
             return None
         run_id = str(runs[0].info.run_id)
-        write_final(store, run_id, judged)
+        write_final(store, run_id, results)
         told = runs[0].info.status, runs[0].data.tags.get(names.TAG_STATE)
-        if told != (names.RUN_STATUS[names.FINISHED], names.FINISHED):
-            store.update(run_id, (), [(names.TAG_STATE, names.FINISHED), (names.TAG_REASON, "")])
-            store.end_run(run_id, names.RUN_STATUS[names.FINISHED], int(time.time() * 1000))
+        status = STORED_AS[JobState.FINISHED].mlflow
+        if told != (status, JobState.FINISHED):
+            store.update(run_id, (), [(names.TAG_STATE, JobState.FINISHED), (names.TAG_REASON, "")])
+            store.end_run(run_id, status, int(time.time() * 1000))
     return run_id
 
 
-def write_final(store: Store, run_id: str, judged: Sequence[Judged]) -> Board:
+def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Board:
     """Write leaderboard, Pareto front, best so far and totals of a search whose trials are over, as the study
     has them; the rest of each job as the store has it.
 
@@ -81,8 +61,8 @@ def write_final(store: Store, run_id: str, judged: Sequence[Judged]) -> Board:
     run = store.client.get_run(run_id)
     children = store.children(run_id)
     board = stored_board(run, children)
-    for verdict in judged:
-        take_verdict(board, verdict)
+    for result in results:
+        take_result(board, result)
     rows = board.ordered()
     store.log_text(run_id, names.LEADERBOARD_FILE, to_split_json(rows))
     if board.others:
@@ -110,14 +90,11 @@ def so_far(board: Board) -> str:
     return f"Best so far: {best.name}, objective {best.objective:.6g}"
 
 
-def take_verdict(board: Board, verdict: Judged) -> None:
+def take_result(board: Board, result: JobResult) -> None:
     """Have on a board what the study says of a trial. One that failed before it had a run is none of the
     search's jobs."""
-    known = board.jobs.get(verdict.job)
-    if known is None and verdict.state == names.FAILED:
-        return
-    if known is None:
-        known = JobRecord(verdict.job, verdict.trial, verdict.parameters)
-        board.add(known)
-    first, *others = verdict.values or (known.objective,)
-    board.judge(Verdict(verdict.job, verdict.state, first, verdict.reason, tuple(others), verdict.feasible))
+    if result.job not in board.jobs:
+        if result.state == JobState.FAILED:
+            return
+        board.add(JobRecord(result.job, result.trial, result.parameters))
+    board.handle(result)

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.table import Table
 
+from plait.core.lifecycle import JobState
 from plait.tracking.board import JobRecord
-from plait.tracking.names import FINISHED, objective_name
+from plait.tracking.names import objective_name
 from plait.tracking.parameters import Varying
 
 Cell = str | int | float | None
@@ -137,7 +138,7 @@ def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
 def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
     """A column's cells without what says nothing new."""
     if name == "reason":
-        return [None if record.state == FINISHED else record.reason for record in records]
+        return [None if record.state == JobState.FINISHED else record.reason for record in records]
     if name == "steps":  # of those that go on, how many there are to be
         return [_progress(record) for record in records]
     if name in ("best_eval_loss", "best_eval_step"):

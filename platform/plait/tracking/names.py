@@ -63,21 +63,3 @@ PARETO_FILE: Final = "pareto.json"
 def objective_name(at: int) -> str:
     """The metric of a job's run that holds its objective at this place."""
     return OBJECTIVE if at == 0 else f"{OBJECTIVE}_{at + 1}"
-
-
-# ---- states of a job, and what MLflow calls them ------------------------------------------------------
-RUNNING: Final = "running"
-FINISHED: Final = "finished"
-PRUNED: Final = "pruned"
-STOPPED: Final = "stopped"
-FAILED: Final = "failed"
-INTERRUPTED: Final = "interrupted"
-
-RUN_STATUS: Final = {
-    RUNNING: "RUNNING",
-    FINISHED: "FINISHED",
-    PRUNED: "KILLED",
-    STOPPED: "KILLED",
-    INTERRUPTED: "KILLED",
-    FAILED: "FAILED",
-}

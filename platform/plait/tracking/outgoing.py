@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from plait.core.lifecycle import STORED_AS, JobState
 from plait.core.messages import JobProgress
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
@@ -142,10 +143,10 @@ class Outgoing:
             raise self._spool.full(error) from error
         self.put(LogFile(run, file, path))
 
-    def end_run(self, run: str, state: str, reason: str) -> None:
-        """Set a run's final state, in our words and in MLflow's."""
+    def set_state(self, run: str, state: JobState, reason: str) -> None:
+        """Set the state of a run that trains no more, or not now, in our words and in MLflow's."""
         self.tags(run, {names.TAG_STATE: state, names.TAG_REASON: reason})
-        self.put(EndRun(run, names.RUN_STATUS[state], self._now()))
+        self.put(EndRun(run, STORED_AS[state].mlflow, self._now()))
 
     def commit(self) -> None:
         """Return when all that was put so far is on the disk, with what is held back of the live curves."""

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 
 from mlflow.entities import Run
 
+from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.tracking import names
-from plait.tracking.board import PARKED, WAITING, Board, JobRecord
+from plait.tracking.board import Board, JobRecord
 from plait.tracking.parameters import parameter_value
-
-OPEN = (WAITING, PARKED, names.RUNNING)  # states of jobs that have not ended
 
 
 def record_of(run: Run) -> JobRecord:
@@ -22,8 +21,10 @@ def record_of(run: Run) -> JobRecord:
     tags, metrics = run.data.tags, run.data.metrics
     step = _step(run)
     tokens = metrics.get(names.TRAIN_TOKENS, 0.0)
-    state = tags.get(names.TAG_STATE, "")
-    kept = state == names.FINISHED and run.data.params.get("train.keep") == "best"  # the adapter's own loss
+    state = JobState(tags[names.TAG_STATE])
+    kept = (
+        state == JobState.FINISHED and run.data.params.get("train.keep") == "best"
+    )  # the adapter's own loss
     return JobRecord(
         name=tags.get(names.TAG_JOB, run.info.run_name),
         trial=int(tags[names.TAG_TRIAL]),
@@ -64,7 +65,7 @@ def stored_board(run: Run, children: Mapping[int, Run]) -> Board:
 def _step(run: Run) -> int:
     tags = run.data.tags
     ended = int(tags.get(names.TAG_STEP, "0"))
-    if tags.get(names.TAG_STATE) not in OPEN:
+    if JobState(tags[names.TAG_STATE]).ended:
         return ended
     # Only as a message does a run tell the steps of its newest points without reading whole histories.
     points = run.data.to_proto().metrics

@@ -13,6 +13,7 @@ from mlflow.entities import Run
 from rich.console import Console
 
 from plait.core.errors import ConfigError, SearchError, StorageError, choices
+from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
@@ -32,13 +33,12 @@ class SearchResult:
 
     Attributes:
         records: its jobs, best objective first.
-        state: "running", "finished", "interrupted" or "failed".
         direction, metric: of the objective, or of the first of several.
         others: the further objectives.
     """
 
     name: str
-    state: str
+    state: JobState
     direction: str
     metric: str
     run_id: str
@@ -51,7 +51,7 @@ class SearchResult:
     def best(self) -> JobRecord | None:
         """The finished job with the best objective that breaks no constraint; None where there are several
         objectives, of which no single job is best."""
-        finished = (item for item in self.records if item.state == names.FINISHED and item.feasible)
+        finished = (item for item in self.records if item.state == JobState.FINISHED and item.feasible)
         return None if self.others else next(finished, None)
 
     @property
@@ -90,7 +90,7 @@ def _result(store: Store, run: Run) -> SearchResult:
     board = stored_board(run, children)
     return SearchResult(
         name=tags[names.TAG_SEARCH],
-        state=tags.get(names.TAG_STATE, ""),
+        state=JobState(tags[names.TAG_STATE]),
         direction=board.direction,
         metric=tags.get(names.TAG_METRIC, ""),
         run_id=run.info.run_id,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait import __version__
+from plait.core.lifecycle import JobState
 from plait.core.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.facts import GitState
@@ -43,7 +44,7 @@ def search_tags(search: SearchFacts, git: GitState) -> dict[str, str]:
     objectives = search.settings.search.objectives
     tags = {
         names.TAG_SEARCH: search.name,
-        names.TAG_STATE: names.RUNNING,
+        names.TAG_STATE: JobState.RUNNING,
         names.TAG_DIRECTION: objectives[0].direction,
         names.TAG_METRIC: objectives[0].metric,
         "plait.version": __version__,

@@ -12,26 +12,25 @@ from typing import Any, Self
 
 from plait.core.errors import StorageError
 from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
     GroupStep,
     JobAdmitted,
-    JobEnded,
     JobEvaluated,
     JobGenerated,
-    JobParked,
+    JobPaused,
     JobProgress,
 )
-from plait.core.objectives import Verdict
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
-from plait.tracking.board import PARKED, WAITING, Board, JobRecord, wait
+from plait.tracking.board import Board, JobRecord, job_of, orphan
 from plait.tracking.check import AwayError, check_folder, storage_errors
 from plait.tracking.connection import Connection
 from plait.tracking.elsewhere import Elsewhere
 from plait.tracking.encoding import Head
-from plait.tracking.final import Judged, take_verdict, write_final
+from plait.tracking.final import take_result, write_final
 from plait.tracking.location import locate
 from plait.tracking.operations import LogFolder, LogText, Reopen
 from plait.tracking.outgoing import Outgoing, open_outgoing, spool_folder
@@ -100,12 +99,11 @@ class Tracker:
         self._elsewhere: Elsewhere | None = None
         self._state = ""  # in which the search ended
         self._own: set[str] = set()  # jobs that this process trains or has trained
-        self._ended: set[str] = set()  # jobs that ended in this process
-        self._verdicts: dict[str, Judged] = {}  # of jobs that were over when it began without the store
+        self._results: dict[str, JobResult] = {}  # of jobs that were over when it began without the store
         self._whole = True  # the board has all of the jobs that were over when it began
         self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
         self.over: Callable[[], Collection[str]] = tuple  # jobs that are over, whoever trained them
-        self.cut_short: Callable[[], Collection[str]] = tuple  # jobs that nobody trains any more
+        self.orphaned: Callable[[], Collection[str]] = tuple  # jobs whose worker is dead
         self.board = Board("minimize", 0)
         self.notices: list[str] = []
         self.away: AwayError | None = None
@@ -145,7 +143,7 @@ class Tracker:
         self._out.writer.away = run.away.value if run.away is not None else ""
         self._overview = Overview(self._out, self._parent, several=bool(others))
         self._take_others(run.jobs)
-        wait(self.board.jobs.values(), self.cut_short())
+        orphan(self.board.jobs.values(), self.orphaned())
         self._totals.stood(run.step, run.seconds)
         self._totals.begin(folder.parent, self._parent_id)
         self._elsewhere = Elsewhere(self._to_learn, self._stored)
@@ -160,13 +158,13 @@ class Tracker:
         """Why the store does not take anything at the moment; empty where it does, as far as is known."""
         return "" if self._out is None else self._out.writer.away
 
-    def _begin_without(self, run: ParentRun, over: Sequence[Judged]) -> None:
+    def _begin_without(self, run: ParentRun, over: Sequence[JobResult]) -> None:
         """What a store that is away would have told, as far as it is known."""
         self.away = run.away
-        self._verdicts = {verdict.job: verdict for verdict in over}
+        self._results = {result.job: result for result in over}
         self._whole = not over
-        for verdict in over:
-            take_verdict(self.board, verdict)
+        for result in over:
+            take_result(self.board, result)
 
     def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
         self.record("config.yaml", search.config)
@@ -190,9 +188,9 @@ class Tracker:
         if self._overview is not None:
             self._overview.add_table(path)
 
-    def end_search(self, state: str = names.FINISHED, reason: str = "") -> None:
-        """End the search's run: "finished", "interrupted" or "failed". Jobs that still train are marked
-        interrupted; a later process takes them up. While other processes train jobs of this search, their
+    def end_search(self, state: JobState = JobState.FINISHED, reason: str = "") -> None:
+        """End the search's run: finished, paused or failed. Jobs that still train are marked paused; a later
+        process adopts them. While other processes train jobs of this search, their
         jobs' runs and the search's are theirs to end."""
         if self._state or self._out is None:
             return
@@ -200,15 +198,16 @@ class Tracker:
         shared, over = self.others(), self.over()  # in this order: what is over meanwhile counts as over
         for record in list(self.board.jobs.values()):
             mine = record.name in self._own or not (shared or record.name in over)
-            if mine and not record.ended and (record.state != WAITING or record.run_id):
-                self._out.end_run(record.name, names.INTERRUPTED, "The search was interrupted.")
+            if mine and record.state in (JobState.RUNNING, JobState.ORPHANED):
+                left = JobState.PAUSED if record.state == JobState.RUNNING else record.state
+                self._out.set_state(record.name, left, "The search was interrupted.")
         if (self._out.shared or not self._whole) and self._connection.opened and not self._out.behind:
             with suppress(StorageError), storage_errors(self.location):
                 self._take_others(self._stored())
         self._refresh(now=True)
         self._log_totals({})
         if not shared:
-            self._out.end_run(self._parent, state, reason)
+            self._out.set_state(self._parent, state, reason)
         self._out.commit()
 
     def _to_learn(self) -> bool:
@@ -219,7 +218,7 @@ class Tracker:
 
     def _stored(self) -> list[JobRecord]:
         records = stored_jobs(self._connection.store(), self._parent_id)
-        wait(records, self.cut_short())
+        orphan(records, self.orphaned())
         return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
@@ -230,8 +229,8 @@ class Tracker:
             if record.name not in self._own:
                 self.board.add(record)
                 self._ids[record.name] = record.run_id
-                if record.name in self._verdicts:
-                    take_verdict(self.board, self._verdicts[record.name])
+                if record.name in self._results:
+                    take_result(self.board, self._results[record.name])
             elif known := self.board.jobs.get(record.name):
                 known.recall(record)
         self._whole |= bool(records)
@@ -261,63 +260,66 @@ class Tracker:
         self.board.jobs.pop(job, None)
         self._started.forget(job)
 
-    def judge(self, verdict: Verdict) -> None:
-        """The search's last word on a job."""
-        out, job = self._started, verdict.job
-        record = self.board.judge(verdict)
-        out.end_curve(job, record.steps)
-        if job not in self._ended:  # it did not train here
-            record.step = max(record.step, out.last_step(job))
-            out.tags(job, {names.TAG_STEP: str(record.step)})
-        if record.objective is not None:
-            values = (record.objective, *record.others)
-            out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
-        if not verdict.feasible:
-            out.tags(job, {names.TAG_FEASIBLE: "false"})
-        out.end_run(job, verdict.state, record.reason)
-        self._refresh()
-
     def handle(self, event: Event) -> None:
         """Log an event of the engine."""
         out = self._started
-        known = self.board.jobs.get(event.job) if isinstance(event, JobEnded) else None
-        logged = (known.tokens, known.device_seconds) if known else None
+        before = self.board.jobs.get(job_of(event))
+        was = before.state if before else None
+        logged = (before.tokens, before.device_seconds) if before else None
         self.board.handle(event)
         match event:
             case JobAdmitted():
                 out.begin_curve(event.job.name, event.steps)
-                tags = {names.TAG_STATE: names.RUNNING, names.TAG_GROUP: event.group}
+                if was == JobState.PAUSED:
+                    out.put(Reopen(event.job.name))
+                tags = {names.TAG_STATE: JobState.RUNNING, names.TAG_GROUP: event.group}
                 out.tags(event.job.name, tags | {names.TAG_STEPS: str(event.steps)})
-            case JobParked():
-                out.tags(event.job, {names.TAG_STATE: PARKED})
+            case JobPaused():
+                out.set_state(event.job, JobState.PAUSED, event.reason)
             case JobProgress():
                 out.progress(event)
             case JobEvaluated():
                 out.points(event.job, event.step, evaluation_values(event, self.board.jobs[event.job]))
             case JobGenerated():
                 out.points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
-            case JobEnded():
+            case JobResult():
                 self._job_ended(event, logged)
             case GroupStep():
                 self._take_others((self._elsewhere.take() if self._elsewhere is not None else None) or ())
                 self._log_totals(group_values(event))
 
-    def _job_ended(self, event: JobEnded, logged: tuple[int, float] | None) -> None:
-        out = self._started
-        self._ended.add(event.job)
-        out.points(event.job, event.step, {names.COMPLETION_SECONDS: event.completion_seconds})
-        tokens, seconds = logged or (None, None)  # up to the last complete step
-        after = {names.TRAIN_TOKENS: float(event.tokens)} if event.tokens != tokens else {}
-        if event.device_seconds != seconds:
-            after[names.DEVICE_SECONDS] = event.device_seconds
-        out.amend(event.job, event.step, after)
-        tags = {names.TAG_STEP: str(event.step)}
-        if event.adapter is not None:
-            out.put(LogFolder(event.job, event.adapter, names.ADAPTER_FOLDER))
-            tags[names.TAG_ADAPTER] = str(event.adapter)
-        out.tags(event.job, tags)
-        out.end_run(event.job, event.state, event.reason)
+    def _job_ended(self, result: JobResult, logged: tuple[int, float] | None) -> None:
+        """The decision of the search on a job; ``logged``: tokens and seconds of its last complete step."""
+        out, job, record = self._started, result.job, self.board.jobs[result.job]
+        if result.state.ended:
+            out.end_curve(job, record.steps)
+        if result.completion_seconds is None:  # it did not train here
+            record.step = max(record.step, out.last_step(job))
+        else:
+            self._log_measured(result, result.completion_seconds, logged or (None, None))
+        out.tags(job, {names.TAG_STEP: str(record.step)})
+        if record.objective is not None:
+            values = (record.objective, *record.others)
+            out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
+        if not result.feasible:
+            out.tags(job, {names.TAG_FEASIBLE: "false"})
+        out.set_state(job, result.state, record.reason)
         self._refresh()
+
+    def _log_measured(
+        self, result: JobResult, seconds: float, logged: tuple[int | None, float | None]
+    ) -> None:
+        out, job = self._started, result.job
+        out.points(job, result.step, {names.COMPLETION_SECONDS: seconds})
+        after: dict[str, float] = {}
+        if result.tokens != logged[0]:
+            after[names.TRAIN_TOKENS] = result.tokens
+        if result.device_seconds != logged[1]:
+            after[names.DEVICE_SECONDS] = result.device_seconds
+        out.amend(job, result.step, after)
+        if result.adapter is not None:
+            out.put(LogFolder(job, result.adapter, names.ADAPTER_FOLDER))
+            out.tags(job, {names.TAG_ADAPTER: str(result.adapter)})
 
     def _log_totals(self, more: Mapping[str, float]) -> None:
         """One point of the search's own curves; the last one is always written."""
@@ -395,20 +397,20 @@ class Tracker:
             self._elsewhere.close()
         if out is not None:
             self._totals.close()
-            self.notices += out.close(patience, done=self._state == names.FINISHED)
+            self.notices += out.close(patience, done=self._state == JobState.FINISHED)
 
-    def conclude(self, judged: Sequence[Judged]) -> None:
+    def conclude(self, results: Sequence[JobResult]) -> None:
         """After :meth:`close`, when all trials of the search are over: what its run says of the whole, from
         the study, where other processes trained some of them. For one process at a time; waits for the store.
 
         Raises:
             StorageError: the store does not answer or refuses.
         """
-        if all(verdict.job in self._own for verdict in judged):
+        if all(result.job in self._own for result in results):
             return
         store = self._connection.store()
         with storage_errors(self.location):
-            self.board = write_final(store, self._parent_id, judged)
+            self.board = write_final(store, self._parent_id, results)
 
     def __enter__(self) -> Self:
         return self
@@ -422,9 +424,9 @@ class Tracker:
             if error is None:
                 self.end_search()
             else:
-                state, reason = names.FAILED, f"{type(error).__name__}: {error}"
+                state, reason = JobState.FAILED, f"{type(error).__name__}: {error}"
                 if isinstance(error, KeyboardInterrupt):
-                    state, reason = names.INTERRUPTED, "Interrupted."
+                    state, reason = JobState.PAUSED, "Interrupted."
                 with suppress(StorageError):  # a disk that is full said so already
                     self.end_search(state, reason)
         finally:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict
 
+from plait.core.lifecycle import JobState
 from plait.core.messages import GroupStep, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings
 from plait.tracking import names
@@ -68,9 +69,9 @@ def search_values(board: Board, seconds: float) -> dict[str, float]:
         names.TRAIN_TOKENS: board.tokens,
         names.DEVICE_SECONDS: board.device_seconds,
         names.SEARCH_SECONDS: seconds,
-        names.SEARCH_RUNNING: board.count(names.RUNNING),
+        names.SEARCH_RUNNING: board.count(JobState.RUNNING),
         names.SEARCH_ENDED: sum(job.ended for job in board.jobs.values()),
-        names.SEARCH_FAILED: board.count(names.FAILED),
+        names.SEARCH_FAILED: board.count(JobState.FAILED),
     }
     if seconds > 0:
         values[names.SEARCH_THROUGHPUT] = board.tokens / seconds

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from plait.config.overrides import read_request
 from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import JobEnded, JobProgress, Notice
+from plait.core.lifecycle import JobResult
+from plait.core.messages import JobProgress, Notice
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -106,7 +107,7 @@ def test_a_search_waits_for_room_for_its_adapters(
         name = f"trial-{trial.number:04d}"
         steps = [e.step for e in events if isinstance(e, JobProgress) and e.job == name]
         assert steps == list(range(1, 4 + 3 * (trial.number % 2)))
-        assert sum(isinstance(e, JobEnded) and e.job == name for e in events) == 1
+        assert sum(isinstance(e, JobResult) and e.job == name for e in events) == 1
         folder = disk / name
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == trial.params["adapter.rank"]
         weights = load_file(folder / "adapter_model.safetensors")

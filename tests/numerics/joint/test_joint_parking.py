@@ -12,9 +12,9 @@ from laboratory import History, Laboratory
 
 import plait.engine.worker as engine_worker
 from plait.core.jobs import JobSpec
-from plait.core.messages import Command, Evaluate, GroupStep, JobParked, Notice, RunMicrobatches
+from plait.core.lifecycle import PauseReason
+from plait.core.messages import Command, Evaluate, GroupStep, JobPaused, Notice, RunMicrobatches
 from plait.engine.coordinator import Coordinator
-from plait.engine.live import DISPLACED
 from plait.engine.worker import LocalWorker
 from plait_kernels import Bank
 
@@ -48,15 +48,15 @@ def test_parked_jobs_end_where_they_would_have_ended_alone(
 ) -> None:
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn in (2, 5):
-            coordinator.park(jobs[0].name)
-            coordinator.park(jobs[2].name)
+            coordinator.pause(jobs[0].name)
+            coordinator.pause(jobs[2].name)
         if turn in (4, 7):
-            coordinator.unpark(jobs[0].name)
+            coordinator.resume(jobs[0].name)
         if turn in (5, 8):
-            coordinator.unpark(jobs[2].name)
+            coordinator.resume(jobs[2].name)
 
     together = lab.run(jobs, between=between)
-    parked = [event.job for event in together.events if isinstance(event, JobParked)]
+    parked = [event.job for event in together.events if isinstance(event, JobPaused)]
     assert set(parked) == {jobs[0].name, jobs[2].name}
     assert len(parked) >= 3
     _same_as_alone(alone, jobs, together)
@@ -73,8 +73,8 @@ def test_a_displaced_job_goes_on_where_it_would_have_been_alone(
             coordinator.submit(urgent)
 
     together = lab.run(jobs[1:3], between=between, max_jobs=2)
-    (parked,) = [event for event in together.events if isinstance(event, JobParked)]
-    assert (parked.job, parked.step, parked.reason) == (jobs[2].name, 2, DISPLACED)
+    (parked,) = [event for event in together.events if isinstance(event, JobPaused)]
+    assert (parked.job, parked.step, parked.reason) == (jobs[2].name, 2, PauseReason.PREEMPTED)
     _same_as_alone(alone, [jobs[1], jobs[2], urgent], together)
 
 
@@ -88,7 +88,7 @@ def test_a_displaced_job_that_trained_alone_goes_on_bit_for_bit(
             coordinator.submit(with_priority(jobs[0], 1))
 
     together = lab.run([jobs[2]], between=between, max_jobs=1)
-    assert any(isinstance(event, JobParked) for event in together.events)
+    assert any(isinstance(event, JobPaused) for event in together.events)
     for job in (jobs[2], jobs[0]):
         _same_bits(job, together, alone[job.name])
 
@@ -100,12 +100,12 @@ def test_a_parked_job_alone_goes_on_bit_for_bit(
 
     def between(turn: int, coordinator: Coordinator) -> None:
         if turn in (1, 4):
-            coordinator.park(job.name)
+            coordinator.pause(job.name)
         if turn in (3, 6):
-            coordinator.unpark(job.name)
+            coordinator.resume(job.name)
 
     parked = lab.run([job], between=between)
-    assert sum(isinstance(event, JobParked) for event in parked.events) == 2
+    assert sum(isinstance(event, JobPaused) for event in parked.events) == 2
     _same_bits(job, parked, alone[job.name])
 
 
@@ -128,7 +128,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
             _fail_once(worker, after=1)
 
     together = lab.run(jobs, capacity=120, before=before)
-    parked = [event.job for event in together.events if isinstance(event, JobParked)]
+    parked = [event.job for event in together.events if isinstance(event, JobPaused)]
     assert parked == [jobs[2].name, jobs[0].name]
     sizes = [len(event.jobs) for event in together.events if isinstance(event, GroupStep)]
     assert sizes[:2] == [4, 4]
@@ -193,7 +193,7 @@ def test_an_evaluation_that_runs_out_of_memory_is_done_in_parts(
 
     together = lab.run(jobs, before=before)
     assert evaluations == 5  # of all four, of the first two, of each of those, of the others
-    assert not [event for event in together.events if isinstance(event, JobParked)]
+    assert not [event for event in together.events if isinstance(event, JobPaused)]
     _same_as_alone(alone, jobs, together)
 
 

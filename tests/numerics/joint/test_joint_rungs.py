@@ -17,7 +17,7 @@ from rung_bench import Notes
 
 from plait.config.overrides import read_request
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import Command, GroupStep, JobParked, RunMicrobatches
+from plait.core.messages import Command, GroupStep, JobPaused, RunMicrobatches
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
@@ -88,7 +88,7 @@ def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.Te
 def test_survivors_of_a_search_with_rungs_end_where_they_would_have_ended_alone(searched: Searched) -> None:
     survivors = [trial.number for trial in searched.trials if trial.state == TrialState.COMPLETE]
     assert len(survivors) == 2
-    parked = {event.job for event in searched.history.events if isinstance(event, JobParked)}
+    parked = {event.job for event in searched.history.events if isinstance(event, JobPaused)}
     assert parked & {searched.job(number).name for number in survivors}
     alone = searched.laboratory.solo([searched.job(number) for number in survivors], capacity=CAPACITY)
     for name, history in alone.items():

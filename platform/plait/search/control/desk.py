@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plait.core.errors import InputError, SearchError
+from plait.core.lifecycle import JobState
 from plait.core.space import Space, Value
 from plait.search.control.mailbox import Answer, Desk, Mailbox, Request
 from plait.search.control.orders import Mode, Orders, StandingOrders
@@ -30,8 +31,8 @@ class Study(Protocol):
     def orders(self) -> StandingOrders:
         """The standing orders."""
 
-    def trial_states(self) -> Sequence[str]:
-        """ "running", "waiting", "complete", "pruned" or "failed", of all trials, by number."""
+    def trial_states(self) -> Sequence[JobState]:
+        """The states of all trials, by number."""
 
     def values(self, number: int) -> Mapping[str, Value]:
         """Of a trial's searched keys."""

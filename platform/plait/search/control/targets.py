@@ -6,17 +6,18 @@ import shlex
 from collections.abc import Sequence
 
 from plait.core.errors import SearchError
+from plait.core.lifecycle import JobState
 
 NEAREST = 5  # trials that are named in place of one that will not do
 
 
-def check_target(verb: str, number: int, states: Sequence[str], name: str) -> None:
+def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:
     """Only a trial that runs can be stopped, and only one that has begun has values that can be cloned.
 
     Args:
         verb: "stop" or "clone".
         number: of the trial.
-        states: of all trials of the search, by number: "running", "waiting", "complete", "pruned", "failed".
+        states: of all trials of the search, by number.
         name: of the search.
 
     Raises:
@@ -40,5 +41,5 @@ def check_target(verb: str, number: int, states: Sequence[str], name: str) -> No
     raise SearchError(value, rule, f"{remedy} `plait leaderboard {shlex.quote(name)}` shows all.")
 
 
-def _will_do(verb: str, state: str) -> bool:
-    return state == "running" if verb == "stop" else state != "waiting"
+def _will_do(verb: str, state: JobState) -> bool:
+    return state != JobState.QUEUED and not (verb == "stop" and state.ended)
