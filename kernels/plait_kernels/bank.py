@@ -1,27 +1,32 @@
-"""The bank: A and B of every adapter, their gradients and moments, packed, with offsets.
+"""The bank: the tensors of every adapter (A and B), their gradients and moments, packed, with offsets.
 
-Each adapter owns one block: a float32 buffer of four rows (weights, gradient, first and second moment)
-and, where the compute dtype is not float32, a compute-dtype copy of the weights. Inside a block all A come
-first and then all B, in the bank's site order, so that an optimiser step is one pass over two contiguous
-ranges and the A of neighbouring sites (q, k, v) form one matrix. Attaching or detaching an adapter touches
-no other adapter's block.
+Each adapter owns one block: a float32 buffer of four rows (weights, gradient, first and second moment) and,
+where the compute dtype is not float32, a compute-dtype copy of the weights. Inside a block all A come first
+and then all B, in the bank's site order, so that an optimiser step is one pass over two contiguous ranges
+and the A of neighbouring sites (q, k, v) form one matrix. Tensors of a variant that do not train lie in a
+buffer of their own, without gradient and moments. Attaching or detaching an adapter touches no other
+adapter's block.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from plait_kernels.errors import KernelError
+from plait_kernels.lora import LORA
+from plait_kernels.variant import TensorSpec, Variant
 
 _ALIGNMENT = 16  # elements: 32 bytes in bfloat16, 64 in float32
 ABSENT = -(2**62)
-WEIGHTS, GRADIENTS, FIRST_MOMENT, SECOND_MOMENT = range(4)
+COMPUTE, WEIGHTS, GRADIENTS, FIRST_MOMENT, SECOND_MOMENT = range(-1, 4)  # the compute copy, then the rows
 
-Pair = tuple[Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -41,57 +46,101 @@ class Site:
     out_features: int
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where one adapter's tensors lie: offsets in elements, of those that train and of those that do not.
+
+    `offsets` maps a site to the offset of each of its tensors, in the variant's order; `specs` to what they
+    are. `ranges` are the parts that train with the learning rate of each.
+    """
+
+    specs: dict[str, tuple[TensorSpec, ...]]
+    offsets: dict[str, tuple[int, ...]]
+    ranges: tuple[tuple[slice, Literal["a", "b"]], ...]
+    trained: int
+    frozen: int
+
+    @classmethod
+    def of(cls, variant: Variant, sites: Sequence[Site], rank: int) -> Layout:
+        """All sites' first tensors, then all their second ones, each aligned."""
+        specs = {site.name: variant.tensors(site.in_features, site.out_features, rank) for site in sites}
+        offsets: dict[str, list[int]] = {name: [] for name in specs}
+        ranges: list[tuple[slice, Literal["a", "b"]]] = []
+        ends = {True: 0, False: 0}
+        for kinds in zip(*specs.values(), strict=True):
+            trains, start = kinds[0].trains, ends[kinds[0].trains]
+            for name, spec in zip(specs, kinds, strict=True):
+                offsets[name].append(ends[trains])
+                ends[trains] += _aligned(math.prod(spec.shape))
+            if trains:
+                ranges.append((slice(start, ends[trains]), kinds[0].rate))
+        found = {name: tuple(each) for name, each in offsets.items()}
+        return cls(specs, found, tuple(ranges), ends[True], ends[False])
+
+
 @dataclass
 class Block:
-    """One adapter's memory and constants. `offsets` maps a site to the element offsets of its A and B, `rows`
-    to its output features; `local` holds the offsets of all the bank's sites, (sites, 2) int64, ABSENT where
-    the adapter does not sit.
+    """One adapter's memory and constants.
+
+    `state` has four rows of what trains, `frozen` the weights of what does not; `copy` and `frozen_copy` are
+    both in the compute dtype. `local` holds the offsets of A and B at all the bank's sites, (sites, 2) int64,
+    ABSENT where the adapter does not sit or is no plain LoRA.
     """
 
     adapter: str
+    variant: Variant
     rank: int
     scale: float
     dropout: float
     seed: int
-    offsets: dict[str, tuple[int, int]]
-    rows: dict[str, int]
-    a_size: int
+    layout: Layout
     state: Tensor
     copy: Tensor
+    frozen: Tensor
+    frozen_copy: Tensor
     local: Tensor
     generation: int = 0  # counts refreshes: a graph of one generation has no backward in the next
-    _views: dict[tuple[str, int], Pair] = field(default_factory=dict)
+    _views: dict[tuple[str, int], Tensors] = field(default_factory=dict)
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that it holds: the state, its compute copy, and what was made from them and is kept."""
         yield from (self.state, self.copy, self.local, *self._diagonals.values())
+        if self.layout.frozen:
+            yield from (self.frozen, self.frozen_copy)
 
     @property
     def aliased(self) -> bool:
         """Whether the compute copy is the float32 master itself."""
         return self.copy.dtype == self.state.dtype
 
-    def pair(self, site: Site, row: int) -> Pair:
-        """A (rank, in) and B (out, rank) of a site as views of one row of the state (-1: compute copy)."""
+    def at(self, site: Site, row: int) -> Tensors:
+        """The tensors of a site (of plain LoRA: A (rank, in) and B (out, rank)) as views of one row.
+
+        What does not train has a weight and a compute copy alone, and is left out of other rows.
+        """
         key = (site.name, row)
         found = self._views.get(key)
         if found is None:
-            flat = self.copy if row < 0 else self.state[row]
-            a, b = self.offsets[site.name]
-            r = self.rank
-            found = (
-                flat[a : a + r * site.in_features].view(r, site.in_features),
-                flat[b : b + r * site.out_features].view(site.out_features, r),
+            placed = zip(self.layout.specs[site.name], self.layout.offsets[site.name], strict=True)
+            found = self._views[key] = tuple(
+                self._row(spec, row)[offset : offset + math.prod(spec.shape)].view(spec.shape)
+                for spec, offset in placed
+                if spec.trains or row in (COMPUTE, WEIGHTS)
             )
-            self._views[key] = found
         return found
+
+    def _row(self, spec: TensorSpec, row: int) -> Tensor:
+        if spec.trains:
+            return self.copy if row == COMPUTE else self.state[row]
+        return self.frozen_copy if row == COMPUTE else self.frozen
 
     def refresh(self) -> None:
         """Make everything derived from the masters follow them."""
         self.generation += 1
         if not self.aliased:
             self.copy.copy_(self.state[WEIGHTS])
+            self.frozen_copy.copy_(self.frozen)
         for key, diagonal in self._diagonals.items():
             self._fill(diagonal, key)
 
@@ -111,26 +160,38 @@ class Block:
 
     def _fill(self, diagonal: Tensor, key: tuple[tuple[str, int], ...]) -> None:
         for index, (name, start) in enumerate(key):
-            _, offset = self.offsets[name]
-            rows = self.rows[name]
-            b = self.copy[offset : offset + rows * self.rank].view(rows, self.rank)
-            diagonal[start : start + rows, index * self.rank : (index + 1) * self.rank] = b
+            _, offset = self.layout.offsets[name]
+            rows, rank = self.layout.specs[name][1].shape
+            b = self.copy[offset : offset + rows * rank].view(rows, rank)
+            diagonal[start : start + rows, index * rank : (index + 1) * rank] = b
 
     def stacked_a(self, sites: Sequence[Site], row: int) -> Tensor | None:
         """A of several sites as one (len(sites)·rank, in) view where they lie end to end, else None."""
-        first = self.offsets[sites[0].name][0]
+        offsets = self.layout.offsets
+        first = offsets[sites[0].name][0]
         length = self.rank * sites[0].in_features
         for index, site in enumerate(sites):
-            start = self.offsets[site.name][0]
+            start = offsets[site.name][0]
             if site.in_features != sites[0].in_features or start != first + index * length:
                 return None
-        flat = self.copy if row < 0 else self.state[row]
+        flat = self.copy if row == COMPUTE else self.state[row]
         rows = len(sites) * self.rank
         return flat[first : first + rows * sites[0].in_features].view(rows, sites[0].in_features)
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _check_variant(variant: Variant, layout: Layout, sites: Sequence[Site], rank: int) -> None:
+    if not layout.ranges:
+        raise KernelError(f"variant {variant.name!r}", "at least one of a variant's tensors trains")
+    if variant.fused and layout != Layout.of(LORA, sites, rank):
+        raise KernelError(
+            f"variant {variant.name!r} with other tensors than plain LoRA",
+            "kernels of their own have the backends for plain LoRA alone, A and B both trained",
+            "set `fused` to False: reference computes its rows",
+        )
 
 
 class Bank:
@@ -175,10 +236,11 @@ class Bank:
         dropout: float,
         seed: int,
         sites: Collection[str],
+        variant: Variant = LORA,
     ) -> None:
         """Add an adapter with all weights, gradients and moments zero.
 
-        Fill its A through `weights` and call `refresh` before the first forward.
+        Fill its weights through `weights` and call `refresh` before the first forward.
 
         Args:
             adapter: a name that the bank does not hold yet.
@@ -187,40 +249,38 @@ class Bank:
             dropout: probability of dropping an input feature, rounded to 1/65536 where it is applied.
             seed: first word of the dropout key, taken modulo 2**32.
             sites: names of the sites where the adapter sits.
+            variant: what its tensors are and how they are used.
 
         Raises:
-            KernelError: the name is taken, a site is unknown, or a number is out of range.
+            KernelError: the name is taken, a site is unknown, or a number is out of range; nothing of the
+                variant trains, or it asks for the kernels of plain LoRA and is not that.
         """
         self._check(adapter, rank, dropout, sites)
         chosen = [site for site in self.sites if site.name in set(sites)]
-        a_offset, starts = 0, {}
-        for site in chosen:
-            starts[site.name] = a_offset
-            a_offset += _aligned(rank * site.in_features)
-        offsets, b_offset = {}, a_offset
-        for site in chosen:
-            offsets[site.name] = (starts[site.name], b_offset)
-            b_offset += _aligned(rank * site.out_features)
-        state = torch.zeros(4, b_offset, dtype=torch.float32, device=self.device)
-        copy = state[WEIGHTS]
+        layout = Layout.of(variant, chosen, rank)
+        _check_variant(variant, layout, chosen, rank)
+        state = torch.zeros(4, layout.trained, dtype=torch.float32, device=self.device)
+        frozen = torch.zeros(layout.frozen, dtype=torch.float32, device=self.device)
+        copy, frozen_copy = state[WEIGHTS], frozen
         if self.compute_dtype != torch.float32:
-            copy = torch.zeros(b_offset, dtype=self.compute_dtype, device=self.device)
-        rows = {site.name: site.out_features for site in chosen}
+            copy = torch.zeros(layout.trained, dtype=self.compute_dtype, device=self.device)
+            frozen_copy = torch.zeros(layout.frozen, dtype=self.compute_dtype, device=self.device)
         self.blocks[adapter] = Block(
             adapter=adapter,
+            variant=variant,
             rank=rank,
             scale=float(scale),
             dropout=float(dropout),
             seed=seed % 2**32,
-            offsets=offsets,
-            rows=rows,
-            a_size=a_offset,
+            layout=layout,
             state=state,
             copy=copy,
-            local=self._local(offsets),
+            frozen=frozen,
+            frozen_copy=frozen_copy,
+            local=self._local(layout.offsets if variant.fused else {}),
         )
 
-    def _local(self, offsets: dict[str, tuple[int, int]]) -> Tensor:
+    def _local(self, offsets: dict[str, tuple[int, ...]]) -> Tensor:
         absent = (ABSENT, ABSENT)
         return torch.tensor([offsets.get(site.name, absent) for site in self.sites], dtype=torch.int64)
 
@@ -254,21 +314,21 @@ class Bank:
             )
         return found
 
-    def _pairs(self, adapter: str, row: int) -> dict[str, Pair]:
+    def _row(self, adapter: str, row: int) -> dict[str, Tensors]:
         block = self.block(adapter)
-        return {name: block.pair(self.sites[self.site_index[name]], row) for name in block.offsets}
+        return {name: block.at(self.sites[self.site_index[name]], row) for name in block.layout.specs}
 
-    def weights(self, adapter: str) -> dict[str, Pair]:
-        """Site name → (A (rank, in), B (out, rank)), float32 views of the masters."""
-        return self._pairs(adapter, WEIGHTS)
+    def weights(self, adapter: str) -> dict[str, Tensors]:
+        """Site name → its tensors in the variant's order (plain LoRA: A, B), float32 views of the masters."""
+        return self._row(adapter, WEIGHTS)
 
-    def gradients(self, adapter: str) -> dict[str, Pair]:
-        """Site name → gradients of (A, B), float32 accumulators that backward adds to."""
-        return self._pairs(adapter, GRADIENTS)
+    def gradients(self, adapter: str) -> dict[str, Tensors]:
+        """Site name → gradients of the tensors that train, float32 accumulators that backward adds to."""
+        return self._row(adapter, GRADIENTS)
 
-    def moments(self, adapter: str) -> dict[str, tuple[Pair, Pair]]:
-        """Site name → ((first moment of A, of B), (second moment of A, of B)), float32 views."""
-        first, second = self._pairs(adapter, FIRST_MOMENT), self._pairs(adapter, SECOND_MOMENT)
+    def moments(self, adapter: str) -> dict[str, tuple[Tensors, Tensors]]:
+        """Site name → (first, second moments) of the tensors that train, float32 views."""
+        first, second = self._row(adapter, FIRST_MOMENT), self._row(adapter, SECOND_MOMENT)
         return {name: (first[name], second[name]) for name in first}
 
     def refresh(self, adapters: Iterable[str] | None = None) -> None:

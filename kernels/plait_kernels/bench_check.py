@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels.bank import GRADIENTS
+from plait_kernels.bank import COMPUTE, GRADIENTS
 from plait_kernels.dropout import keep_scale
 from plait_kernels.fast_dropout import keep
 from plait_kernels.synthetic import Problem
@@ -34,7 +34,7 @@ def _leaves(made: Problem, dtype: torch.dtype) -> Leaves:
     return [
         [
             (a.detach().to(dtype).requires_grad_(), b.detach().to(dtype).requires_grad_())
-            for a, b in (span.block.pair(site, -1) for site in made.bank.sites)
+            for a, b in (span.block.at(site, COMPUTE) for site in made.bank.sites)
         ]
         for span in made.routing.spans
     ]
@@ -108,7 +108,7 @@ def check(made: Problem, backend: str) -> Check:
     x = made.x.detach().requires_grad_()
     out = made.run(backend, x)
     torch.autograd.backward(out, made.grad)
-    pairs = [span.block.pair(site, GRADIENTS) for span in made.routing.spans for site in made.bank.sites]
+    pairs = [span.block.at(site, GRADIENTS) for span in made.routing.spans for site in made.bank.sites]
     got = _named(out.detach(), x.grad, [a for a, _ in pairs], [b for _, b in pairs])
     truth, plain = _results(made, torch.float64, masks), _results(made, made.x.dtype, masks)
     sizes = {name: _rms(tensor) or 1.0 for name, tensor in truth.items()}

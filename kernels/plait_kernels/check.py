@@ -25,8 +25,8 @@ from plait_kernels.bench_check import check
 from plait_kernels.dropout import keep_mask
 from plait_kernels.errors import KernelError
 from plait_kernels.synthetic import Problem, Shape, problem
-from plait_kernels.triton_backend import available
 
+DTYPES = ("float32", "float16", "bfloat16")
 RANKS = (1, 3, 16, 17, 100, 256)
 
 
@@ -142,20 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m plait_kernels.check", description=__doc__)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda" if cuda else "cpu"))
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS))
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     options = parser.parse_args(arguments)
-    triton = available(options.device)
-    backends = options.backends or [name for name in BACKENDS if name != "triton" or triton]
-    # Triton's interpreter, which runs where there is no device, has no bfloat16.
-    interpreted = "triton" in backends and options.device.type != "cuda"
-    dtypes = options.dtypes or ["float32", "float16", *([] if interpreted else ["bfloat16"])]
+    there = [name for name in BACKENDS if BACKENDS[name].runs(options.device, torch.float32)]
     findings = []
     for shape in shapes():
-        for dtype in dtypes:
-            for backend in backends:
-                findings.append(_examined(shape, backend, options.device, getattr(torch, dtype)))
-                _print(findings[-1])
+        for dtype in (getattr(torch, name) for name in options.dtypes or DTYPES):
+            for backend in options.backends or there:
+                runs = BACKENDS[backend].runs(options.device, dtype)
+                if runs or options.dtypes or backend not in there:
+                    findings.append(_examined(shape, backend, options.device, dtype))
+                    _print(findings[-1])
     wrong = sum(bool(found.wrong) for found in findings)
     print(f"{len(findings)} cases, {wrong} wrong")
     if options.json is not None:

@@ -13,14 +13,22 @@ SiteColumns = str | int | None
 Placed = tuple[Site, slice]
 
 
+Owner = tuple[Span, tuple[Placed, ...]]
+Owners = tuple[Owner, ...]
+
+
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer's sites with their output columns, and for each segment those where its adapter sits."""
+    """A layer's sites with their output columns, and for each segment those where its adapter sits.
+
+    `owners` are the segments of plain LoRA, which every backend computes; `others` go through `reference`.
+    """
 
     bank: Bank
     routing: Routing
     placed: tuple[Placed, ...]
-    owners: tuple[tuple[Span, tuple[Placed, ...]], ...]
+    owners: Owners
+    others: Owners
 
 
 def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[Placed, ...]:
@@ -60,9 +68,10 @@ def place(bank: Bank, sites: Sequence[SiteColumns], out_features: int) -> tuple[
 def layer_call(bank: Bank, routing: Routing, sites: Sequence[SiteColumns], out_features: int) -> LayerCall:
     """The call of one layer for one microbatch."""
     placed = place(bank, sites, out_features)
-    owners = []
+    owners: list[Owner] = []
+    others: list[Owner] = []
     for span in routing.spans:
-        own = tuple(pair for pair in placed if pair[0].name in span.block.offsets)
+        own = tuple(pair for pair in placed if pair[0].name in span.block.layout.offsets)
         if own:
-            owners.append((span, own))
-    return LayerCall(bank, routing, placed, tuple(owners))
+            (owners if span.block.variant.fused else others).append((span, own))
+    return LayerCall(bank, routing, placed, tuple(owners), tuple(others))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels.backends import BACKENDS, Backend, check_backend
+from plait_kernels import reference
+from plait_kernels.backends import Backend, check_backend
 from plait_kernels.bank import Bank
 from plait_kernels.errors import KernelError
 from plait_kernels.layer import LayerCall, SiteColumns, layer_call
@@ -28,7 +29,12 @@ class _MultiLora(torch.autograd.Function):
         call: LayerCall,
         backend: Backend,
     ) -> Tensor:
-        out, saved = backend.forward(x, weight, bias, call)
+        if call.owners:
+            out, saved = backend.forward(x, weight, bias, call)
+        else:
+            out, saved = linear(x, weight, bias), []
+        ctx.own = len(saved)
+        saved += reference.add_forward(out, x, weight, bias, call, call.others)
         ctx.save_for_backward(x, weight, *saved)
         ctx.call, ctx.backend = call, backend
         ctx.generations = _generations(call)
@@ -39,12 +45,13 @@ class _MultiLora(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise KernelError(
                 "a second derivative of multi_lora_linear (create_graph=True)",
-                "gradients of A and B go to the bank, so there is no graph through them",
+                "the adapters' gradients go to the bank, so there is no graph through them",
                 "call backward without create_graph",
             )
+        call: LayerCall = ctx.call
         changed = [
             span.block.adapter
-            for (span, _), before in zip(ctx.call.owners, ctx.generations, strict=True)
+            for (span, _), before in zip((*call.owners, *call.others), ctx.generations, strict=True)
             if span.block.generation != before
         ]
         if changed:
@@ -56,12 +63,16 @@ class _MultiLora(torch.autograd.Function):
         x, weight, *saved = ctx.saved_tensors
         need_dx = ctx.needs_input_grad[0]
         with _no_autocast(x):
-            dx = ctx.backend.backward(grad, x, saved, weight, ctx.call, need_dx=need_dx)
+            if call.owners:
+                dx = ctx.backend.backward(grad, x, saved[: ctx.own], weight, call, need_dx=need_dx)
+            else:
+                dx = grad @ weight if need_dx else None
+            reference.add_backward(dx, grad, x, saved[ctx.own :], weight, call, call.others)
         return dx, None, None, None, None, None
 
 
 def _generations(call: LayerCall) -> list[int]:
-    return [span.block.generation for span, _ in call.owners]
+    return [span.block.generation for span, _ in (*call.owners, *call.others)]
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -85,10 +96,13 @@ def multi_lora_linear(
     *,
     backend: str,
 ) -> Tensor:
-    """Frozen linear layer plus each row's own adapter: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ.
+    """Frozen linear layer plus each row's own adapter; of plain LoRA: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ.
+
+    Rows whose adapter is of another variant are computed by `reference`, whatever the backend: their
+    neighbours' results do not depend on them.
 
     Several layers that read the same x (q, k, v) are one call: `weight` holds their rows one after the
-    other, `sites` names them in that order. In backward the gradients of A and B are added to the bank's
+    other, `sites` names them in that order. In backward the adapters' gradients are added to the bank's
     accumulators, segment by segment in the order of the rows, and not returned; W and b get none.
 
     Args:
@@ -99,7 +113,8 @@ def multi_lora_linear(
             for the columns that are left over.
         bank: where the adapters are.
         routing: of this microbatch.
-        backend: "reference", "grouped" or "triton"; `choose_backend` finds the one for a device.
+        backend: the name of a registered one ("reference", "grouped", "triton"); `choose_backend` finds the
+            one for a device.
 
     Returns:
         (tokens, sum of out).
@@ -108,17 +123,17 @@ def multi_lora_linear(
         KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b want a gradient. In
             backward: weights were refreshed since forward, or a second derivative is asked for.
     """
-    _check(x, weight, bias, bank, routing, backend)
+    chosen = _check(x, weight, bias, bank, routing, backend)
     call = layer_call(bank, routing, sites, weight.shape[0])
     with _no_autocast(x):
-        if not call.owners:
+        if not call.owners and not call.others:
             return linear(x, weight, bias)
-        return _apply(x, bank.anchor, weight, bias, call, BACKENDS[backend])
+        return _apply(x, bank.anchor, weight, bias, call, chosen)
 
 
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, bank: Bank, routing: Routing, backend: str
-) -> None:
+) -> Backend:
     if x.dim() != 2 or x.shape[0] != routing.tokens or weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise KernelError(
             f"x of shape {tuple(x.shape)}, weight of shape {tuple(weight.shape)}",
@@ -143,4 +158,4 @@ def _check(
             "the layer is frozen: it would get none",
             "call requires_grad_(False) on it",
         )
-    check_backend(backend, x.device, x.dtype)
+    return check_backend(backend, x.device, x.dtype)

@@ -21,11 +21,11 @@ class AdapterStep:
     Args:
         adapter: which.
         step: 1 for the adapter's first step; it sets the bias correction.
-        lr_a: learning rate of A.
+        lr_a: learning rate of A, and of a variant's tensors like it.
         lr_b: learning rate of B (LoRA+ gives B a larger one).
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, of A and B.
+        weight_decay: decoupled, of all that trains.
         clip_norm: the gradient is scaled down to this norm over all of the adapter's weights; None: not.
     """
 
@@ -80,9 +80,9 @@ def _step(block: Block, step: AdapterStep, norm: float) -> None:
         factor = step.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if factor < 1.0:
             block.state[GRADIENTS].mul_(factor)
-    parts = (slice(0, block.a_size), step.lr_a), (slice(block.a_size, None), step.lr_b)
-    for part, lr in parts:
-        _adamw(block.state[:, part], step, lr)
+    rates = {"a": step.lr_a, "b": step.lr_b}
+    for part, rate in block.layout.ranges:
+        _adamw(block.state[:, part], step, rates[rate])
 
 
 def _adamw(state: Tensor, step: AdapterStep, lr: float) -> None:

@@ -1,55 +1,87 @@
-"""The reference backend: the formulas of multi-adapter LoRA in naive torch, one segment at a time.
-
-S = (D ∘ x) Aᵀ; h = x Wᵀ + s S Bᵀ; dS = s dh B; dB = s dhᵀ S; dA = dSᵀ (D ∘ x); dx = dh W + D ∘ (dS A)
-(mLoRA §3.3; LoRAFusion §4.1).
-"""
+"""The reference backend: a variant's own formulas in plain torch, one segment and site at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
 
 from torch import Tensor
 from torch.nn.functional import linear
 
-from plait_kernels.bank import GRADIENTS, Site
+from plait_kernels.backends import Backend, register
+from plait_kernels.bank import COMPUTE, GRADIENTS, Site
 from plait_kernels.dropout import apply_dropout
-from plait_kernels.layer import LayerCall
+from plait_kernels.layer import LayerCall, Owners
 from plait_kernels.routing import Span
+from plait_kernels.variant import SiteRows, Variant
 
 
-def _dropped(x: Tensor, call: LayerCall, span: Span, site: Site) -> Tensor:
+def _dropped(call: LayerCall, span: Span, site: Site, values: Tensor) -> Tensor:
     if span.threshold == 0:
-        return x
+        return values
     rows = call.routing.counters[span.start : span.stop]
-    return apply_dropout(x, span.block.seed, site.module, rows, span.threshold)
+    return apply_dropout(values, span.block.seed, site.module, rows, span.threshold)
+
+
+def _parts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, owners: Owners
+) -> Iterator[tuple[Variant, SiteRows, slice, slice]]:
+    """Each segment at each site: its variant, what that computes with, and its rows and columns."""
+    for span, placed in owners:
+        block, own = span.block, slice(span.start, span.stop)
+        for site, columns in placed:
+            rows = SiteRows(
+                x=x[own],
+                weight=weight[columns],
+                bias=None if bias is None else bias[columns],
+                tensors=block.at(site, COMPUTE),
+                gradients=block.at(site, GRADIENTS),
+                scale=block.scale,
+                drop=partial(_dropped, call, span, site),
+            )
+            yield block.variant, rows, own, columns
+
+
+def add_forward(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, owners: Owners
+) -> list[Tensor]:
+    """Add the owners' part to `out`, which holds x Wᵀ + b; return what backward needs."""
+    saved: list[Tensor] = []
+    for variant, rows, own, columns in _parts(x, weight, bias, call, owners):
+        saved += variant.forward(rows, out[own, columns])
+    return saved
+
+
+def add_backward(
+    dx: Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    saved: list[Tensor],
+    weight: Tensor,
+    call: LayerCall,
+    owners: Owners,
+) -> None:
+    """Add the owners' gradients to the bank, and their part of the gradient of x to `dx`."""
+    start = 0
+    for variant, rows, own, columns in _parts(x, weight, None, call, owners):
+        kept = tuple(saved[start : start + variant.saves])
+        start += variant.saves
+        variant.backward(rows, kept, grad[own, columns], None if dx is None else dx[own])
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> tuple[Tensor, list[Tensor]]:
-    """Output (tokens, out) and S of every segment and site."""
+    """Output (tokens, out) and what the variants save."""
     out = linear(x, weight, bias)
-    saved = []
-    for span, placed in call.owners:
-        for site, columns in placed:
-            a, b = span.block.pair(site, -1)
-            s = _dropped(x[span.start : span.stop], call, span, site) @ a.T
-            out[span.start : span.stop, columns] += span.block.scale * (s @ b.T)
-            saved.append(s)
-    return out, saved
+    return out, add_forward(out, x, weight, bias, call, call.owners)
 
 
 def backward(
     grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
 ) -> Tensor | None:
-    """Add the gradients of A and B to the bank; return that of x where it is needed."""
+    """Add the adapters' gradients to the bank; return that of x where it is needed."""
     dx = grad @ weight if need_dx else None
-    remaining = iter(saved)
-    for span, placed in call.owners:
-        for site, columns in placed:
-            s = next(remaining)
-            a, b = span.block.pair(site, -1)
-            grad_a, grad_b = span.block.pair(site, GRADIENTS)
-            dh = span.block.scale * grad[span.start : span.stop, columns]
-            ds = dh @ b
-            grad_b += dh.T @ s
-            grad_a += ds.T @ _dropped(x[span.start : span.stop], call, span, site)
-            if dx is not None:
-                dx[span.start : span.stop] += _dropped(ds @ a, call, span, site)
+    add_backward(dx, grad, x, saved, weight, call, call.owners)
     return dx
+
+
+REFERENCE = register(Backend("reference", forward, backward, any_variant=True))

@@ -42,6 +42,7 @@ class Routing:
     Args:
         tokens: rows of the microbatch.
         spans: the segments that have an adapter and at least one row, in order of their rows.
+        fused: those of them that are plain LoRA.
         counters: (tokens, 3) int64 counter words.
         tables: what a backend lays out on the device, made once.
     """
@@ -49,6 +50,7 @@ class Routing:
     bank: Bank
     tokens: int
     spans: tuple[Span, ...]
+    fused: tuple[Span, ...]
     counters: Tensor
     tables: dict[object, Any] = field(default_factory=dict)
 
@@ -83,4 +85,5 @@ class Routing:
             block = bank.block(segment.adapter)
             threshold = dropout_threshold(block.dropout) if training else 0
             spans.append(Span(block, segment.start, segment.stop, threshold))
-        return cls(bank, tokens, tuple(spans), counters.words().to(bank.device))
+        fused = tuple(span for span in spans if span.block.variant.fused)
+        return cls(bank, tokens, tuple(spans), fused, counters.words().to(bank.device))

@@ -76,22 +76,22 @@ def span_table(routing: Routing) -> SpanTable:
 
 def _span_table(routing: Routing) -> SpanTable:
     bank, rows, packed = routing.bank, [], 0
-    for span in routing.spans:
+    for span in routing.fused:
         stride = -(-span.block.rank // RANK_STEP) * RANK_STEP
         rows.append((span.block.rank, span.threshold, span.block.seed, packed - span.start * stride))
         packed += (span.stop - span.start) * stride
     origin = torch.zeros(16, dtype=bank.compute_dtype, device=bank.device)
     gradient_origin = torch.zeros(16, dtype=torch.float32, device=bank.device)
-    local = torch.stack([span.block.local for span in routing.spans])
-    weights = [_distance(span.block.copy, origin) for span in routing.spans]
-    gradients = [_distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.spans]
+    local = torch.stack([span.block.local for span in routing.fused])
+    weights = [_distance(span.block.copy, origin) for span in routing.fused]
+    gradients = [_distance(span.block.state[GRADIENTS], gradient_origin) for span in routing.fused]
     return SpanTable(
         spans=_device(rows, routing),
-        scales=_device([span.block.scale for span in routing.spans], routing, torch.float32),
+        scales=_device([span.block.scale for span in routing.fused], routing, torch.float32),
         packed=packed,
-        max_rank=max(span.block.rank for span in routing.spans),
-        rank_factor=math.gcd(RANK_STEP, *(span.block.rank for span in routing.spans)),
-        dropout=any(span.threshold for span in routing.spans),
+        max_rank=max(span.block.rank for span in routing.fused),
+        rank_factor=math.gcd(RANK_STEP, *(span.block.rank for span in routing.fused)),
+        dropout=any(span.threshold for span in routing.fused),
         origin=origin,
         gradient_origin=gradient_origin,
         addresses=_moved(local, weights).to(bank.device),
@@ -120,16 +120,16 @@ def tile_table(routing: Routing, rows: int, *, base: bool = False) -> TileTable:
 
 def _tile_table(routing: Routing, rows: int, base: bool) -> TileTable:
     by_adapter: dict[str, list[int]] = {}
-    for index, span in enumerate(routing.spans):
+    for index, span in enumerate(routing.fused):
         by_adapter.setdefault(span.block.adapter, []).append(index)
     tiles, shared, slots = [], [], 0
     for spans in by_adapter.values():
         own = [
-            (first, routing.spans[index].stop, index)
+            (first, routing.fused[index].stop, index)
             for index in spans
-            for first in range(routing.spans[index].start, routing.spans[index].stop, rows)
+            for first in range(routing.fused[index].start, routing.fused[index].stop, rows)
         ]
-        rank = routing.spans[spans[0]].block.rank
+        rank = routing.fused[spans[0]].block.rank
         if len(own) > 1:
             shared.append((spans[0], slots, len(own)))
         for first, end, index in own:
@@ -142,7 +142,7 @@ def _tile_table(routing: Routing, rows: int, base: bool) -> TileTable:
 
 def _base_tiles(routing: Routing, rows: int) -> list[Row]:
     holes, end = [], 0
-    for span in routing.spans:
+    for span in routing.fused:
         holes.append((end, span.start))
         end = span.stop
     holes.append((end, routing.tokens))

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from plait.adapters import import_adapter
+from plait.adapters.peft_folder import import_adapter
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
@@ -117,7 +117,7 @@ class JointSide:
         """A and B of each site as a fresh job has them, by way of what Plait exports."""
         with self.attached([job]):
             self.worker.handle(Export(job.name, folder))
-        return import_adapter(folder).weights
+        return {module: (a, b) for module, (a, b) in import_adapter(folder).weights.items()}
 
 
 def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide:
@@ -129,7 +129,7 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     """
     if not jobs:
         raise ConfigError("no jobs", "A benchmark of training has at least one job.", "Raise search.trials.")
-    check_engine(settings)
+    check_engine(settings, jobs)
     # One capacity for every machine, whatever was profiled on it: figures are compared with each other.
     engine = replace(settings.engine, capacity=settings.engine.capacity_or_usual)
     settings = replace(settings, engine=engine)

@@ -35,6 +35,8 @@ Short = tuple[str, ...]
             ["adapter.rank=1,2", "engine.kernels=triton"],
             ["engine.kernels=triton", "auto, grouped, reference"],
         ),
+        (["adapter.rank=1,2", "engine.kernels=fast"], ["engine.kernels=fast", "auto, grouped, reference"]),
+        (["adapter.rank=1,2", "adapter.variant=lorra"], ["adapter.variant=lorra", "Did you mean lora"]),
     ],
     ids=lambda value: value[-1].split("=")[0] + value[0][-8:] if value[0].count("=") else None,
 )

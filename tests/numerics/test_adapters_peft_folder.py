@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from plait.adapters import export_adapter, import_adapter, initialise
+from plait.adapters import variants as adapters
+from plait.adapters.peft_folder import export_adapter, import_adapter
 from plait.core.errors import InputError, ModelError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -32,10 +33,8 @@ def settings_of(family: str) -> ModelSettings:
 
 
 def attach(base: BaseModel, name: str, spec: AdapterSpec, bank: Bank, seed: int) -> None:
-    bank.attach(
-        name, rank=spec.rank, scale=spec.scale, dropout=0.0, seed=seed, sites=check_rank(spec, base.linears)
-    )
-    initialise(bank, name, seed)
+    sites = check_rank(spec, base.linears)
+    adapters.attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
     generator = torch.Generator().manual_seed(seed)
     for _, b in bank.weights(name).values():  # as if it had been trained
         b.copy_(torch.randn(b.shape, generator=generator) * 0.05)
@@ -112,9 +111,9 @@ def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_al
     base = load_model(settings_of("llama"), cache=tmp_path)
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     for name, targets in (("many", ("v_proj", "q_proj", "down_proj")), ("one", ("q_proj",))):
-        sites = check_rank(AdapterSpec(rank=8, target_modules=targets), base.linears)
-        bank.attach(name, rank=8, scale=1.0, dropout=0.0, seed=9, sites=sites)
-        initialise(bank, name, 9)
+        spec = AdapterSpec(rank=8, target_modules=targets)
+        sites = check_rank(spec, base.linears)
+        adapters.attach(bank, name, spec, sites, seed=9, weight_of=base.frozen_weight)
     many, one = bank.weights("many"), bank.weights("one")
     for module, (a, b) in one.items():
         assert torch.equal(a, many[module][0])

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from plait.adapters import initialise
+from plait.adapters.variants import attach
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
 from plait.models import BaseModel, MicrobatchContext, check_rank, load_model, transformers_model
@@ -30,11 +30,9 @@ def prepare(base: BaseModel, *, dropout: float = 0.0) -> tuple[Bank, Routing]:
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     last = rf".*\.{base.layer_count - 1}\..*"
     for seed, (name, targets) in enumerate((("all", "all-linear"), ("last", last))):
-        spec = AdapterSpec(rank=3 + seed, target_modules=targets)
-        bank.attach(
-            name, rank=spec.rank, scale=2.0, dropout=dropout, seed=seed, sites=check_rank(spec, base.linears)
-        )
-        initialise(bank, name, seed)
+        spec = AdapterSpec(rank=3 + seed, target_modules=targets, dropout=dropout)
+        sites = check_rank(spec, base.linears)
+        attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
         for _, b in bank.weights(name).values():
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
         bank.refresh([name])

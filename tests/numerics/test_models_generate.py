@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait.adapters import initialise
+from plait.adapters.variants import attach
 from plait.core.errors import InputError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
@@ -52,11 +52,10 @@ def test_adapters_generate_together_as_alone(tmp_path: Path) -> None:
     base = load_model(settings_of("llama"), cache=tmp_path)
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     for seed, name in enumerate(("one", "two")):
-        spec = AdapterSpec(rank=4 + seed, target_modules="all-linear")
-        bank.attach(
-            name, rank=spec.rank, scale=4.0, dropout=0.5, seed=seed, sites=check_rank(spec, base.linears)
-        )
-        initialise(bank, name, seed)
+        rank = 4 + seed
+        spec = AdapterSpec(rank, alpha=4.0 * rank, dropout=0.5, target_modules="all-linear")
+        sites = check_rank(spec, base.linears)
+        attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
         for _, b in bank.weights(name).values():
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
         bank.refresh([name])

@@ -28,7 +28,7 @@ from plait.engine.coordinator import Coordinator
 from plait.engine.worker import LocalWorker
 from plait.models import BaseModel
 
-Weights = dict[str, tuple[Tensor, Tensor]]
+Weights = dict[str, tuple[Tensor, ...]]
 VOCABULARY = 250
 NARROW = {"llama": ("q_proj", "v_proj"), "gemma2": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}
 WIDE = {  # layers whose smaller side is at least 64
@@ -84,7 +84,8 @@ class Recorder:
         return events
 
     def _weights(self, job: str) -> Weights:
-        return {site: (a.clone(), b.clone()) for site, (a, b) in self.worker.bank.weights(job).items()}
+        weights = self.worker.bank.weights(job)
+        return {site: tuple(tensor.clone() for tensor in own) for site, own in weights.items()}
 
 
 @dataclass

@@ -107,7 +107,6 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"train": {"seed": -1}}, "train.seed=-1", "between 0 and"),
         ({"data": {"source": "???"}}, "data.source is not set", "must have a value"),
         ({"data": {"source": "jsonl", "path": "???"}}, "data.path is not set", "must have a value"),
-        ({"engine": {"kernels": "fast"}}, "engine.kernels='fast'", "auto, grouped, reference, triton"),
         ({"model": {"kind": "foo"}}, "model.kind='foo'", "gguf, hf, smollm2, tiny"),
         ({"model": {"revision": 123}}, "model.revision=123", "text"),
         ({"search": {"sampler": "annealing"}}, "search.sampler='annealing'", "cmaes, gp, grid"),

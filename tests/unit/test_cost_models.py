@@ -19,7 +19,6 @@ from plait.cost.memory import (
     MemoryObservation,
     MemoryShape,
     Phase,
-    adapter_bytes,
 )
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
@@ -231,11 +230,6 @@ def test_a_fit_forgets_its_oldest_observations(monkeypatch: pytest.MonkeyPatch) 
     model = MemoryModel.fitted(observed)
     assert model.observations == tuple(observed[8:])
     assert model.dynamic(shapes[0]) == pytest.approx(new.dynamic(shapes[0]), rel=1e-6)
-
-
-def test_adapter_bytes_are_exact() -> None:
-    assert adapter_bytes(4, [(10, 20), (30, 5)], compute_bytes=2) == 4 * (30 + 35) * 18
-    assert adapter_bytes(4, [(10, 20)], compute_bytes=0) == 4 * 30 * 16
 
 
 # ---- bad input --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker, lengths_data, loa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.adapters.variants import adapter_bytes
 from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState
@@ -37,7 +38,6 @@ from plait.engine.accounting import nanoseconds
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.memory_estimate import adapter_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -
 
 
 def test_memory_limits_the_group_and_refuses_a_job_that_never_fits() -> None:
-    one = adapter_bytes(2, LINEARS, 4)
+    one = adapter_bytes(ADAPTER, LINEARS, 4)
     assert one == 4 * 2 * (64 + 64) * 16
     admission = Admission(CurveWorker().facts, RunSettings(engine=EngineSettings(capacity=16)))
     activations = admission.predicted([admission.demand(ADAPTER, 8)]) - one

@@ -52,7 +52,6 @@ from plait.core.settings import (
         pytest.param(lambda: TrainSpec(steps=None, epochs=inf), "train.epochs", id="endless budget"),
         pytest.param(lambda: ModelSettings(kind="llama"), "model.kind", id="model kind"),
         pytest.param(lambda: ModelSettings(dtype="int8"), "model.dtype", id="dtype"),
-        pytest.param(lambda: EngineSettings(kernels="cuda"), "engine.kernels", id="kernels"),
         pytest.param(lambda: EngineSettings(capacity=0), "engine.capacity", id="capacity"),
         pytest.param(lambda: PlannerSettings(memory_share=1.5), "planner.memory_share", id="memory share"),
         pytest.param(lambda: TrackingSettings(flush_seconds=-1), "tracking.flush_seconds", id="flush"),

@@ -1,7 +1,7 @@
 """Adapters as PEFT folders: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The format is PEFT's (``peft.utils.save_and_load``): tensors ``base_model.model.<module>.lora_A.weight``
-(rank, in) and ``.lora_B.weight`` (out, rank).
+The format is PEFT's (``peft.utils.save_and_load``): tensors ``base_model.model.<module>.<tensor>``, of plain
+LoRA ``lora_A.weight`` (rank, in) and ``lora_B.weight`` (out, rank).
 """
 
 from __future__ import annotations
@@ -16,29 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from plait.core.errors import ConfigError, InputError, ModelError, StorageError
+from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
+from plait.core.errors import ConfigError, InputError, ModelError, StorageError, choices
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-Pair = tuple[Tensor, Tensor]
-
-# Settings that must have these values, or be absent: anything else is another method than plain LoRA.
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
-}
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,47 +31,38 @@ class StoredAdapter:
     """What a PEFT folder holds.
 
     Attributes:
-        spec: rank, alpha, dropout, targets.
-        weights: module name to (A (rank, in), B (out, rank)).
+        spec: variant, rank, alpha, dropout, targets.
+        weights: module name to its tensors in the variant's order (plain LoRA: A, B).
         base: the base model's name.
     """
 
     spec: AdapterSpec
-    weights: dict[str, Pair]
+    weights: dict[str, Tensors]
     base: str | None
 
 
-def tensor_names(module: str) -> tuple[str, str]:
-    """PEFT's names of a module's A and B."""
-    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
-
-
-def named_tensors(weights: Mapping[str, Pair]) -> dict[str, Tensor]:
-    """A and B of every module under PEFT's names."""
-    return {
-        name: tensor
-        for module, pair in weights.items()
-        for name, tensor in zip(tensor_names(module), pair, strict=True)
-    }
+def _names(variant: AdapterVariant, module: str) -> list[str]:
+    """PEFT's names of a module's tensors."""
+    return [f"{PREFIX}{module}.{tensor.name}" for tensor in variant.tensors(1, 1, 1)]
 
 
 def export_adapter(
     directory: Path,
     spec: AdapterSpec,
-    weights: Mapping[str, Pair],
+    weights: Mapping[str, Tensors],
     *,
     base: str,
     linears: Sequence[LinearInfo],
     revision: str | None = None,
     kept_step: int | None = None,
 ) -> None:
-    """Write an adapter as a PEFT folder, whole or not at all, and through to the disk: of a finished job
-    nothing else is kept.
+    """Write an adapter as a PEFT folder, whole or not at all, and through to the disk: it is all that is kept
+    of a finished job.
 
     Args:
         directory: an earlier one is replaced.
         spec: of the adapter.
-        weights: module name to (A (rank, in), B (out, rank)), as ``Bank.weights`` gives them.
+        weights: module name to its tensors, as ``Bank.weights`` gives them.
         base: the base model's hub id, folder or name.
         linears: of the base model.
         revision: hub revision of the base model.
@@ -95,7 +71,12 @@ def export_adapter(
     Raises:
         StorageError: the folder cannot be written.
     """
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(weights).items()}
+    variant = VARIANTS.get(spec.variant)
+    tensors = {
+        name: tensor.detach().cpu().contiguous()
+        for module, own in weights.items()
+        for name, tensor in zip(_names(variant, module), own, strict=True)
+    }
     config = adapter_config(spec, tuple(weights), base=base, linears=linears, revision=revision)
     training = {} if kept_step is None else {"step": str(kept_step)}
     try:
@@ -132,7 +113,7 @@ def adapter_config(
         "bias": "none",
         "inference_mode": True,
         "init_lora_weights": True,
-    }
+    } | VARIANTS.get(spec.variant).peft_config(spec)
 
 
 def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> list[str]:
@@ -145,25 +126,26 @@ def import_adapter(directory: Path) -> StoredAdapter:
     """Read a PEFT folder.
 
     Raises:
-        InputError: a file is missing or damaged, or the adapter is not plain LoRA.
+        InputError: a file is missing or damaged.
+        ModelError: the adapter is of no registered variant.
     """
     try:
         config = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise InputError(f"{directory}: {error}", f"A PEFT folder holds {CONFIG} and {WEIGHTS}.") from error
-    for key, allowed in _PLAIN.items():
-        if key in config and config[key] not in allowed:
-            raise ModelError(
-                f"{directory}: {key}={config[key]!r}",
-                "Only plain LoRA adapters can be read: LoRA and rsLoRA, one rank, no bias.",
-            )
-    return StoredAdapter(
-        _spec(directory, config), _pairs(directory, tensors), config.get("base_model_name_or_path")
-    )
+    reasons = {name: VARIANTS.get(name).rejects(config) for name in VARIANTS}
+    name = next((name for name, reason in reasons.items() if not reason), None)
+    if name is None:
+        raise ModelError(
+            f"{directory}: {reasons['lora']}",
+            f"Adapters with one rank and no bias can be read, of variant {choices(reasons)}.",
+        )
+    weights = _modules(directory, tensors, VARIANTS.get(name))
+    return StoredAdapter(_spec(directory, config, name), weights, config.get("base_model_name_or_path"))
 
 
-def _spec(directory: Path, config: dict[str, Any]) -> AdapterSpec:
+def _spec(directory: Path, config: dict[str, Any], variant: str) -> AdapterSpec:
     targets = config.get("target_modules") or ()
     try:
         return AdapterSpec(
@@ -172,6 +154,7 @@ def _spec(directory: Path, config: dict[str, Any]) -> AdapterSpec:
             dropout=config.get("lora_dropout", 0.0),
             target_modules=targets if isinstance(targets, str) else tuple(targets),
             rslora=config.get("use_rslora", False),
+            variant=variant,
         )
     except (KeyError, ConfigError) as error:
         raise InputError(
@@ -179,14 +162,18 @@ def _spec(directory: Path, config: dict[str, Any]) -> AdapterSpec:
         ) from error
 
 
-def _pairs(directory: Path, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
+def _modules(directory: Path, tensors: Mapping[str, Tensor], variant: AdapterVariant) -> dict[str, Tensors]:
+    """The tensors by module."""
+    ends = _names(variant, "")
     modules = dict.fromkeys(
-        name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors if name.startswith(PREFIX)
+        name.removeprefix(PREFIX).removesuffix(end.removeprefix(PREFIX))
+        for name in tensors
+        for end in ends
+        if name.startswith(PREFIX) and name.endswith(end.removeprefix(PREFIX))
     )
-    expected = {name for module in modules for name in tensor_names(module)}
+    expected = {name for module in modules for name in _names(variant, module)}
     if expected != set(tensors):
         odd = sorted(expected.symmetric_difference(tensors))[0]
-        raise InputError(f"{directory / WEIGHTS}: {odd}", "Every module has one lora_A and one lora_B.")
-    return {
-        module: (tensors[tensor_names(module)[0]], tensors[tensor_names(module)[1]]) for module in modules
-    }
+        parts = " and ".join(end.removeprefix(PREFIX + ".") for end in ends)
+        raise InputError(f"{directory / WEIGHTS}: {odd}", f"Every module has one {parts}.")
+    return {module: tuple(tensors[name] for name in _names(variant, module)) for module in modules}

@@ -160,7 +160,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
 
     settings = command.settings
     check_jobs(command.probes)
-    check_engine(settings)
+    check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
     jobs = draw_jobs(replace(command, settings=settings))
     data = open_data(settings, shape.max_length, jobs).catalogue

@@ -26,7 +26,7 @@ BETAS = Rule(
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """One LoRA: its shape and where it sits.
+    """One adapter: its shape and where it sits.
 
     Attributes:
         rank: inner size, at least 1.
@@ -35,6 +35,7 @@ class AdapterSpec:
         target_modules: as PEFT means them: names or suffixes, one regular expression (a string that is
             not "all-linear"), or "all-linear".
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
+        variant: what is trained and how it is used, by its name in ``plait.adapters.variants``.
     """
 
     rank: Annotated[int, at_least(1)] = 16
@@ -42,6 +43,7 @@ class AdapterSpec:
     dropout: Annotated[float, FRACTION] = 0.0
     target_modules: Annotated[str | tuple[str, ...], NOT_EMPTY] = ("q_proj", "k_proj", "v_proj", "o_proj")
     rslora: bool = False
+    variant: str = "lora"
 
     def __post_init__(self) -> None:
         check(self, "adapter")

@@ -16,7 +16,6 @@ from plait.core.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
-KERNELS = ("auto", "reference", "grouped", "triton")
 USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
 DIRECTIONS = ("minimize", "maximize")
 EACH_DIRECTION = Rule(
@@ -59,7 +58,8 @@ class EngineSettings:
     """How microbatches are executed.
 
     Attributes:
-        kernels: kernel backend of the LoRA part.
+        kernels: kernel backend of the adapters' part, or "auto"; checked where the backends are known
+            (``plait.engine.devices``).
         capacity: most tokens of one microbatch; None: the best one of the stored profile, else
             ``USUAL_CAPACITY``, and at least the longest sample.
         threads: CPU threads; None: all cores.
@@ -70,7 +70,7 @@ class EngineSettings:
         checkpoint_keep: checkpoints kept of each job: an earlier one serves where the last is damaged.
     """
 
-    kernels: Annotated[str, one_of(*KERNELS)] = "auto"
+    kernels: str = "auto"
     capacity: Annotated[int | None, at_least(2)] = None
     threads: Annotated[int | None, at_least(1)] = None
     checkpointing: bool = False

@@ -26,7 +26,6 @@ from plait.core.padding import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 
 FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")
-MASTER_BYTES = 16  # float32 master, gradient and two moments of every adapter weight
 KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
 SAME_SHARE = 1e-9  # shares of inputs that differ by less are the same
 WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
@@ -254,17 +253,6 @@ class MemoryModel:
             return 0.0
         c = phase.coefficients
         return c.fixed + c.body(shape) + c.head(shape, self.logit_rows)
-
-
-def adapter_bytes(rank: int, sites: Iterable[tuple[int, int]], *, compute_bytes: int) -> int:
-    """Exact bytes of one adapter: masters, gradients, moments (float32) and the compute-dtype copy.
-
-    Args:
-        sites: (in, out) of every linear that the adapter sits on.
-        compute_bytes: of one element of the copy that the kernels read; 0 where they read the masters.
-    """
-    elements = sum(rank * (inside + outside) for inside, outside in sites)
-    return elements * (MASTER_BYTES + compute_bytes)
 
 
 def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows: float) -> Phase:

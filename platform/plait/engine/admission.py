@@ -10,7 +10,7 @@ from plait.core.jobs import AdapterSpec
 from plait.core.settings import RunSettings
 from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
-from plait.engine.memory_estimate import ActivationShape, activation_bytes, adapter_bytes
+from plait.engine.memory_estimate import ActivationShape, activation_bytes
 from plait.models.targets import LinearInfo, check_rank
 from plait.planner.admission import GroupMemory
 
@@ -104,7 +104,7 @@ class Admission:
             )
         names = set(check_rank(adapter, self._facts.linears))
         sites = [linear for linear in self._facts.linears if linear.name in names]
-        size = adapter_bytes(adapter.rank, sites, self._facts.shape.element_bytes)
+        size = self._adapter_bytes(adapter, sites)
         demand = Demand(size, longest, adapter.rank, _last_parts(sites), frozenset(names))
         if self.predicted([demand]) > self.budget:
             raise CapacityError(
@@ -124,8 +124,13 @@ class Admission:
     @property
     def usual(self) -> Demand:
         """What is assumed where no job is known yet: rank 16 on every linear layer."""
-        size = adapter_bytes(USUAL_RANK, self._facts.linears, self._facts.shape.element_bytes)
+        size = self._adapter_bytes(AdapterSpec(USUAL_RANK), self._facts.linears)
         return Demand(size, 0, USUAL_RANK, _last_parts(self._facts.linears))
+
+    def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
+        from plait.adapters.variants import adapter_bytes
+
+        return adapter_bytes(adapter, sites, self._facts.shape.element_bytes)
 
     @property
     def budget(self) -> int:

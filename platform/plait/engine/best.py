@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from plait.adapters import named_tensors
+from plait.adapters.variants import named_tensors
 from plait.core.errors import CheckpointError
 from plait_kernels import Bank
 
@@ -75,5 +75,4 @@ class BestWeights:
         self._bank.refresh(list(weights))
 
     def _weights(self, job: str) -> dict[str, Tensor]:
-        """A and B by PEFT's names: views of the bank."""
-        return named_tensors(self._bank.weights(job))
+        return named_tensors(self._bank, job)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from plait.adapters.variants import VARIANTS
 from plait.core.errors import ConfigError, choices
 from plait_kernels import KernelError, choose_backend
-from plait_kernels.backends import BACKENDS, check_backend
+from plait_kernels.backends import BACKENDS, check_backend, find_backend
 
 
 def choose_device(device: str) -> torch.device:
@@ -37,6 +39,23 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> st
     """
     check_kernels(kernels, device, dtype)
     return choose_backend(device, dtype=dtype).backend if kernels == "auto" else kernels
+
+
+def check_variants(kernels: str, variants: Iterable[str]) -> None:
+    """Refuse a backend that was asked for by name and does not compute these adapter variants.
+
+    Raises:
+        ConfigError: there is no such variant, or the backend knows plain LoRA alone.
+    """
+    for name in variants:
+        variant = VARIANTS.get(name)
+        if kernels != "auto" and not variant.fused and not find_backend(kernels).any_variant:
+            general = [backend.name for backend in BACKENDS.values() if backend.any_variant]
+            raise ConfigError(
+                f"engine.kernels={kernels} with adapter.variant={name}",
+                f"The kernels of {kernels} compute plain LoRA alone.",
+                f"Use {choices(general)}, or auto: then only the rows of {name} go through reference.",
+            )
 
 
 def check_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> None:

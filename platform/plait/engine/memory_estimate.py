@@ -1,18 +1,9 @@
-"""How much memory a group needs, before it is used: exact for what stays, an estimate for what passes.
-
-Adapters, their gradients, their moments and the base weights are exact arithmetic. The activations of a
-microbatch are estimated from the model's shape; a fitted profile takes their place where there is one.
-"""
+"""An estimate of the activations' memory from the model's shape, until there is a fitted profile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plait.models.targets import LinearInfo
-
-MASTER_BYTES = 4  # float32: weight, gradient and two moments
-STATE_COPIES = 4
 SAVED_COPIES = 2.0  # what backward keeps and what passes through it, for each input and output of a linear
 LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
@@ -42,17 +33,6 @@ class ActivationShape:
     element_bytes: int
     logit_rows: int
     keep_up_to: int
-
-
-def adapter_bytes(rank: int, sites: Iterable[LinearInfo], element_bytes: int) -> int:
-    """Bytes that one adapter holds while it trains: exact.
-
-    Float32 weights, gradients and two moments of A (rank, in) and B (out, rank), and, where the
-    arithmetic is not float32, a copy of both in its type.
-    """
-    elements = sum(rank * (site.in_features + site.out_features) for site in sites)
-    copy = 0 if element_bytes == MASTER_BYTES else element_bytes
-    return elements * (MASTER_BYTES * STATE_COPIES + copy)
 
 
 def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.adapters import export_adapter, initialise, named_tensors
+from plait.adapters.peft_folder import export_adapter
+from plait.adapters.variants import attach, checkpoint_tensors, named_tensors
 from plait.core.errors import CheckpointError
 from plait.core.messages import (
     Attach,
@@ -161,20 +162,13 @@ class LocalWorker:
     def _take_in(self, command: Attach, started: float) -> WorkerEvent:
         job = command.job
         sites = check_rank(job.adapter, self._model.linears)
-        self.bank.attach(
-            job.name,
-            rank=job.adapter.rank,
-            scale=job.adapter.scale,
-            dropout=job.adapter.dropout,
-            seed=job.train.seed,
-            sites=sites,
-        )
+        weight_of = self._model.frozen_weight
+        attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)
         self._jobs[job.name] = command
-        initialise(self.bank, job.name, job.train.seed)
         try:
             found = self._restore(command)
             if found.directory is None and command.warm_from is not None:
-                load_warm(command.warm_from, named_tensors(self.bank.weights(job.name)))
+                load_warm(command.warm_from, named_tensors(self.bank, job.name))
         except CheckpointError as error:
             return JobFailed(job.name, 0, str(error), self._clock() - started)
         self.bank.refresh([job.name])
@@ -185,24 +179,12 @@ class LocalWorker:
     def _origin(self, command: Attach) -> Origin:
         return Origin.of(command.job, model=self._model.config_digest, data=command.data)
 
-    def _state(self, job: str) -> dict[str, Tensor]:
-        """Weights and moments by name: views of the bank."""
-        weights, moments = self.bank.weights(job), self.bank.moments(job)
-        first = {site: pair[0] for site, pair in moments.items()}
-        second = {site: pair[1] for site, pair in moments.items()}
-        kinds = {"": weights, "exp_avg.": first, "exp_avg_sq.": second}
-        return {
-            kind + name: tensor
-            for kind, pairs in kinds.items()
-            for name, tensor in named_tensors(pairs).items()
-        }
-
     def _restore(self, command: Attach) -> Found:
         """Load the newest whole state that there is."""
         found = newest_state(command.resume_from, self._origin(command))
         if found.directory is not None:
             job = command.job.name
-            state = self._state(job)
+            state = checkpoint_tensors(self.bank, job)
             shapes = {name: tensor.shape for name, tensor in state.items()}
             saved = self._best.restore(job, found.tensors, expected=found.cursor.best_step is not None)
             if shapes != {name: tensor.shape for name, tensor in saved.items()}:
@@ -213,7 +195,7 @@ class LocalWorker:
 
     def _save(self, command: SaveState) -> WorkerEvent:
         started = self._clock()
-        state = {name: tensor.cpu() for name, tensor in self._state(command.job).items()}
+        state = {name: tensor.cpu() for name, tensor in checkpoint_tensors(self.bank, command.job).items()}
         state |= self._best.state(command.job)
         write_state(command.directory, self._origin(self._jobs[command.job]), command.cursor, state)
         seconds = self._clock() - started

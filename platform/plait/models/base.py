@@ -151,6 +151,11 @@ class BaseModel:
         """The linear layers as they run, layer by layer: siblings, which read the same input, together."""
         return tuple(group for groups in self._groups for group in groups)
 
+    def frozen_weight(self, name: str) -> Tensor:
+        """The frozen weight (out, in) of a linear layer."""
+        weight = self._model.get_submodule(name).weight
+        return cast(Tensor, weight)
+
     @property
     def layers(self) -> tuple[nn.Module, ...]:
         """The decoder layers."""

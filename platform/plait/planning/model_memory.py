@@ -11,7 +11,7 @@ from plait.core.errors import CapacityError, choices
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
-from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes, adapter_bytes
+from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
 from plait.models.targets import LinearInfo, check_rank
@@ -46,9 +46,12 @@ class ModelMemory:
 
     def adapter_bytes(self, adapter: AdapterSpec) -> int:
         """What an adapter holds while it trains."""
+        from plait.adapters.variants import adapter_bytes
+
         names = set(check_rank(adapter, self.linears))
-        sites = [(each.in_features, each.out_features) for each in self.linears if each.name in names]
-        return adapter_bytes(adapter.rank, sites, compute_bytes=self.element_bytes)
+        return adapter_bytes(
+            adapter, [each for each in self.linears if each.name in names], self.element_bytes
+        )
 
     def peak(self, configuration: Configuration, layers: int, held: int | None = None) -> int:
         """Most bytes of any device with the heaviest full microbatches.

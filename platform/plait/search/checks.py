@@ -37,11 +37,15 @@ def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
         the model's shape.
 
     Raises:
+        ConfigError: there is no such adapter variant.
         ModelError: the model is not there, a target matches nothing, or a rank is above a layer's size.
         StorageError: the cache cannot be written.
     """
+    from plait.adapters.variants import VARIANTS
     from plait.models import check_rank, inspect_model
 
+    for variant in {job.adapter.variant for job in jobs}:
+        VARIANTS.get(variant)
     shape = inspect_model(settings, cache=cache_dir())
     for adapter in dict.fromkeys(job.adapter for job in jobs):
         check_rank(adapter, shape.linears)

@@ -84,8 +84,8 @@ def free_memory(settings: RunSettings) -> int:
     return device_bytes(choose_device(settings.engine.device))
 
 
-def check_engine(settings: RunSettings) -> None:
-    """The run's device is there and its kernels run on it.
+def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
+    """The run's device is there, its kernels run on it and compute the jobs' adapter variants.
 
     Raises:
         ConfigError: not.
@@ -94,10 +94,11 @@ def check_engine(settings: RunSettings) -> None:
         return  # there is always one
     import torch
 
-    from plait.engine.devices import check_kernels, choose_device
+    from plait.engine.devices import check_kernels, check_variants, choose_device
 
     device = choose_device(settings.engine.device)
     check_kernels(settings.engine.kernels, device, getattr(torch, settings.model.dtype))
+    check_variants(settings.engine.kernels, {job.adapter.variant for job in jobs})
 
 
 def settle_engine(

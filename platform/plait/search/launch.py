@@ -81,7 +81,7 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_jobs(command.probes)
     check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
     check_kept(settings.search, command.probes)
-    check_engine(settings)
+    check_engine(settings, command.probes)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)
     folder = search_folder(settings.tracking.root, settings.search.name or identity.name)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from plait.adapters.variants import adapter_bytes
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import Attach, Generate, GenerateJob, GroupStep, JobFailed, JobGenerated, Notice
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
-from plait.engine.memory_estimate import adapter_bytes
 from plait.engine.microbatches import load_microbatch
 from plait.engine.order import DataOrder, training_batch
 from plait.engine.run import train_jobs
@@ -43,7 +43,7 @@ def test_predicted_adapter_bytes_are_what_the_bank_holds(laboratory: Any) -> Non
     worker, _ = attached(lab, [job])
     sites = [linear for linear in lab.model.linears if linear.name in worker.bank.weights(job.name)]
     state = worker.bank.block(job.name).state
-    assert adapter_bytes(job.adapter.rank, sites, lab.model.dtype.itemsize) == state.numel() * 4
+    assert adapter_bytes(job.adapter, sites, lab.model.dtype.itemsize) == state.numel() * 4
     assert worker.facts.shape.weight_bytes == lab.model.weight_bytes
 
 

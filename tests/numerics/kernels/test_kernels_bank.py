@@ -69,8 +69,8 @@ def test_copies_follow_on_refresh(dtype):
             b.fill_(2.5)
     bank.refresh(["one"])
     block, other = bank.block("one"), bank.block("two")
-    assert (block.pair(SITES[0], -1)[0] == 1.5).all()
-    assert (block.pair(SITES[0], -1)[1] == 2.5).all()
+    assert (block.at(SITES[0], -1)[0] == 1.5).all()
+    assert (block.at(SITES[0], -1)[1] == 2.5).all()
     assert block.copy.dtype == dtype
     if dtype == torch.bfloat16:
         assert not other.copy.any()

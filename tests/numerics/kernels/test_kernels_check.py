@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from plait_kernels import check, grouped
+from plait_kernels import check
+from plait_kernels.backends import BACKENDS
 from plait_kernels.synthetic import Shape
 
 SMALL = Shape(40, 24, (16, 8), (3, 20), 0.25)
@@ -29,7 +31,7 @@ def test_a_right_backend_passes_and_is_written_down(tmp_path, capsys):
 
 
 def test_triton_passes_in_its_interpreter():
-    if not check.available(torch.device("cpu")):
+    if not BACKENDS["triton"].runs(torch.device("cpu"), torch.float32):
         pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
     found = check.examine(SMALL, "triton", torch.device("cpu"), torch.float32)
     assert found.wrong == ()
@@ -54,8 +56,9 @@ def _undropped(x, run):
     ids=["memory not written", "not repeatable", "mask"],
 )
 def test_what_is_wrong_is_found(monkeypatch, spoil, expected):
-    exact = grouped.forward
-    monkeypatch.setattr(grouped, "forward", lambda x, *others: spoil(x, exact(x, *others)))
+    exact = BACKENDS["grouped"]
+    spoilt = replace(exact, forward=lambda x, *others: spoil(x, exact.forward(x, *others)))
+    monkeypatch.setitem(BACKENDS, "grouped", spoilt)
     found = check.examine(SMALL, "grouped", torch.device("cpu"), torch.float32)
     assert any(expected in wrong for wrong in found.wrong), found.wrong
 
@@ -64,5 +67,5 @@ def test_an_error_is_a_finding_and_the_rest_goes_on(monkeypatch):
     def fail(*_):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(grouped, "forward", fail)
+    monkeypatch.setitem(BACKENDS, "grouped", replace(BACKENDS["grouped"], forward=fail))
     assert check.main(["--device", "cpu", "--backends", "grouped", "reference", "--dtypes", "float32"]) == 1

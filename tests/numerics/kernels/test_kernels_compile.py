@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from plait_kernels.tuning import DEFAULT_MEMORY, SMALL_MEMORY
+from plait_kernels.tiles import DEFAULT_MEMORY, SMALL_MEMORY
 
 HOPPER_MEMORY = 227 * 1024  # bytes of shared memory that a program may have
 KERNELS = {

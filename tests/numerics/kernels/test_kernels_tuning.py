@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_kernels import KernelError, Selection, backends, choose_backend, triton_backend, tuning
-from plait_kernels.backends import fastest
-from plait_kernels.tuning import CANDIDATES, DEFAULT, Choice, Tiles, load, save, tune
+from plait_kernels import KernelError, Selection, autotuning, choose_backend, triton_backend
+from plait_kernels.autotuning import tune
+from plait_kernels.backends import BACKENDS
+from plait_kernels.selection import fastest
+from plait_kernels.tiles import CANDIDATES, DEFAULT, Choice, Tiles, load, save
 
 
 def test_each_stage_takes_its_fastest_and_leaves_the_others():
@@ -76,15 +78,15 @@ def test_other_tiles_give_the_same_result(make_layer, monkeypatch, fused):
 
 def test_a_vendor_choice_runs_grouped(make_layer, monkeypatch):
     monkeypatch.setattr(triton_backend, "choice", lambda *_: replace(DEFAULT, vendor=True))
-    monkeypatch.setattr(backends.triton_backend, "available", lambda _: True)
+    monkeypatch.setitem(BACKENDS, "triton", replace(BACKENDS["triton"], runs=lambda *_: True))
     layer = make_layer(ranks=[6], lengths=[37], dropout=0.2)
     layer.run("triton").assert_equal(layer.run("grouped"))
 
 
 def test_on_a_cpu_nothing_is_measured(make_layer, monkeypatch):
     layer = make_layer(ranks=[6], lengths=[5])
-    monkeypatch.setattr(tuning, "tune", None)
-    assert tuning.choice(None, layer.x) == DEFAULT
+    monkeypatch.setattr(autotuning, "tune", None)
+    assert autotuning.choice(None, layer.x) == DEFAULT
     chosen = choose_backend("cpu", dtype=torch.bfloat16)
     assert (chosen.backend, chosen.seconds) == ("grouped", {})
 

@@ -52,7 +52,7 @@ def test_other_adapters_come_and_go_while_a_graph_is_alive(place, make_layer):
     assert torch.equal(x.grad, expected.dx)
     for (adapter, site), (a, b) in expected.gradients.items():
         block = gone if adapter == "a1" else layer.bank.block(adapter)
-        own_a, own_b = block.pair(layer.bank.sites[layer.bank.site_index[site]], 1)
+        own_a, own_b = block.at(layer.bank.sites[layer.bank.site_index[site]], 1)
         assert torch.equal(own_a, a)
         assert torch.equal(own_b, b)
 

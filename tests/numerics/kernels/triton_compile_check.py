@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 
 from plait_kernels.layer import layer_call
 from plait_kernels.synthetic import Shape, problem
-from plait_kernels.triton_backend import Launcher
-from plait_kernels.tuning import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
+from plait_kernels.tiles import CANDIDATES, DEFAULT, SMALL, SMALL_CANDIDATES, Choice
+from plait_kernels.triton_launch import Launcher
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CASE = ("dtype", "ranks", "dropout", "outputs", "bias")

@@ -7,125 +7,38 @@ choice again, and so the same bits.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait_kernels import grouped
 from plait_kernels.compiled import cache_folder
 from plait_kernels.errors import KernelError
-from plait_kernels.layer import LayerCall
-
-if TYPE_CHECKING:
-    from plait_kernels.triton_backend import Launcher
+from plait_kernels.layer import LayerCall, layer_call
+from plait_kernels.synthetic import Shape, problem
+from plait_kernels.tiles import (
+    CANDIDATES,
+    DEFAULT,
+    DEFAULT_MEMORY,
+    SMALL,
+    SMALL_CANDIDATES,
+    Candidates,
+    Choice,
+    load,
+    save,
+)
+from plait_kernels.timing import median_seconds
+from plait_kernels.triton_launch import Launcher
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes of one kernel.
-
-    Args:
-        rows: rows of a tile.
-        columns: columns of a tile of the output.
-        depth: step of the loop over the summed dimension.
-        splits: parts into which the summed dimension is cut, so that few rows still fill the device; for
-            dA the tiles that one program sums up.
-        warps, stages: as Triton means them.
-    """
-
-    rows: int
-    columns: int = 64
-    depth: int = 64
-    splits: int = 1
-    warps: int = 4
-    stages: int = 3
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The tiles of every kernel of a layer; without fused tiles the vendor's product has an epilogue.
-
-    `vendor`: the vendor's products do all of it (`grouped`), which may be fastest for a single adapter.
-    """
-
-    down: Tiles = Tiles(rows=64, depth=64, splits=2)
-    up: Tiles = Tiles(rows=64, columns=128)
-    up_gradient: Tiles = Tiles(rows=128, columns=64, splits=4, warps=8)
-    down_gradient: Tiles = Tiles(rows=64, columns=64, splits=16)
-    dx: Tiles = Tiles(rows=64, columns=128, warps=8)
-    fused_forward: Tiles | None = None
-    fused_backward: Tiles | None = None
-    vendor: bool = False
-
-
-DEFAULT = Choice()
-# For float32, whose exact products need no tensor cores but twice the memory, and for small devices.
-SMALL = Choice(
-    down=Tiles(rows=32, depth=32, splits=2, stages=2),
-    up=Tiles(rows=32, columns=64, stages=2),
-    up_gradient=Tiles(rows=32, columns=32, splits=4, stages=2),
-    down_gradient=Tiles(rows=32, columns=32, splits=16, stages=2),
-    dx=Tiles(rows=32, columns=64, stages=2),
-)
-SMALL_MEMORY = 99 * 1024  # bytes of shared memory that SMALL stays below; DEFAULT needs up to 160 KiB
-DEFAULT_MEMORY = 160 * 1024
-Candidates = dict[str, tuple[tuple[str, Tiles], ...]]
-# For each stage of a layer what may replace the default; stages are measured one after the other. On compute
-# capability 9.0 all have the registers that they need; what a device has no shared memory for is left out.
-CANDIDATES: Candidates = {
-    "down": tuple(
-        ("down", Tiles(rows=rows, depth=depth, splits=splits, warps=8 if rows == 128 else 4))
-        for rows in (32, 64, 128)
-        for depth in (64, 128)
-        for splits in (1, 4)
-    ),
-    "up": (
-        ("up", Tiles(rows=128, columns=128, warps=8)),
-        ("up", Tiles(rows=32, columns=256)),
-        ("fused_forward", Tiles(rows=128, columns=128, depth=64, warps=8)),
-        ("fused_forward", Tiles(rows=128, columns=256, depth=64, warps=8)),
-    ),
-    "up_gradient": tuple(
-        ("up_gradient", Tiles(rows=rows, columns=columns, splits=splits, warps=warps))
-        for rows, columns, warps in ((64, 64, 4), (128, 64, 8), (256, 64, 8), (128, 128, 8))
-        for splits in (4, 8)
-    ),
-    "down_gradient": tuple(
-        ("down_gradient", Tiles(rows=64, columns=columns, splits=splits))
-        for columns in (64, 128)
-        for splits in (8, 32)
-    ),
-    "dx": (
-        ("dx", Tiles(rows=64, columns=64)),
-        ("dx", Tiles(rows=128, columns=64, warps=8)),
-        ("dx", Tiles(rows=32, columns=256, warps=8)),
-        ("fused_backward", Tiles(rows=128, columns=32, depth=128, warps=8)),
-        ("fused_backward", Tiles(rows=128, columns=64, depth=64, warps=8)),
-        ("fused_backward", Tiles(rows=256, columns=64, depth=64, warps=8)),
-    ),
-}
-SMALL_CANDIDATES: Candidates = {
-    "down": tuple(("down", Tiles(rows=32, depth=32, splits=splits, stages=2)) for splits in (1, 4)),
-    "up": (
-        ("up", Tiles(rows=64, columns=32, stages=2)),
-        ("fused_forward", Tiles(rows=64, columns=64, depth=32, stages=2)),
-    ),
-    "up_gradient": (("up_gradient", Tiles(rows=32, columns=32, splits=8, stages=2)),),
-    "down_gradient": (("down_gradient", Tiles(rows=32, columns=32, splits=32, stages=2)),),
-    "dx": (("fused_backward", Tiles(rows=64, columns=32, depth=64, stages=2)),),
-}
 Measure = Callable[[Choice, str], float]
 
 
@@ -167,33 +80,6 @@ def _fastest(measure: Measure, stage: str, options: list[Choice]) -> Choice:
     return options[seconds.index(min(seconds))]
 
 
-def load(path: Path) -> dict[str, Choice]:
-    """The choices that a file holds; none where it is missing or not readable as such."""
-    try:
-        stored = json.loads(path.read_text())
-        return {key: _choice(value) for key, value in stored.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _choice(value: dict[str, Any]) -> Choice:
-    fields: dict[str, Any] = {
-        field: Tiles(**tiles) if isinstance(tiles, dict) else tiles for field, tiles in value.items()
-    }
-    return Choice(**fields)
-
-
-def save(path: Path, key: str, chosen: Choice) -> None:
-    """Add a choice to the file; a reader sees the file before or after, never half of it."""
-    known = load(path)
-    known[key] = chosen
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    text = json.dumps({name: asdict(found) for name, found in sorted(known.items())}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as scratch:
-        scratch.write(text)
-    Path(scratch.name).replace(path)
-
-
 _known: dict[str, Choice] = {}
 
 
@@ -225,7 +111,7 @@ def _shared_memory(device: torch.device) -> int:
 
 def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
     """What is fastest; None where the device's memory has no room beside the model to measure in."""
-    single = len(call.routing.spans) == 1
+    single = len(call.routing.fused) == 1
     try:
         return tune(_on_device(call, x), start=start, candidates=candidates, single=single)
     except torch.OutOfMemoryError:
@@ -246,7 +132,7 @@ def _bucket(number: int) -> int:
 def _key(call: LayerCall, x: Tensor) -> str:
     import triton
 
-    spans = call.routing.spans
+    spans = call.routing.fused
     widths = "+".join(str(site.out_features) for site, _ in call.placed)
     shape = (
         f"{x.shape[1]}>{widths} tokens<={_bucket(x.shape[0])} spans<={_bucket(len(spans))}"
@@ -258,12 +144,7 @@ def _key(call: LayerCall, x: Tensor) -> str:
 
 def _on_device(call: LayerCall, x: Tensor) -> Measure:
     """Seconds of a stage on a copy of the call's sizes, so that no gradient of the bank is touched."""
-    from plait_kernels.layer import layer_call
-    from plait_kernels.synthetic import Shape, problem
-    from plait_kernels.timing import median_seconds
-    from plait_kernels.triton_backend import Launcher
-
-    spans = call.routing.spans
+    spans = call.routing.fused
     shape = Shape(
         *(x.shape[0], x.shape[1], tuple(site.out_features for site, _ in call.placed)),
         *(tuple(span.block.rank for span in spans), 0.1 if any(span.threshold for span in spans) else 0.0),
@@ -298,8 +179,6 @@ def _on_device(call: LayerCall, x: Tensor) -> Measure:
 
 def _layer(launcher: Launcher, grad: Tensor) -> None:
     """Forward and backward with a launcher's choice."""
-    from plait_kernels import grouped
-
     x, weight, call = launcher.x, launcher.weight, launcher.call
     if launcher.chosen.vendor:
         _, saved = grouped.forward(x, weight, None, call)

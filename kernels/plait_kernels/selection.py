@@ -1,0 +1,65 @@
+"""The choice of a backend for a device, by measurement where several come into question."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from plait_kernels.backends import BACKENDS
+from plait_kernels.errors import KernelError
+from plait_kernels.synthetic import Shape, problem
+from plait_kernels.timing import median_seconds
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The backend that was chosen, and the median seconds of those that were measured."""
+
+    backend: str
+    seconds: dict[str, float]
+
+
+def choose_backend(
+    device: torch.device | str, *, dtype: torch.dtype, features: int = 2048, tokens: int = 4096
+) -> Selection:
+    """The fastest backend that is right for a device.
+
+    Only one is a candidate on a CPU. On a CUDA device `grouped` and `triton` are timed, forward and
+    backward of a square layer with four adapters of rank 16.
+
+    Args:
+        device: where the model is.
+        dtype: the compute dtype.
+        features: in and out of the layer that is timed.
+        tokens: rows that are timed.
+    """
+    device = torch.device(device)
+    candidates = [
+        backend.name
+        for backend in BACKENDS.values()
+        if backend.deterministic and backend.candidate(device) and backend.runs(device, dtype)
+    ]
+    if len(candidates) == 1:
+        return Selection(candidates[0], {})
+    made = problem(Shape(tokens, features, (features,), (16,) * 4), device=device, dtype=dtype)
+    return fastest(candidates, lambda backend: median_seconds(partial(made.train, backend), device))
+
+
+def fastest(backends: Sequence[str], measure: Callable[[str], float]) -> Selection:
+    """The backend that takes least; one that cannot run after all, as without a C compiler, is left out.
+
+    Args:
+        backends: their names; the first always runs.
+        measure: seconds of one.
+    """
+    seconds = {backends[0]: measure(backends[0])}
+    for backend in backends[1:]:
+        try:
+            seconds[backend] = measure(backend)
+        except KernelError as refusal:
+            warnings.warn(f"backend {backend!r} is left out: {refusal.value}", RuntimeWarning, stacklevel=3)
+    return Selection(min(seconds, key=lambda name: seconds[name]), seconds)

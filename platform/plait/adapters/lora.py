@@ -1,0 +1,64 @@
+"""Plain LoRA, with rsLoRA as its option: what ``adapter.variant=lora`` stands for."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import plait_kernels
+from plait.adapters.variants import VARIANTS
+from plait.core.jobs import AdapterSpec
+from plait_kernels import TensorSpec
+
+# Settings of PEFT that must have these values, or be absent: anything else is another method.
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, []),
+    "target_parameters": (None, []),
+}
+
+
+class Lora(plait_kernels.Lora):
+    """A (rank, in) begins as PEFT's default, B (out, rank) as zero: training starts from the base model."""
+
+    def initial(self, tensor: TensorSpec, seed: int, module: str, _weight: Callable[[], Tensor], /) -> Tensor:
+        """Of A: Kaiming uniform with a = sqrt(5), as PEFT and nn.Linear have it.
+
+        The generator depends on the job's seed and the module's name alone, so neither the order of modules
+        nor which others are targeted changes a weight.
+        """
+        values = torch.zeros(tensor.shape)
+        if tensor.name == "lora_A.weight":
+            key = hashlib.sha256(f"{seed}\n{module}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
+            torch.nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        return values
+
+    def peft_config(self, _spec: AdapterSpec, /) -> dict[str, Any]:
+        """Nothing beside what every LoRA has."""
+        return {}
+
+    def rejects(self, config: Mapping[str, Any], /) -> str:
+        """The first setting that asks for more than one rank without bias."""
+        odd = (
+            f"{key}={config[key]!r}"
+            for key, allowed in _PLAIN.items()
+            if key in config and config[key] not in allowed
+        )
+        return next(odd, "")
+
+
+VARIANTS.add("lora", Lora())

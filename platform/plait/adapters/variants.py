@@ -1,0 +1,127 @@
+"""Adapter variants: what an adapter's tensors are, how they begin, train and are stored.
+
+Each variant is one module that registers one object under the name that ``adapter.variant`` gives. Everything
+else asks that object: the bank and the kernels, initial weights, checkpoints, PEFT folders, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.core.jobs import AdapterSpec
+from plait.models.targets import LinearInfo
+from plait.utils.registry import Registry
+from plait_kernels import Bank, Layout, Site, TensorSpec, Variant
+
+PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
+MASTER_BYTES = 4  # float32
+
+
+class AdapterVariant(Variant, Protocol):
+    """One variant. Its tensors, forward and backward are those that :class:`plait_kernels.Variant` asks for;
+    each tensor is named as PEFT stores it after the layer's name ("lora_A.weight").
+    """
+
+    def initial(self, tensor: TensorSpec, seed: int, module: str, weight: Callable[[], Tensor], /) -> Tensor:
+        """A tensor's first values, float32. They depend on no other adapter and no other module.
+
+        Args:
+            seed: the job's.
+            module: the layer's name.
+            weight: gives the frozen layer's weight (out, in).
+        """
+
+    def peft_config(self, spec: AdapterSpec, /) -> dict[str, Any]:
+        """What PEFT's configuration must say of it, beside what every LoRA has."""
+
+    def rejects(self, config: Mapping[str, Any], /) -> str:
+        """What in PEFT's configuration is not of this variant, as "key=value"; "" where it is of it."""
+
+
+VARIANTS: Registry[AdapterVariant] = Registry(
+    "adapter variant",
+    key="adapter.variant",
+    modules=("plait.adapters.lora",),
+    group="plait.adapter_variants",
+)
+
+
+def adapter_bytes(spec: AdapterSpec, sites: Iterable[LinearInfo], element_bytes: int) -> int:
+    """Bytes that an adapter holds while it trains: exact.
+
+    Float32 weights, gradients and two moments of what trains, float32 weights of what does not, and, where
+    the arithmetic is not float32, a copy of both in its type.
+    """
+    placed = [Site(site.name, 0, site.in_features, site.out_features) for site in sites]
+    layout = Layout.of(VARIANTS.get(spec.variant), placed, spec.rank)
+    copy = 0 if element_bytes == MASTER_BYTES else element_bytes
+    return layout.trained * (4 * MASTER_BYTES + copy) + layout.frozen * (MASTER_BYTES + copy)
+
+
+def attach(
+    bank: Bank,
+    adapter: str,
+    spec: AdapterSpec,
+    sites: Sequence[str],
+    *,
+    seed: int,
+    weight_of: Callable[[str], Tensor],
+) -> None:
+    """Add an adapter to the bank with its initial weights.
+
+    Args:
+        bank: of the base model.
+        adapter: a name that the bank does not hold yet.
+        spec: its variant, rank, alpha and dropout.
+        sites: names of the layers where it sits.
+        seed: the job's.
+        weight_of: the frozen weight (out, in) of a layer.
+    """
+    variant = VARIANTS.get(spec.variant)
+    options: dict[str, Any] = {"rank": spec.rank, "scale": spec.scale, "dropout": spec.dropout, "seed": seed}
+    bank.attach(adapter, sites=sites, variant=variant, **options)
+    with torch.no_grad():
+        for module, tensors in bank.weights(adapter).items():
+            specs = bank.block(adapter).layout.specs[module]
+            for tensor, each in zip(tensors, specs, strict=True):
+                tensor.copy_(variant.initial(each, seed, module, partial(weight_of, module)))
+    bank.refresh([adapter])
+
+
+def named_tensors(bank: Bank, adapter: str) -> dict[str, Tensor]:
+    """An adapter's weights under PEFT's names: views of the bank."""
+    return _named(bank, adapter, bank.weights(adapter))
+
+
+def checkpoint_tensors(bank: Bank, adapter: str) -> dict[str, Tensor]:
+    """What a checkpoint holds of an adapter: weights, and both moments of what trains; views of the bank."""
+    moments = bank.moments(adapter)
+    first = {module: pair[0] for module, pair in moments.items()}
+    second = {module: pair[1] for module, pair in moments.items()}
+    kinds = {
+        "": named_tensors(bank, adapter),
+        "exp_avg.": _named(bank, adapter, first, trained=True),
+        "exp_avg_sq.": _named(bank, adapter, second, trained=True),
+    }
+    return {kind + name: tensor for kind, named in kinds.items() for name, tensor in named.items()}
+
+
+def _named(
+    bank: Bank, adapter: str, tensors: Mapping[str, Sequence[Tensor]], *, trained: bool = False
+) -> dict[str, Tensor]:
+    """Tensors of every module by name; all of the variant's, or those that train."""
+    layout = bank.block(adapter).layout
+    names = {
+        module: [spec.name for spec in specs if spec.trains or not trained]
+        for module, specs in layout.specs.items()
+    }
+    return {
+        f"{PREFIX}{module}.{name}": tensor
+        for module, own in tensors.items()
+        for name, tensor in zip(names[module], own, strict=True)
+    }
