@@ -65,7 +65,7 @@ class Layer:
         x = self.x.detach().to(dtype).requires_grad_()
         out = torch.nn.functional.linear(x, self.weight.to(dtype), self.bias.to(dtype))
         leaves = {
-            (adapter, site): tuple(w.to(self.x.dtype).to(dtype).requires_grad_() for w in pair)
+            (adapter, site): tuple(w.to(self.x.dtype).to(dtype, copy=True).requires_grad_() for w in pair)
             for adapter in self.bank.blocks
             for site, pair in self.bank.weights(adapter).items()
         }

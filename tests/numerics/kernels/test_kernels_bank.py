@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from plait_kernels import Bank, KernelError, Site
+from plait_kernels import AdapterStep, Bank, KernelError, Site, adamw_step
+from plait_kernels.backends import BACKENDS
 
 SITES = [Site("q", 0, 32, 16), Site("k", 1, 32, 8), Site("o", 2, 24, 16)]
 
@@ -86,6 +87,33 @@ def test_neighbours_of_one_width_form_one_matrix():
     assert stacked.tolist() == [[0.0] * 32] * 4 + [[1.0] * 32] * 4
     assert bank.block("one").stacked_a(SITES[1:], -1) is None  # another width
     assert bank.block("one").stacked_a([SITES[1], SITES[0]], -1) is None  # another order
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_diagonal_of_b_follows_every_refresh(dtype):
+    """`grouped` multiplies by it: a stale one trains on the weights of the first step for ever."""
+    bank = _bank(dtype)
+    _attach(bank, "one")
+    block = bank.block("one")
+    placed = [(SITES[0], slice(8, 24)), (SITES[1], slice(30, 38))]  # with columns of no site between them
+    for turn in range(3):
+        for site, (_, b) in bank.weights("one").items():
+            b.fill_(10.0 * turn + SITES[bank.site_index[site]].module + 1)
+        bank.refresh(["one"])
+        expected = torch.zeros(30, 8, dtype=dtype)
+        expected[:16, :4], expected[22:, 4:] = 10 * turn + 1, 10 * turn + 2
+        assert torch.equal(block.diagonal_b(placed), expected)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_forward_uses_the_weights_of_the_last_step(make_layer, backend):
+    if not BACKENDS[backend].runs(torch.device("cpu"), torch.float32):
+        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
+    layer = make_layer(ranks=[6], lengths=[21], absent=False)
+    for step in (1, 2):
+        layer.assert_accurate(layer.run(backend))
+        adamw_step(layer.bank, [AdapterStep("a0", step, lr_a=0.05, lr_b=0.05)])
+    layer.assert_accurate(layer.run(backend))
 
 
 def test_zero_gradients_of_some_or_all():
