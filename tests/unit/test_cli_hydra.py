@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.cli import sweeper_keys
+from plait.cli import sweeping
 from plait.cli.app import show_space, shows_only
 from plait.cli.main import main
-from plait.cli.sweeper_keys import merge
+from plait.cli.sweeping import merge
 from plait.core.errors import ConfigError
 from plait.core.settings import SearchSettings
 from plait.search.samplers import SAMPLERS
@@ -286,7 +286,7 @@ def test_two_different_values_are_an_error(
 
 def test_only_what_somebody_set_stands_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody set what is as conf/ has it, whatever the dataclass says."""
-    monkeypatch.setattr(sweeper_keys, "_defaults", lambda: SEARCH | {"trials": 50})
+    monkeypatch.setattr(sweeping, "_defaults", lambda: SEARCH | {"trials": 50})
     assert merge(LINKS | {"n_trials": 20}, SEARCH | {"trials": 50}, ())["trials"] == 20
     with pytest.raises(ConfigError):
         merge(LINKS | {"n_trials": 20}, SEARCH, ())

@@ -74,7 +74,7 @@ def test_a_verb_of_another_package_does_not_hide_plaits_own(monkeypatch: pytest.
 def test_an_error_is_three_parts_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "adapter.rank=0"]) == 2
     said = capsys.readouterr().err
-    assert said == "plait: adapter.rank=0\n  adapter.rank must be at least 1.\n"
+    assert said == "plait: adapter.rank=0\n  adapter.rank must be at least 1.\n  The default is 16.\n"
 
 
 def test_the_traceback_can_be_asked_for(
@@ -93,9 +93,9 @@ def test_an_interrupt_while_nothing_trains(
 
     monkeypatch.setattr("plait.cli.main.train", interrupted)
     assert main(["train"]) == 130
-    assert "Interrupted. `plait resume` shows" in capsys.readouterr().err
+    assert "Interrupted. `plait resume` lists" in capsys.readouterr().err
     assert main(["train", "tracking.root=my runs"]) == 130
-    assert "`plait resume 'tracking.root=my runs'` shows" in capsys.readouterr().err
+    assert "`plait resume 'tracking.root=my runs'` lists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,75 +2,80 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
 
-from plait.cli.traces import NoteFolder, keep, without_traces
+from plait.cli.main import main
 from plait.core.errors import ConfigError, PlaitError
-from plait.utils.paths import conf_dir
 
-Act = Callable[[Path], object]
-
-
-def run(folder: Path, act: Act = lambda _: None, error: PlaitError | None = None) -> Path:
-    """Hydra's first acts in a run: the callback, then folder, configuration and an empty log; then ``act``
-    on the run's folder, and an error, by default one of bad input."""
-    own = folder / "outputs" / "today" / "now"
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("config", [f"hydra.run.dir={own}"], return_hydra_config=True)
-    error = error or ConfigError("wrong")
-    with pytest.raises(type(error)), without_traces():
-        _begin(own, config, act, error)
-    return own
+Act = Callable[[Path, Callable[[], None]], object]
 
 
-def _begin(own: Path, config: DictConfig, act: Act, error: PlaitError) -> None:
-    NoteFolder().on_run_start(config)
-    (own / ".hydra").mkdir(parents=True, exist_ok=True)
-    (own / ".hydra" / "config.yaml").write_text("a: 1\n")
-    (own / "plait.log").touch()
-    act(own)
-    raise error
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def test_nothing_of_the_run_stays(tmp_path: Path) -> None:
-    run(tmp_path)
+def run(
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: str,
+    act: Act = lambda *_: None,
+    error: PlaitError | None = None,
+) -> Path:
+    """Hydra begins a run and makes its folder; then ``act``, and an error, by default one of bad input."""
+    folders: list[Path] = []
+
+    def train(_config: Any, _words: Any, begin: Callable[[], None]) -> int:
+        folders.append(Path(HydraConfig.get().runtime.output_dir))
+        assert (folders[0] / ".hydra" / "config.yaml").exists()
+        act(folders[0], begin)
+        raise error or ConfigError("wrong")
+
+    monkeypatch.setattr("plait.cli.sweeping.train", train)
+    assert main(["train", *arguments]) != 0
+    return folders[0]
+
+
+def test_nothing_of_the_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_there_stays(tmp_path: Path) -> None:
+def test_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outputs" / "yesterday").mkdir(parents=True)
-    run(tmp_path)
+    run(monkeypatch)
     assert [path.name for path in tmp_path.rglob("*")] == ["outputs", "yesterday"]
 
 
-def test_a_folder_that_was_there_is_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "outputs" / "today" / "now").mkdir(parents=True)
-    assert (run(tmp_path) / ".hydra" / "config.yaml").exists()
+def test_a_folder_that_the_user_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = run(monkeypatch, "hydra.run.dir=here/now")
+    assert own == tmp_path / "here" / "now"
+    assert (own / ".hydra" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["optimization_results.yaml", "0/adapter.safetensors"])
-def test_a_run_that_wrote_something_stays_whole(name: str, tmp_path: Path) -> None:
-    def write(own: Path) -> None:
+def test_a_run_that_wrote_something_stays_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(own: Path, _: object) -> None:
         (own / name).parent.mkdir(exist_ok=True)
         (own / name).touch()
 
-    left = {path.name for path in run(tmp_path, write).rglob("*") if path.is_file()}
-    assert left == {"config.yaml", "plait.log", Path(name).name}
+    left = {path.name for path in run(monkeypatch, act=write).rglob("*") if path.is_file()}
+    assert left == {"config.yaml", "hydra.yaml", "overrides.yaml", "plait.log", Path(name).name}
 
 
-def test_a_log_with_words_stays(tmp_path: Path) -> None:
-    assert (run(tmp_path, lambda own: (own / "plait.log").write_text("a warning\n")) / "plait.log").exists()
+def test_a_log_with_words_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = run(monkeypatch, act=lambda own, _: (own / "plait.log").write_text("a warning\n"))
+    assert (own / "plait.log").exists()
 
 
-def test_another_run_beside_it_stays(tmp_path: Path) -> None:
-    own = run(tmp_path, lambda own: (own.parent / "later").mkdir())
+def test_another_run_beside_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = run(monkeypatch, act=lambda own, _: (own.parent / "later").mkdir())
     assert (own.parent / "later").is_dir()
     assert not own.exists()
 
 
-def test_what_began_to_train_or_failed_otherwise_stays(tmp_path: Path) -> None:
-    assert (run(tmp_path / "one", lambda _: keep()) / ".hydra").is_dir()
-    assert (run(tmp_path / "two", error=PlaitError("no bad input")) / ".hydra").is_dir()
+def test_what_began_to_train_or_failed_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (run(monkeypatch, act=lambda _, begin: begin()) / ".hydra").is_dir()
+    assert (run(monkeypatch, error=PlaitError("no bad input")) / ".hydra").is_dir()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-from plait.cli.helps import TEXTS
 from plait.cli.plan import described as described_cluster
+from plait.cli.verbs import find
 from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.samples import Sample, Split, TokenisedData
@@ -214,7 +214,7 @@ def test_helps_name_every_described_cluster() -> None:
     names = {path.stem for path in CLUSTERS.glob("*.yaml")} - {"local"}
     assert len(names) >= 4
     for verb in ("plan", "profile"):
-        assert all(name in TEXTS[verb] for name in names)
+        assert all(name in find(verb).text for name in names)
 
 
 def test_more_than_one_job_in_a_microbatch_counts_for_each_and_once_in_all() -> None:

@@ -23,12 +23,11 @@ class PlaitSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> int:
         """Run the search; the exit status."""
-        from plait.cli.sweeping import sweep
+        from plait.cli.app import Application
 
         assert self.config is not None
         assert self.hydra_context is not None
-        status = sweep(self.config, self.hydra_context.config_loader, arguments)
-        # Hydra drops what a sweeper returns, so the application is told here.
-        if hasattr(self.task_function, "exit_status"):
-            self.task_function.exit_status = status
-        return status
+        application = self.task_function  # of Plait's own command; it keeps the status, which Hydra drops
+        if not isinstance(application, Application):
+            application = Application(["plait", "sweep", *arguments], {})
+        return application.sweep(self.config, self.hydra_context.config_loader, arguments)

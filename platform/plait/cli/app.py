@@ -1,38 +1,29 @@
-"""Plait as a Hydra application: one for `plait train`, `plait sweep` and `python -m plait`."""
+"""Plait as a Hydra application, for `plait train`, `plait sweep`, its other modes and `python -m plait`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import hydra
+from hydra.core.config_loader import ConfigLoader
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from plait.cli.hydra_errors import explain
-from plait.core.errors import EXIT_DONE, ConfigError, PlaitError
+from plait.core.errors import EXIT_DONE, ConfigError, InputError, PlaitError
 from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 # With one of these Hydra shows something and runs nothing.
 SHOWS_ONLY = (
-    "--cfg",
-    "-c",
-    "--info",
-    "-i",
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--shell-completion",
-    "-sc",
-    "--version",
+    *("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version"),
+    *("--shell-completion", "-sc"),
 )
-
-
-# Hydra's own, in short and long; it takes words for overrides that do not begin with a dash.
+# All of Hydra's, in short and long; words that do not begin with a dash are overrides.
 OPTIONS = (
     *SHOWS_ONLY,
     *("--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--experimental-rerun"),
@@ -41,39 +32,60 @@ OPTIONS = (
 
 
 class Application:
-    """The task that Hydra runs: one job. Under multirun the sweeper takes its place and sets the status."""
+    """The task that Hydra runs: one job. Under multirun Plait's sweeper runs a search in its place.
 
-    def __init__(self) -> None:
+    Attributes:
+        command: the command line, as one would type it.
+        flags: options of the verb that are not Hydra's, with their values.
+        exit_status: of the run.
+    """
+
+    def __init__(self, command: Sequence[str], flags: Mapping[str, str]) -> None:
+        self.command = tuple(word for word in command if word != "--multirun")
+        self.flags = flags
         self.exit_status = EXIT_DONE
         self.error: PlaitError | None = None
+        self.training = False
         self.__name__ = "plait"
 
     def __call__(self, config: DictConfig) -> None:
         """Train the one job of ``config``."""
-        from plait.cli.training import train
+        from plait.cli.compose import remove_unused_folder
+        from plait.cli.sweeping import train
 
         try:
-            self.exit_status = train(config)
+            self.exit_status = train(config, self.command, self._begin)
         except PlaitError as error:  # Hydra would add lines of its own to an error that passes through it
             self.error = error
+            if isinstance(error, InputError) and not self.training:
+                remove_unused_folder()
+
+    def _begin(self) -> None:
+        self.training = True
+
+    def sweep(self, config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
+        """Run the search of ``config``, as Plait's sweeper does under multirun; the exit status."""
+        from plait.cli.sweeping import sweep
+
+        self.exit_status = sweep(config, loader, arguments, self.command, self.flags)
+        return self.exit_status
 
 
-def run(program: str, arguments: Sequence[str]) -> int:
+def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None = None) -> int:
     """Run the application as Hydra does from a command line; the exit status.
 
     Args:
         program: the command's own words, such as "plait sweep"; shown in messages.
         arguments: overrides and Hydra's flags.
+        flags: those that are not Hydra's.
 
     Raises:
         PlaitError: bad input of any kind, Hydra's own complaints included.
     """
-    from plait.cli.traces import without_traces
-
     _check_options(program, arguments)
-    application = Application()
+    application = Application([*program.split(), *arguments], flags or {})
     start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(application)
-    with _command_line(program, arguments), _errors_come_through(), without_traces():
+    with _command_line(program, arguments), _errors_come_through():
         try:
             start()
         except HydraException as error:
@@ -89,9 +101,62 @@ def run_sweep(arguments: Sequence[str]) -> int:
     Raises:
         PlaitError: as :func:`run`.
     """
-    if shows_only(arguments):
-        return run("plait sweep", show_space(arguments))
-    return run("plait sweep", ["--multirun", *arguments])
+    return run_mode("sweep", arguments)
+
+
+def run_mode(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
+    """A search, or with the verb "plan" or "profile" what it would take; the exit status.
+
+    Args:
+        verb: also the configuration's ``mode``, unless it is "sweep".
+        arguments: overrides, Hydra's flags and the verb's own.
+        own: the verb's own flags, and whether a value follows.
+
+    Raises:
+        PlaitError: as :func:`run`.
+    """
+    given, flags = split_flags(arguments, own or {})
+    if shows_only(given):
+        return run(f"plait {verb}", show_space(given))
+    mode = [] if verb == "sweep" else [f"mode={verb}"]
+    return run(f"plait {verb}", ["--multirun", *given, *mode], flags)
+
+
+def split_flags(arguments: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], dict[str, str]]:
+    """Hydra's arguments, and the verb's own flags: ``--flag value`` and ``--flag=value``."""
+    given: list[str] = []
+    flags: dict[str, str] = {}
+    left = list(arguments)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if own.get(name):
+            flags[name] = value if equals else (left.pop(0) if left else "")
+        elif word in own:
+            flags[name] = ""
+        else:
+            given.append(word)
+    return given, flags
+
+
+def complete(arguments: Sequence[str], verbs: Mapping[str, bool]) -> int:
+    """Shell completion: verbs first, then whatever Hydra knows of the verb's keys and groups.
+
+    Args:
+        arguments: Hydra's completion script's: "-sc" and "install=bash", "uninstall=bash" or "query=bash" (or
+            zsh, fish). The script knows `plait` only.
+        verbs: all verbs, and whether their arguments are Hydra's.
+    """
+    if any(argument.startswith("query=") for argument in arguments):
+        line = os.environ.get("COMP_LINE", "plait ")
+        words = line.split(" ")
+        if len(words) <= 2:
+            print(" ".join(sorted(verbs)))
+            return EXIT_DONE
+        if not verbs.get(words[1]):
+            return EXIT_DONE
+        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+    return run("plait", arguments)
 
 
 def _check_options(program: str, arguments: Sequence[str]) -> None:
@@ -114,7 +179,7 @@ def shows_only(arguments: Sequence[str]) -> bool:
 
 
 def show_space(arguments: Sequence[str]) -> list[str]:
-    """Swept keys moved into ``search.params``, so that Hydra can show the configuration of a search."""
+    """The arguments with swept keys moved into ``search.params``, so that Hydra can show a search."""
     from plait.config.overrides import is_sweep
 
     shown = []
@@ -127,12 +192,6 @@ def show_space(arguments: Sequence[str]) -> list[str]:
 def _as_parameter(key: str, value: str) -> str:
     quoted = value.replace("'", "\\'")
     return f"++search.params={{{key.lstrip('+')}: '{quoted}'}}"
-
-
-def command_words() -> tuple[str, ...]:
-    """The command line that runs now, as one would type it."""
-    program, *arguments = sys.argv
-    return (*program.split(), *(word for word in arguments if word != "--multirun"))
 
 
 @contextmanager
@@ -148,7 +207,7 @@ def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_come_through() -> Iterator[None]:
-    """Hydra prints errors and exits with status 1, unless it is told not to: then they reach ``main``."""
+    """Hydra prints errors and exits with status 1, unless this variable is set: then they reach ``main``."""
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     try:

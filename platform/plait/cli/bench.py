@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.helps import HELP
+from plait.cli.verbs import HELP
 from plait.config.build import Config
 from plait.config.fields import build, unknown_key
 from plait.core.errors import EXIT_DONE, ConfigError, choices

@@ -1,17 +1,17 @@
-"""Composes each trial's configuration with Hydra, and leaves it where Hydra's users look for it."""
+"""Composes each trial's configuration with Hydra, and writes it where Hydra's users look for it."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from plait.config.build import Config, job_of, plain
+from plait.config.build import Config, job_of, key_of, plain
 from plait.core.errors import StorageError
 from plait.core.jobs import JobSpec
 from plait.search.trials import Trial
@@ -20,7 +20,7 @@ from plait.utils.addresses import redact
 
 @contextmanager
 def hydra_config(config: DictConfig) -> Iterator[None]:
-    """Hydra's global configuration, which ``${hydra:...}`` reads, for as long as it is needed."""
+    """Sets Hydra's global configuration, which ``${hydra:...}`` reads, for a while."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
@@ -35,7 +35,7 @@ class TrialComposer:
     Args:
         loader: Hydra's.
         master: configuration of the whole search, with its ``hydra`` node.
-        fixed: overrides that hold for every trial.
+        fixed: overrides that apply to every trial.
     """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ class TrialComposer:
 
 
 def without_passwords(folder: Path) -> None:
-    """Take the passwords out of the addresses in what Hydra itself has written about a run.
+    """Remove the passwords from the addresses in what Hydra itself has written about a run.
 
     Raises:
         StorageError: the files cannot be written.
@@ -119,7 +119,7 @@ def without_passwords(folder: Path) -> None:
 
 
 def save_all(folder: Path, files: dict[str, object]) -> None:
-    """Write configurations as YAML files, addresses without their passwords.
+    """Write configurations as YAML files, addresses without passwords.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -134,3 +134,30 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
             "Each trial's configuration is written there.",
             "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
         ) from error
+
+
+def remove_unused_folder() -> None:
+    """Remove the folder that Hydra made for the present run, where the run has written nothing into it.
+
+    A folder that the user chose stays, and so does one that Hydra shares with other runs.
+    """
+    config = HydraConfig.get()
+    if any(key_of(each) == "hydra.run.dir" for each in config.overrides.hydra):
+        return
+    folder = Path(config.runtime.output_dir)
+    inside = sorted(folder.rglob("*"), reverse=True)  # what is in a folder comes before it
+    if not all(path.is_dir() or _is_hydras(path) for path in inside):
+        return
+    with suppress(OSError):  # the folder of the day may hold other runs
+        for path in (*inside, folder, *(above for above in folder.parents if Path.cwd() in above.parents)):
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+
+
+def _is_hydras(path: Path) -> bool:
+    """Whether Hydra wrote the file when the run began."""
+    if path.suffix == ".log":
+        return path.stat().st_size == 0
+    return path.parent.name == ".hydra" and path.suffix == ".yaml"

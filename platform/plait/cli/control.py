@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.cli.named import no_such_search
+from plait.cli.results import no_such_search
 from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.control import Answer, Mailbox, Request

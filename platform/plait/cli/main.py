@@ -14,13 +14,12 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from plait.cli.helps import help_for
 from plait.cli.verbs import find, verbs
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
 
 HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # what stands for itself, without a verb
-EXIT_NOBODY_READS = 141  # as a shell says of what SIGPIPE ended
+EXIT_BROKEN_PIPE = 141  # a shell's status for a command that SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
 
 
@@ -32,32 +31,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
-        with suppress(OSError):  # Ctrl-C ends a `tee`, too, and nobody reads any more
+        with suppress(OSError):  # Ctrl-C also ends a `tee` that reads the output
             print(_interrupted(given), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        if not _nobody_reads():
+        if not _reader_left():
             raise
-        return EXIT_NOBODY_READS
+        return EXIT_BROKEN_PIPE
 
 
 def _interrupted(given: Sequence[str]) -> str:
-    """What is said at the end: there may be a search that can be gone on with."""
+    """The last line: there may be a search to resume."""
     if given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
     root = next((f" {shlex.quote(word)}" for word in given if word.startswith("tracking.root=")), "")
-    return f"Interrupted. `plait resume{root}` shows what can be gone on with, and how."
+    return f"Interrupted. `plait resume{root}` lists the searches that can be resumed."
 
 
-def _nobody_reads() -> bool:
-    """Whether the output goes into a pipe whose reader has left, as `head` does; then it is thrown away."""
+def _reader_left() -> bool:
+    """Whether the output goes into a pipe whose reader has left, as `head` does; then it is discarded."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)
-    gone = any(event & select.POLLERR for _, event in poll.poll(0))
-    if gone:
+    left = any(event & select.POLLERR for _, event in poll.poll(0))
+    if left:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return gone
+    return left
 
 
 def _dispatch(given: list[str]) -> int:
@@ -70,12 +69,11 @@ def _dispatch(given: list[str]) -> int:
         print(f"plait {__version__}")
         return EXIT_DONE
     if given[0] in COMPLETION:
-        from plait.cli.completion import complete
+        from plait.cli.app import complete
 
-        return complete(given)
+        return complete(given, {verb.name: verb.hydra for verb in verbs().values()})
     verb = find(given[0])
-    text = help_for(verb.name, given[1:])
-    if text is not None:
+    if text := verb.help_for(given[1:]):
         print(text, end="")
         return EXIT_DONE
     return verb.load()(given[1:])
@@ -92,8 +90,8 @@ def overview() -> str:
             "",
             *lines,
             "",
-            "`plait sweep` alone runs a real search here; `plait sweep --help` shows every setting, and",
-            "`plait VERB --help` what a verb takes.",
+            "`plait sweep` without arguments runs a real search on this machine. `plait sweep --help` lists",
+            "every setting, `plait VERB --help` the arguments of a verb.",
         )
     )
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote, unquote
 
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.app import command_words, run, show_space, shows_only
+from plait.cli.app import run_mode
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
@@ -42,52 +41,27 @@ STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a describe
 
 def main(arguments: Sequence[str]) -> int:
     """Plan a search: groups, replicas, seconds and bytes, without training."""
-    given, flags = split_flags(arguments)
-    # The words come back as command_words(): Hydra would not know the flags.
-    words = " ".join(["plait plan", *flags])
-    if shows_only(given):
-        return run(words, show_space(given))
-    return run(words, ["--multirun", *given, "mode=plan"])
+    return run_mode("plan", arguments, {JSON: False, TIMELINE: True})
 
 
-def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra's arguments, and Plait's own flags as words without blanks.
-
-    Raises:
-        ConfigError: --timeline without a file, or one of a kind that is not written.
-    """
-    given: list[str] = []
-    flags: list[str] = []
-    left = list(arguments)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if word == JSON:
-            flags.append(word)
-        elif name == TIMELINE:
-            value = value if equals else (left.pop(0) if left else "")
-            if Path(value).suffix not in KINDS:
-                raise ConfigError(
-                    f"{TIMELINE} {value}", f"It needs a file that ends in one of {choices(KINDS)}."
-                )
-            flags.append(f"{TIMELINE}={quote(value)}")
-        else:
-            given.append(word)
-    return given, flags
-
-
-def run_plan(command: SearchCommand) -> int:
+def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     """Plan the search of a command and print it; the exit status.
 
     Raises:
         InputError: anything that is wrong with it, as `plait sweep` would say.
     """
+    timeline = Path(flags[TIMELINE]) if TIMELINE in flags else None
+    if timeline is not None and timeline.suffix not in KINDS:
+        raise ConfigError(
+            f"{TIMELINE} {flags[TIMELINE]}",
+            f"It needs a file that ends in one of {choices(KINDS)}.",
+            f"For example {TIMELINE} run.html.",
+        )
     waves: list[Forecast] = []
     outlook = plan_search(command, on_wave=waves.append)
-    wanted = [word for word in command_words() if word.startswith(f"{TIMELINE}=")]
-    if wanted:
-        write_timeline(Path(unquote(wanted[-1].partition("=")[2])), outlook.cluster, waves)
-    if JSON in command_words():
+    if timeline is not None:
+        write_timeline(timeline, outlook.cluster, waves)
+    if JSON in flags:
         print(json.dumps(outlook.mapping(), indent=2))
         return EXIT_DONE
     console = Console()

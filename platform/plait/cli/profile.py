@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.app import command_words, run, show_space, shows_only
+from plait.cli.app import run_mode
 from plait.cli.plan import check_cluster, described, draw_workload
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
@@ -127,41 +127,33 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
 
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
-FLAGS = (JSON, WITHOUT_WEIGHTS)
 MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
 LOG_WIDTH = 140  # columns where output is not a terminal
 
 
 def main(arguments: Sequence[str]) -> int:
     """Profile a model here, or compare the configurations of a described cluster."""
-    given = [argument for argument in arguments if argument not in FLAGS]
-    # The words come back as command_words(): Hydra would not know the flags.
-    words = " ".join(["plait profile", *(flag for flag in FLAGS if flag in arguments)])
-    if shows_only(given):
-        return run(words, show_space(given))
-    return run(words, ["--multirun", *given, "mode=profile"])
+    return run_mode("profile", arguments, {JSON: False, WITHOUT_WEIGHTS: False})
 
 
-def run_profile(command: SearchCommand) -> int:
+def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
     """Profile what a command asks for and print it; the exit status.
 
     Raises:
         InputError: anything that is wrong with it, as `plait sweep` would say.
     """
-    as_json = JSON in command_words()
+    as_json, weights = JSON in flags, WITHOUT_WEIGHTS not in flags
     console = Console()
     console = console if console.is_terminal else Console(width=LOG_WIDTH)
     if command.settings.cluster.kind != "local":
-        from plait.cli.profile import compare_configurations
-
-        if WITHOUT_WEIGHTS in command_words():
+        if not weights:
             raise ConfigError(
                 f"{WITHOUT_WEIGHTS} with cluster={command.settings.cluster.options.get('name')}",
                 "The configurations of a described cluster are always compared without weights.",
                 f"Leave {WITHOUT_WEIGHTS} out.",
             )
         return compare_configurations(command, console, as_json=as_json, say=_say)
-    made = profile_here(command.settings, command.probes, weights=WITHOUT_WEIGHTS not in command_words())
+    made = profile_here(command.settings, command.probes, weights=weights)
     path = _keep(made.profile)
     if as_json:
         print(json.dumps(mapping(made) | {"path": None if path is None else str(path)}, indent=2))

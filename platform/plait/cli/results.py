@@ -1,4 +1,4 @@
-"""The verbs that read what has been trained: ui, leaderboard, export."""
+"""The verbs on what has been trained: ui, leaderboard, export, forget."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
+from plait.utils.paths import search_folder, search_names
+from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from plait.tracking import JobRecord, SearchResult
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
-    parser = store_parser("ui", "Serve MLflow's pages on what has been trained; Ctrl-C ends it.")
-    parser.epilog = "Further options go to `mlflow server`, as in --port 5001."
+    parser = store_parser("ui", "Serve MLflow's pages on the results; Ctrl-C stops the server.")
+    parser.epilog = "Other options are passed on to `mlflow server`, for example --port 5001."
     known, rest = parser.parse_known_args(arguments)
     from plait.tracking import check_port, run_ui, ui_command
 
@@ -33,9 +35,9 @@ def ui(arguments: Sequence[str]) -> int:
 
 def leaderboard(arguments: Sequence[str]) -> int:
     """Print a search's adapters, best first."""
-    parser = store_parser("leaderboard", "A search's adapters, best first.")
-    parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
-    parser.add_argument("--format", default="table", help="table (the default), csv or json")
+    parser = store_parser("leaderboard", "Print a search's adapters, best first.")
+    parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
+    parser.add_argument("--format", default="table", help="table (default), csv or json")
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
@@ -53,7 +55,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
 
 
 def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
-    """A search as the store has it; as its study has it while the store is away."""
+    """A search from the store; from its study while the store is away."""
     from plait.tracking import AwayError, load_search
 
     try:
@@ -62,19 +64,18 @@ def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
         from plait.search.study_board import board_of_study
 
         found = None
-        with suppress(StorageError):  # the study's database may be away with it: the store is to be told of
+        with suppress(StorageError):  # the study's database may be away, too: then report the store
             found = board_of_study(settings, name) if name else None
         if found is None:
             raise
-        print(f"{error.value}. This is what the search's study knows:", file=sys.stderr)
+        print(f"{error.value}. Showing what the search's study holds:", file=sys.stderr)
         return found
 
 
 def sort_records(
     records: Sequence[JobRecord], column: str, *, reverse: bool = False
 ) -> tuple[JobRecord, ...]:
-    """The records by a column, called by its name or as the table heads it, smallest first or last; those
-    without a value at the end.
+    """The records sorted by a column, given by its name or its heading; those without a value come last.
 
     Raises:
         ConfigError: there is no such column.
@@ -85,7 +86,7 @@ def sort_records(
     if column not in names:
         column = next((name for name in names if heading(name) == column), column)
     if column not in names:
-        raise ConfigError(f"--sort {column}", "There is no such column.", f"There are: {choices(names)}.")
+        raise ConfigError(f"--sort {column}", "Unknown column.", f"There are: {choices(names)}.")
     at = names.index(column)
     paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
     present = [(value, record) for value, record in paired if value is not None]
@@ -95,17 +96,13 @@ def sort_records(
 
 
 def export(arguments: Sequence[str]) -> int:
-    """Copy an adapter's PEFT folder out of the store."""
-    parser = store_parser("export", "Copy an adapter's PEFT folder out of the store.")
+    """Export an adapter as a PEFT folder."""
+    parser = store_parser("export", "Export an adapter from the store as a PEFT folder.")
     parser.add_argument(
-        "name", nargs="?", help="search, or MLflow run id of one adapter; the newest search by default"
+        "name", nargs="?", help="search, or MLflow run id of one adapter; default: the newest search"
     )
-    parser.add_argument(
-        "--to", type=Path, required=True, metavar="DIR", help="a folder that is not there yet"
-    )
-    parser.add_argument(
-        "--trial", type=int, metavar="N", help="which trial of the search; the best by default"
-    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to create")
+    parser.add_argument("--trial", type=int, metavar="N", help="trial of the search; default: the best")
     known = parser.parse_args(arguments)
     from plait.tracking import export as export_adapter
 
@@ -121,25 +118,75 @@ class _StoreParser(argparse.ArgumentParser):
     """Takes ``tracking.root=DIR`` and the like, as they are given to `plait sweep`, for ``--root DIR``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As of every parser."""
+        """Parse as every parser does."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([_STORE_KEY.sub(r"--\1=", word) for word in words], namespace)
 
 
 def store_parser(verb: str, description: str) -> argparse.ArgumentParser:
-    """Of a verb that reads the store: the options that say where it is."""
+    """The parser of a verb that reads the store, with the options that say where the store is."""
     parser = _StoreParser(prog=f"plait {verb}", description=description)
     defaults = TrackingSettings()
-    parser.add_argument("--uri", help="MLflow tracking URI; MLFLOW_TRACKING_URI, else SQLite under --root")
     parser.add_argument(
-        "--root", type=Path, default=defaults.root, help=f"folder of the runs ({defaults.root})"
+        "--uri", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, else SQLite under --root"
     )
     parser.add_argument(
-        "--experiment", default=defaults.experiment, help=f"MLflow experiment ({defaults.experiment})"
+        "--root", type=Path, default=defaults.root, help=f"folder of the runs; default: {defaults.root}"
+    )
+    parser.add_argument(
+        "--experiment", default=defaults.experiment, help=f"MLflow experiment; default: {defaults.experiment}"
     )
     return parser
 
 
 def store_settings(known: argparse.Namespace) -> TrackingSettings:
-    """What the options of :func:`store_parser` say."""
+    """The settings that the options of :func:`store_parser` give."""
     return TrackingSettings(uri=known.uri, root=known.root, experiment=known.experiment)
+
+
+def forget(arguments: Sequence[str]) -> int:
+    """Delete a search: its folder, its study and its MLflow runs."""
+    parser = argparse.ArgumentParser(
+        prog="plait forget",
+        description="Delete a search: its folder with checkpoints and adapters, its study and its MLflow "
+        "runs. Lists what will be deleted and asks first.",
+    )
+    root = TrackingSettings().root
+    parser.add_argument("name", help="name of the search")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--keep-adapters", action="store_true", help="keep the exported adapters")
+    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
+    known = parser.parse_args(arguments)
+    if not search_folder(known.root, known.name).is_dir():
+        raise no_such_search("plait forget", known.root, known.name)
+    from plait.search.forget import find_remains  # Optuna and MLflow take their time
+
+    remains = find_remains(known.root, known.name)
+    lines = remains.describe(known.keep_adapters)
+    print(f"{known.name}: this will be deleted", *(f"  {line}" for line in lines), sep="\n")
+    if not known.yes and not _agreed(known.name):
+        print("Nothing was deleted.")
+        return EXIT_DONE
+    remains.remove(known.keep_adapters)
+    print(f"{known.name} is deleted.")
+    return EXIT_DONE
+
+
+def _agreed(name: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"plait forget {name}",
+            "It asks before it deletes anything, and standard input is not a terminal.",
+            "Confirm with --yes.",
+        )
+    return input("Delete it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def no_such_search(command: str, root: Path, name: str) -> ConfigError:
+    """The error for a name that no search below ``root`` has, with the names that there are."""
+    there = search_names(root)
+    return ConfigError(
+        f"{command} {name}: there is no search of this name in {root}",
+        f"{did_you_mean(name, there)}There are: {choices(there) or 'none'}.",
+        "If its runs are in another folder, give it with --root FOLDER.",
+    )

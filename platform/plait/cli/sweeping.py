@@ -1,41 +1,68 @@
-"""What the sweeper plugin does: from Hydra's configuration and overrides to a search."""
+"""From Hydra's configuration and overrides to a search: many trials for a multirun, one for `plait train`.
+
+``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: a sweeper's key reads
+from ``search`` by an interpolation; where a plain value stands in its place, somebody set it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import configure_log
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from plait.cli.app import command_words
-from plait.cli.compose import TrialComposer, hydra_config, save_all
-from plait.cli.sweeper_keys import merge
-from plait.cli.traces import keep
-from plait.config.build import check_keys, plain, settings_of
+from plait.cli.compose import TrialComposer, hydra_config, save_all, without_passwords
+from plait.config.build import Config, check_keys, job_of, plain, settings_of
 from plait.config.overrides import read_request
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec
+from plait.core.space import Space
 from plait.search.command import SearchCommand
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
 from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
 from plait.search.trials import Trial
+from plait.utils.paths import conf_dir
 
+# hydra.sweeper's key: search's key.
+KEYS = {
+    "direction": "direction",
+    "storage": "storage",
+    "study_name": "name",
+    "n_trials": "trials",
+    "n_jobs": "parallel",
+    "max_failure_rate": "max_failure_rate",
+    "params": "params",
+    "sampler.name": "sampler",
+    "sampler.seed": "seed",
+}
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
-def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
+def sweep(
+    config: DictConfig,
+    loader: ConfigLoader,
+    arguments: Sequence[str],
+    words: Sequence[str],
+    flags: Mapping[str, str],
+) -> int:
     """Run the search, or the benchmark, that a multirun asks for; the exit status.
 
     Args:
         config: as Hydra composed it without the swept keys.
         loader: Hydra's, for the trials.
         arguments: the overrides, swept ones included.
+        words: the command line, as one would type it.
+        flags: the verb's own options, with their values.
 
     Raises:
         InputError: anything that is wrong with them.
@@ -47,38 +74,47 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     request = read_request(
         arguments, search.params, search.default_params, loader, data_keys=composed["data"]
     )
-    check_sampler(settings.search, request.space)
-    check_stopping(settings.search)
-    read_enqueued(settings.search, request.space)
+    check_sampler(search, request.space)
+    check_stopping(search)
+    read_enqueued(search, request.space)
     composer = TrialComposer(loader, config, request.fixed)
     probes = tuple(composer.probe(request.space.overrides(point)) for point in request.space.probes())
-    check_objectives(settings.search, probes)
+    check_objectives(search, probes)
+    with hydra_config(config):
+        directory = Path(config.hydra.sweep.dir).absolute()
+
+    @cache
+    def prepare() -> None:
+        _prepare_directory(config, directory)
 
     def make_job(trial: Trial) -> JobSpec:
-        keep()  # something is trained from here on
+        prepare()  # only now: bad input leaves no folder
         return composer.job(trial)
 
     mode = composed["mode"]
-    planning = mode in ("plan", "profile")
     command = SearchCommand(
         settings=settings,
         space=request.space,
         base=composer.probe(),
-        make_job=composer.unwritten if planning else make_job,
+        make_job=composer.unwritten if mode in ("plan", "profile") else make_job,
         probes=probes,
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
-        command=command_words(),
+        command=tuple(words),
         overrides=tuple(arguments),
-        directory=Path() if planning else _prepare_directory(config),
+        directory=directory,
     )
+    return _run(mode, command, composed, flags)
+
+
+def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
     if mode == "plan":
         from plait.cli.plan import run_plan
 
-        return run_plan(command)
+        return run_plan(command, flags)
     if mode == "profile":
         from plait.cli.profile import run_profile
 
-        return run_profile(command)
+        return run_profile(command, flags)
     if mode == "train":
         from plait.search.launch import run_search
         from plait.terminal.console import SearchConsole
@@ -89,11 +125,63 @@ def sweep(config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) ->
     return run_benchmark(command, composed)
 
 
+def train(config: DictConfig, words: Sequence[str], begin: Callable[[], None]) -> int:
+    """Train the one job of a configuration, as a search with a single trial; the exit status.
+
+    Args:
+        config: as Hydra composed it.
+        words: the command line, as one would type it.
+        begin: called when training begins.
+
+    Raises:
+        InputError: anything that is wrong with it.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError(
+            f"hydra/sweeper: {hydra.sweeper._target_}",
+            "Only Plait's own sweeper trains the adapters of a search together.",
+            "Leave hydra/sweeper out; search.sampler=grid tries every combination.",
+        )
+    if hydra.output_subdir is not None:
+        without_passwords(Path(hydra.runtime.output_dir) / hydra.output_subdir)
+    composed = plain(config)
+    settings = settings_of(composed)
+    if composed["mode"] != "train":
+        raise ConfigError(
+            f"mode={composed['mode']}",
+            "`plait train` trains one adapter.",
+            "Use `plait bench NAME` for a benchmark.",
+        )
+    base = job_of("base", composed)
+    check_objectives(settings.search, (base,))
+
+    def make_job(trial: Trial) -> JobSpec:
+        begin()
+        return job_of(trial.name, composed)
+
+    command = SearchCommand(
+        settings=settings,
+        space=Space(),
+        base=base,
+        make_job=make_job,
+        probes=(base,),
+        config=OmegaConf.to_yaml(config, resolve=True),
+        command=tuple(words),
+        overrides=tuple(hydra.overrides.task),
+        directory=Path(hydra.runtime.output_dir),
+    )
+    from plait.search.launch import run_training
+    from plait.terminal.console import SearchConsole
+
+    return run_training(command, SearchConsole())
+
+
 def search_config(config: DictConfig, arguments: Sequence[str]) -> dict[str, Any]:
     """The plain configuration, with what was set under ``hydra.sweeper`` in its place under ``search``.
 
     Raises:
-        ConfigError: as ``sweeper_keys.merge``, or a key that does not exist.
+        ConfigError: as :func:`merge`, or a key that does not exist.
     """
     with hydra_config(config):
         composed = plain(config)
@@ -120,12 +208,86 @@ def _check_launcher(config: DictConfig) -> None:
         )
 
 
-def _prepare_directory(config: DictConfig) -> Path:
+def _prepare_directory(config: DictConfig, directory: Path) -> None:
     """Make the folder of the whole search, with its configuration, and log into it."""
     with hydra_config(config):
-        directory = Path(config.hydra.sweep.dir).absolute()
         with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
             config.hydra.runtime.output_dir = str(directory)
         save_all(directory, {"multirun": config})
         configure_log(config.hydra.job_logging, config.hydra.verbose)
-    return directory
+
+
+def merge(sweeper: Mapping[str, Any], search: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """``search`` with what was set under ``hydra.sweeper``.
+
+    Args:
+        sweeper: the node as written, interpolations not resolved.
+        search: the node, resolved.
+        given: keys of ``search`` that the command line sets.
+
+    Raises:
+        ConfigError: a key is set in both places, to different values; or one is unknown.
+    """
+    merged = dict(search)
+    for key, value in _set_by_user(sweeper):
+        if key in KEYS:
+            _merge_one(merged, f"hydra.sweeper.{key}", KEYS[key], value, search, given)
+        elif key.startswith("sampler."):
+            options = dict(merged.get("sampler_options") or {})
+            _merge_option(options, key.removeprefix("sampler."), value)
+            merged["sampler_options"] = options
+        else:
+            raise ConfigError(
+                f"unknown key hydra.sweeper.{key}",
+                "Plait's sweeper has no such key.",
+                f"It has {choices(KEYS)}.",
+            )
+    return merged
+
+
+def _set_by_user(sweeper: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    flat = {key: value for key, value in sweeper.items() if key not in ("_target_", "sampler")}
+    flat |= {f"sampler.{key}": value for key, value in dict(sweeper.get("sampler") or {}).items()}
+    return [(key, value) for key, value in flat.items() if value is not None and not _is_link(value)]
+
+
+def _is_link(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("${search.")
+
+
+def _merge_one(
+    merged: dict[str, Any],
+    theirs: str,
+    ours: str,
+    value: Any,
+    search: Mapping[str, Any],
+    given: Collection[str],
+) -> None:
+    current = search.get(ours)
+    if isinstance(value, list) and len(value) == 1:  # direction may be a list there
+        value = value[0]
+    if value == current:
+        return
+    if ours in given or current != _defaults()[ours]:
+        raise ConfigError(
+            f"{theirs}={value!r}, search.{ours}={current!r}",
+            "Both are the same setting, so they must not differ.",
+            f"Leave one out; search.{ours} is the usual name.",
+        )
+    merged[ours] = value
+
+
+def _merge_option(options: dict[str, Any], name: str, value: Any) -> None:
+    if options.setdefault(name, value) != value:
+        raise ConfigError(
+            f"hydra.sweeper.sampler.{name}={value!r}, search.sampler_options.{name}={options[name]!r}",
+            "Both are the same setting, so they must not differ.",
+            "Leave one out.",
+        )
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """What ``search`` holds where nobody set anything."""
+    loaded: dict[str, Any] = yaml.safe_load((conf_dir() / "search" / "default.yaml").read_text("utf-8"))
+    return loaded

@@ -1,6 +1,7 @@
 """The command's verbs: Plait's own, and those that other packages add by the entry-point group plait.verbs.
 
-Plait's own are also known without entry points, so that a checkout works before it is installed.
+Plait's own are also known without entry points, so that a checkout works before it is installed. Their help is
+text, so that nothing is composed or imported for it; `plait sweep --help` is Hydra's own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,21 @@ from plait.core.errors import ConfigError, choices
 from plait.utils.spelling import did_you_mean
 
 GROUP = "plait.verbs"
+HELP = ("-h", "--help")
 Main = Callable[[Sequence[str]], int]
+
+_SETTINGS = """Arguments
+  KEY=VALUE               a setting; `plait sweep --help` lists them all
+  GROUP=NAME              a whole group: model=tiny, data=jsonl
+"""
+_SPACE = """  KEY=A,B                 several values; choice(...), range(...), interval(...) or
+                          tag(log,interval(...)), as in `plait sweep`
+"""
+_HYDRA = """  --cfg job               show the composed settings and exit
+  --hydra-help            Hydra's own flags
+"""
+_CLUSTERS = """a100_40g_llama2_7b, h100_llama31_8b, h100_qwen25_32b,
+                          h100_llama31_70b, or one of your own in conf/cluster/"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +38,16 @@ class Verb:
 
     Attributes:
         target: "module:function"; the function takes the arguments and returns the exit status.
-        summary: one line for the list of verbs; empty where only the function's own text tells.
+        summary: one line for the list of verbs; "" where the function's docstring says it.
         hydra: whether its arguments are Hydra's, for shell completion.
+        text: what --help prints; "" where the verb or Hydra has its own.
     """
 
     name: str
     target: str
     summary: str = ""
     hydra: bool = False
+    text: str = ""
 
     def load(self) -> Main:
         """Import the function."""
@@ -39,28 +56,114 @@ class Verb:
         return main
 
     def describe(self) -> str:
-        """The summary, or the first line of the function's text."""
+        """The summary, or the first line of the function's docstring."""
         return self.summary or (self.load().__doc__ or "").strip().split("\n")[0]
+
+    def help_for(self, arguments: Sequence[str]) -> str:
+        """The text that the arguments ask for; "" where they ask for none, or not for this one."""
+        wanted = self.name != "bench" or (arguments[:1] and arguments[0] in HELP)  # else of one benchmark
+        return self.text if wanted and set(arguments) & set(HELP) else ""
 
 
 OWN = (
     Verb(
-        "sweep", "plait.cli.main:sweep", "search hyperparameters, training all adapters together", hydra=True
+        "sweep",
+        "plait.cli.main:sweep",
+        "search hyperparameters, training all adapters together",
+        hydra=True,
     ),
-    Verb("plan", "plait.cli.plan:main", "what a search would take, without training", hydra=True),
     Verb(
-        "profile", "plait.cli.profile:main", "measure memory and seconds of a model, and fit them", hydra=True
+        "plan",
+        "plait.cli.plan:main",
+        "predict what a search would take, without training",
+        hydra=True,
+        text=f"""plait plan [--json] [--timeline FILE] [KEY=VALUE ...]
+
+Predict what a search would take, without training: which adapters train together, in how
+many waves and microbatches, and the memory and time as far as they are known. It takes the
+same arguments as `plait sweep` and refuses the same mistakes. Time on this machine is
+predicted from `plait profile`; a described cluster brings its own figures.
+
+{_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
+                          replicas, dispatch, packing, pipeline. NAME is one of
+                          {_CLUSTERS}
+  --json                  the plan as JSON
+  --timeline FILE         write the simulated run as a figure (.html) or as a trace for
+                          Perfetto (.json)
+{_HYDRA}
+Examples
+  plait plan                                  the default search
+  plait plan adapter.rank=8,16,32 search.trials=64
+  plait plan cluster=h100_llama31_8b --timeline run.html
+""",
     ),
-    Verb("train", "plait.cli.main:train", "train one adapter", hydra=True),
-    Verb("resume", "plait.cli.resume:main", "go on with a search that was killed or interrupted"),
     Verb(
-        "bench", "plait.cli.bench:main", "list the searches and benchmarks of sweeps/, or run one", hydra=True
+        "profile",
+        "plait.cli.profile:main",
+        "measure a model's memory and time, for predictions",
+        hydra=True,
+        text=f"""plait profile [--json] [--without-weights] [KEY=VALUE ...]
+
+Measure the model's memory and time on this machine over a small grid of microbatches, fit
+both, choose the capacity, and store the profile for `plait sweep` and `plait plan`.
+Run nothing else meanwhile: time is measured.
+
+{_SETTINGS}  engine.capacity=N       probe up to N tokens per microbatch
+  cluster=NAME            compare the configurations of a described cluster instead, by
+                          simulation. NAME is one of
+                          {_CLUSTERS}
+  --without-weights       compute memory from the model's configuration alone; no time
+  --json                  the profile as JSON
+{_HYDRA}
+Examples
+  plait profile                               SmolLM2-135M, this machine
+  plait profile model=hf model.id=Qwen/Qwen2.5-0.5B --without-weights
+  plait profile cluster=h100_llama31_70b
+""",
     ),
-    Verb("control", "plait.cli.control:main", "pause, stop, add to or ask a search that runs"),
-    Verb("ui", "plait.cli.results:ui", "open MLflow's pages on what has been trained"),
-    Verb("leaderboard", "plait.cli.results:leaderboard", "a search's adapters, best first"),
-    Verb("forget", "plait.cli.forget:main", "take a search away: folder, study and MLflow runs"),
-    Verb("export", "plait.cli.results:export", "copy an adapter's PEFT folder out of the store"),
+    Verb(
+        "train",
+        "plait.cli.main:train",
+        "train one adapter",
+        hydra=True,
+        text=f"""plait train [KEY=VALUE ...]
+
+Train one adapter and keep its weights, losses and cost in MLflow. The same command resumes
+an interrupted run; search.fresh=true starts again from the beginning.
+
+{_SETTINGS}{_HYDRA}
+Examples
+  plait train                                 SmolLM2-135M, a built-in task, this machine
+  plait train adapter.rank=8 train.lr=3e-4 train.steps=100
+  plait train data=jsonl data.path=train.jsonl model=hf model.id=Qwen/Qwen2.5-0.5B
+""",
+    ),
+    Verb("resume", "plait.cli.resume:main", "resume a search that was killed or interrupted"),
+    Verb(
+        "bench",
+        "plait.cli.bench:main",
+        "list the named searches and benchmarks, or run one",
+        hydra=True,
+        text=f"""plait bench [NAME [KEY=VALUE ...]]
+
+List the named searches and benchmarks with how long each takes, or run one to its end and
+print its figures next to the published ones. `plait bench NAME` is
+`plait sweep +sweeps=NAME`. Progress goes to standard error.
+
+{_SETTINGS}  bench.options.KEY=VALUE an option of the benchmark; `plait bench NAME --help` shows
+                          its file, with all of them
+{_HYDRA}
+Examples
+  plait bench                                 the list
+  plait bench lorafusion/bubble_ratio
+  plait bench tracking_scale bench.options.adapters=50 bench.options.edge=10
+""",
+    ),
+    Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
+    Verb("ui", "plait.cli.results:ui", "open MLflow's pages on the results"),
+    Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
+    Verb("forget", "plait.cli.results:forget", "delete a search: folder, study and MLflow runs"),
+    Verb("export", "plait.cli.results:export", "export an adapter as a PEFT folder"),
 )
 
 
