@@ -204,7 +204,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "train.lr=${nothing}"], ["nothing"]),
         (["sweep", "engine=default,default"], ["engine is swept", "belongs to the run"]),
         (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),
-        (["sweep", "search.sampler=sobol"], ["search.sampler='sobol'", "qmc"]),
+        (["sweep", "search.sampler=sobol"], ["search.sampler=sobol", "qmc"]),
         (["bench", "nothing"], ["plait bench nothing", "quickstart"]),
     ],
     ids=lambda value: (

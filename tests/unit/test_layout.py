@@ -29,7 +29,6 @@ UPWARD = {
     ("platform/plait/search/standing.py", "terminal"),
 }
 CIRCLES = [  # still to be mended; nothing is added here
-    ("plait.cli.app", "plait.cli.training"),
     (
         "plait_kernels.backends",
         "plait_kernels.linear",

@@ -95,17 +95,8 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
     return application.exit_status
 
 
-def run_sweep(arguments: Sequence[str]) -> int:
-    """`plait sweep`: the application under multirun.
-
-    Raises:
-        PlaitError: as :func:`run`.
-    """
-    return run_mode("sweep", arguments)
-
-
-def run_mode(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
-    """A search, or with the verb "plan" or "profile" what it would take; the exit status.
+def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
+    """Run the application under multirun: a search, or the verb "plan" or "profile" of one; the exit status.
 
     Args:
         verb: also the configuration's ``mode``, unless it is "sweep".

@@ -46,16 +46,18 @@ class Named:
     takes: str = ""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """List what there is, or run NAME as `plait sweep +sweeps=NAME`."""
+def sweep_arguments(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `plait sweep` that run the benchmark NAME; empty where the list or a file is printed.
+
+    Raises:
+        ConfigError: there is no such file in sweeps/.
+    """
     if not arguments:
         print(listing(named_sweeps(sweeps_dir())))
-        return EXIT_DONE
-    from plait.cli.app import run_sweep
-
+        return []
     name, *rest = arguments
     if name.startswith("-"):
-        return run_sweep(arguments)
+        return list(arguments)
     known = [named.name for named in named_sweeps(sweeps_dir())]
     if name not in known:
         raise ConfigError(
@@ -65,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
-        return EXIT_DONE
-    return run_sweep([f"+sweeps={name}", *rest])
+        return []
+    return [f"+sweeps={name}", *rest]
 
 
 def named_sweeps(folder: Path) -> list[Named]:

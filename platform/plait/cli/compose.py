@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from plait.config.build import Config, job_of, key_of, plain
@@ -142,9 +143,10 @@ def remove_unused_folder() -> None:
     A folder that the user chose stays, and so does one that Hydra shares with other runs.
     """
     config = HydraConfig.get()
-    if any(key_of(each) == "hydra.run.dir" for each in config.overrides.hydra):
+    if {key_of(each) for each in config.overrides.hydra} & {"hydra.run.dir", "hydra.sweep.dir"}:
         return
-    folder = Path(config.runtime.output_dir)
+    multirun = config.mode == RunMode.MULTIRUN  # another sweeper's
+    folder = Path(config.sweep.dir if multirun else config.runtime.output_dir).absolute()
     inside = sorted(folder.rglob("*"), reverse=True)  # what is in a folder comes before it
     if not all(path.is_dir() or _is_hydras(path) for path in inside):
         return
@@ -160,4 +162,4 @@ def _is_hydras(path: Path) -> bool:
     """Whether Hydra wrote the file when the run began."""
     if path.suffix == ".log":
         return path.stat().st_size == 0
-    return path.parent.name == ".hydra" and path.suffix == ".yaml"
+    return path.name == "multirun.yaml" or (path.parent.name == ".hydra" and path.suffix == ".yaml")

@@ -1,8 +1,4 @@
-"""The command `plait`, and its two verbs that are Hydra applications.
-
-plait sweep            a search with Plait's defaults
-plait train KEY=VALUE  one adapter
-"""
+"""The command `plait`, and its verbs that are Hydra applications."""
 
 from __future__ import annotations
 
@@ -111,7 +107,30 @@ def sweep(arguments: Sequence[str]) -> int:
     """Search hyperparameters: Hydra's multirun with Plait's sweeper."""
     from plait.cli.app import run_sweep
 
-    return run_sweep(arguments)
+    return run_sweep("sweep", arguments)
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Predict what a search would take, without training."""
+    from plait.cli.app import run_sweep
+
+    return run_sweep("plan", arguments, {"--json": False, "--timeline": True})
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Measure a model's memory and time here, or compare the configurations of a described cluster."""
+    from plait.cli.app import run_sweep
+
+    return run_sweep("profile", arguments, {"--json": False, "--without-weights": False})
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """List the named searches and benchmarks, or run one."""
+    from plait.cli.app import run_sweep
+    from plait.cli.bench import sweep_arguments
+
+    words = sweep_arguments(arguments)
+    return run_sweep("sweep", words) if words else EXIT_DONE
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.app import run_mode
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
@@ -37,11 +36,6 @@ KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto o
 LOG_WIDTH = 140  # columns where output is not a terminal
 UNKNOWN = "unknown"
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Plan a search: groups, replicas, seconds and bytes, without training."""
-    return run_mode("plan", arguments, {JSON: False, TIMELINE: True})
 
 
 def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:

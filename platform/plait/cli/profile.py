@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.app import run_mode
 from plait.cli.plan import check_cluster, described, draw_workload
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
@@ -129,11 +128,6 @@ JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
 MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
 LOG_WIDTH = 140  # columns where output is not a terminal
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Profile a model here, or compare the configurations of a described cluster."""
-    return run_mode("profile", arguments, {JSON: False, WITHOUT_WEIGHTS: False})
 
 
 def run_profile(command: SearchCommand, flags: Collection[str]) -> int:

@@ -1,7 +1,7 @@
 """From Hydra's configuration and overrides to a search: many trials for a multirun, one for `plait train`.
 
-``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: a sweeper's key reads
-from ``search`` by an interpolation; where a plain value stands in its place, somebody set it.
+``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: its keys read from
+``search`` by interpolation; where a plain value stands in its place, somebody set it.
 """
 
 from __future__ import annotations

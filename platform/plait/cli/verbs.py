@@ -1,7 +1,7 @@
 """The command's verbs: Plait's own, and those that other packages add by the entry-point group plait.verbs.
 
-Plait's own are also known without entry points, so that a checkout works before it is installed. Their help is
-text, so that nothing is composed or imported for it; `plait sweep --help` is Hydra's own.
+Plait's own are also known without entry points, so that a checkout works before it is installed. Their help
+is text, so that nothing is composed or imported for it; `plait sweep --help` is Hydra's own.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ OWN = (
     ),
     Verb(
         "plan",
-        "plait.cli.plan:main",
+        "plait.cli.main:plan",
         "predict what a search would take, without training",
         hydra=True,
         text=f"""plait plan [--json] [--timeline FILE] [KEY=VALUE ...]
@@ -99,7 +99,7 @@ Examples
     ),
     Verb(
         "profile",
-        "plait.cli.profile:main",
+        "plait.cli.main:profile",
         "measure a model's memory and time, for predictions",
         hydra=True,
         text=f"""plait profile [--json] [--without-weights] [KEY=VALUE ...]
@@ -141,7 +141,7 @@ Examples
     Verb("resume", "plait.cli.resume:main", "resume a search that was killed or interrupted"),
     Verb(
         "bench",
-        "plait.cli.bench:main",
+        "plait.cli.main:bench",
         "list the named searches and benchmarks, or run one",
         hydra=True,
         text=f"""plait bench [NAME [KEY=VALUE ...]]
