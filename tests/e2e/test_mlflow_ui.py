@@ -54,24 +54,29 @@ def seen(pictures: ModuleType, settings: TrackingSettings) -> Iterator[Any]:
 
 
 def test_the_search_opens_to_its_jobs(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
-    pictures.show_search(seen, result.experiment_id, "ranks", [item.name for item in result.records])
+    names = [item.name for item in result.records]
+    pictures.show_search(seen, result.experiment_id, "ranks", names)
+    assert all(name in seen.text() for name in names)
 
 
 def test_curves_of_all_jobs_are_drawn_together(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
     wanted = {item.name: STEPS for item in result.records}
     pictures.show_curves(seen, result.experiment_id, "ranks", list(wanted), "train/loss")
     seen.wait_for_curves(lambda curves: curves == wanted)
+    assert seen.curves() == wanted
 
 
 def test_a_jobs_own_page_shows_its_curves(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
     assert result.best is not None
     pictures.show_job(seen, result.experiment_id, result.best.run_id, "train/loss")
     seen.wait_for_curves(lambda curves: curves == {result.best.name: STEPS})
+    assert seen.curves() == {result.best.name: STEPS}
 
 
 def test_the_leaderboard_is_a_table(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
     pictures.show_leaderboard(seen, result.experiment_id, result.run_id)
     seen.wait_for("adapter_rank", "finished")
+    assert seen.text().count("finished") >= JOBS
 
 
 def test_a_picture_can_be_taken(seen: Any, tmp_path: Path) -> None:

@@ -28,9 +28,15 @@ def test_a_free_port_passes_and_what_is_no_port_is_left_to_mlflow(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     check_port(command(tmp_path, port))
-    check_port(command(tmp_path, "5001x"))
+    socket.create_server(("127.0.0.1", port)).close()  # the check holds it no longer
+    no_port = command(tmp_path, "5001x")
+    check_port(no_port)
+    assert "5001x" in no_port.command
 
 
-def test_pages_of_a_server_need_no_port() -> None:
+def test_pages_of_a_server_need_no_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        check_port(UiCommand(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        port = server.getsockname()[1]
+        check_port(UiCommand(f"http://127.0.0.1:{port}"))
+        with pytest.raises(ConfigError, match="is taken"):
+            check_port(command(tmp_path, port))  # pages of our own do

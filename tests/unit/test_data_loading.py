@@ -293,10 +293,14 @@ def test_a_folder_in_the_place_of_a_file_is_named_as_one(tmp_path):
         check_data(DataSpec.of("jsonl", path=str(tmp_path)))
 
 
-def test_a_line_may_hold_any_unicode_line_break(tmp_path):
+def test_a_line_may_hold_any_unicode_line_break(tmp_path, tokeniser):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}'.encode())
-    check_data(DataSpec.of("jsonl", path=str(path), validation=1))
+    spec = DataSpec.of("jsonl", path=str(path), validation=0)
+    check_data(spec)
+    data = load_data(spec, tokeniser, max_length=100, cache=tmp_path)
+    texts = {tokeniser.decode(data.train[index].tokens, skip_special_tokens=True) for index in range(2)}
+    assert texts == {"a\u2028b", "c"}
 
 
 def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named(tmp_path):

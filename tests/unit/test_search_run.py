@@ -497,8 +497,17 @@ def test_so_is_one_that_rungs_judge_and_the_data_does_not_give() -> None:
         check_measured(search, [DataSpec.of("reasoning_gym", validation=0)])
 
 
-def test_a_metric_that_the_data_gives_is_taken() -> None:
-    check_measured(SearchSettings(metric="train/loss"), [DataSpec.of("reasoning_gym", validation=0)])
-    check_measured(SearchSettings(metric="eval/loss"), [DataSpec.of("jsonl", path="x.jsonl")])
-    generated = DataSpec.of("reasoning_gym", generate=True)
-    check_measured(SearchSettings(metric="eval/accuracy"), [generated])
+def test_a_metric_is_taken_where_all_data_gives_it() -> None:
+    without, generated = (
+        DataSpec.of("reasoning_gym", validation=0),
+        DataSpec.of("reasoning_gym", generate=True),
+    )
+    lines = DataSpec.of("jsonl", path="x.jsonl")
+    for metric, gives in (("train/loss", lines), ("eval/loss", lines), ("eval/accuracy", generated)):
+        search = SearchSettings(metric=metric)
+        check_measured(search, [gives])
+        if metric == "train/loss":
+            check_measured(search, [gives, without])
+        else:
+            with pytest.raises(ConfigError, match=metric):
+                check_measured(search, [gives, without])

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from plait.config.overrides import is_sweep, read_request
 from plait.core.errors import ConfigError, PlaitError, SearchError
-from plait.core.settings import SearchSettings
+from plait.core.jobs import JobSpec
+from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Whole
+from plait.search.identity import identify
 from plait.search.samplers import SAMPLERS, Sampler, check_sampler, of_optuna
+from plait.search.storage import in_memory
+from plait.search.study import StudyTrials
 
 DEFAULTS = {"adapter.rank": "choice(4,8)", "train.lr": "tag(log,interval(1e-4,1e-3))"}
 
@@ -250,9 +254,15 @@ def test_a_sampler_that_cannot_do_the_space(sampler: str, arguments: list[str], 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "gp", "nsgaii"])
 def test_samplers_that_can_do_any_space(sampler: str) -> None:
-    check_sampler(
-        SearchSettings(sampler=sampler), space_of("adapter.rank=1,2", "train.lr=interval(1e-5,1e-3)")
-    )
+    search = SearchSettings(sampler=sampler)
+    space = space_of("adapter.rank=1,2", "train.lr=interval(1e-5,1e-3)")
+    check_sampler(search, space)
+    trial = StudyTrials(search, space, identify(space, JobSpec("base"), RunSettings()), in_memory()).ask()
+    assert trial is not None
+    assert trial.values["adapter.rank"] in (1, 2)
+    rate = trial.values["train.lr"]
+    assert isinstance(rate, float)
+    assert 1e-5 <= rate <= 1e-3
 
 
 @pytest.mark.parametrize(
