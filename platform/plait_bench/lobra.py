@@ -17,17 +17,17 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.fitting import Fit
-from plait.cost.lengths import Family, LengthGenerator, sigma_from_skewness
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
 from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_counts, fixed_buckets
 from plait.planner.deployment import Deployment, best_equal_replicas, deploy, exact_deployment
-from plait.planner.dispatch import dispatch, length_based, spread
-from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.dispatch import Dispatch, check_coverage, device_seconds, dispatch, dispatch_of, spread
+from plait.planner.dispatch_search import ReplicaKind, relaxed_shares
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
+from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
 
 TABLE_2 = "LobRA §5.2, Table 2"
 FIGURE_8 = "LobRA §5.3, Figure 8"
@@ -473,3 +473,18 @@ def time_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     mean = 100.0 * float(np.abs(relative_errors(unseen, layers)).mean())
     figures.append(Figure(f"all, {len(unseen)} of {len(rows)} rows", mean, "%", "computed"))
     return Report("Held-out mean relative error of layer seconds, Llama-2-7B on A100-40GB", tuple(figures))
+
+
+def length_based(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
+    """LobRA's first ablation step: each bucket whole to the kind with the fewest device-seconds for it.
+
+    Raises:
+        CapacityError: a bucket fits into no replica.
+    """
+    check_coverage(kinds, counts)
+    shares = np.zeros((len(kinds), len(counts)), dtype=np.int64)
+    for j, count in enumerate(counts):
+        able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
+        k = min(able, key=lambda k: (device_seconds(kinds[k].cost)[j], k))
+        shares[k, j] = -(-count // kinds[k].count)
+    return dispatch_of(kinds, counts, shares, relaxed_shares(kinds, counts)[0])

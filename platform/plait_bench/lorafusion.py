@@ -15,19 +15,19 @@ from plait.config.fields import build
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.cost.lengths import Family, LengthGenerator
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import balanced_split, even_split
-from plait.cost.time import LayerTime, MicrobatchShape, TimeModel
+from plait.cost.time import LayerTime, MicrobatchShape, StageTime, TimeModel
 from plait.planner.grouping import JobLoad, group_jobs
 from plait.planner.packing_exact import GREEDY, PackingLimits, pack_all, solve_packing
 from plait.planner.schedule import turns
 from plait.simulate.events import Pipeline
 from plait.simulate.forecast import Machine
-from plait.simulate.report import Metrics, imbalance_floor, measure
+from plait.simulate.report import Metrics, measure
 from plait.simulate.timeline import chrome_trace
 from plait.utils.benchmarks import BENCHMARKS
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
+from plait_bench.lengths import Family, LengthGenerator
 from plait_bench.pipelines import (
     Trace,
     global_batches,
@@ -409,3 +409,9 @@ def _planning_seconds(trace: Lengths, asked: Options, pool: ProcessPoolExecutor)
     packing = perf_counter() - begin
     plan_schedule(trace, stages=asked.stages, capacity=asked.capacity, tile=asked.tile, pool=pool)
     return packing, perf_counter() - begin - packing
+
+
+def imbalance_floor(seconds: Sequence[Sequence[StageTime]]) -> float:
+    """Idle share that stages of unequal cost leave even without fill, drain and raggedness."""
+    costs = [sum(item.total for item in stage) for stage in seconds]
+    return 1 - sum(costs) / (len(costs) * max(costs))

@@ -16,7 +16,6 @@ import numpy as np
 
 from plait.core.errors import DataError
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.cost.lengths import LengthGenerator
 from plait.cost.time import MicrobatchShape
 from plait.planner.grouping import group_jobs, head_tail
 from plait.planner.packing_exact import PackingLimits, pack_all
@@ -24,6 +23,7 @@ from plait.planner.schedule import ScheduleItem, build_schedule, turns
 from plait.planner.verify import verify
 from plait.simulate.events import BackwardFirst, GPipe, OneFOneB, Pipeline, Work
 from plait.simulate.forecast import Machine, job_load, schedule_work
+from plait_bench.lengths import LengthGenerator
 
 Trace = Mapping[str, Sequence[Sequence[int]]]  # by job: the lengths of each global batch
 

@@ -12,7 +12,6 @@ import yaml
 
 from plait.core.errors import ConfigError, DataError, InputError
 from plait.cost.fitting import fit_relative, fit_undisturbed
-from plait.cost.lengths import LengthGenerator, sigma_from_skewness
 from plait.cost.memory import (
     MemoryCoefficients,
     MemoryModel,
@@ -24,6 +23,7 @@ from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.cost.time import EMPTY, HeadTime, LayerTime, MicrobatchShape, TimeModel, fit_head, fit_layer
 from plait_bench.inputs import shipped
+from plait_bench.lengths import LengthGenerator, sigma_from_skewness
 from plait_bench.lobra import fit_by_degree, read_layer_times, relative_errors
 
 ROOT = Path(__file__).resolve().parents[2]

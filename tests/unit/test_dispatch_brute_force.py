@@ -12,8 +12,9 @@ from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import deploy, exact_deployment, relaxation_bound
-from plait.planner.dispatch import EXACT, ReplicaKind, dispatch, length_based, spread
+from plait.planner.dispatch import EXACT, ReplicaKind, dispatch, spread
 from plait.planner.dispatch_search import greedy, makespan, single
+from plait_bench.lobra import length_based
 
 TIME = TimeModel(
     layers=8,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from plait.planner.dispatch_step import by_dispatch, by_load
 from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.verify import verify, violations
-from plait.simulate.forecast import plan_pipelines, tensor_parallel
+from plait.simulate.forecast import PlanOptions, plan_pipelines
 from plait.simulate.report import measure
 
 
@@ -93,13 +95,14 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     assert violations(items, every, stages=stages, capacity={0: 56, 1: 40}, tile=8)
     plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
     assert Plan.from_json(plan.to_json()) == plan
-    pipelines = plan_pipelines(plan, time, bandwidths={0: 1e9, 1: 1e9}, latency=1e-5, token_bytes=1024)
-    metrics, run = measure(pipelines, hidden_size=512, tp=tensor_parallel(plan))
+    options = PlanOptions(room, hidden_size=512, bandwidths={0: 1e9, 1: 1e9})
+    pipelines = plan_pipelines(plan, time, options)
+    metrics, run = measure(pipelines, hidden_size=512, tp={0: 1, 1: 2})
     assert len(run.steps) == 12
     assert metrics.device_seconds == pytest.approx(5 * run.makespan)
     assert metrics.tokens_per_second == pytest.approx(
         sum(sum(b.lengths) for own in batches.values() for b in own) / run.makespan
     )
     assert metrics.peak_in_flight[0, 0] == 3
-    slower = plan_pipelines(plan, time, bandwidths={0: 1e6}, latency=1e-5, token_bytes=1024)
+    slower = plan_pipelines(plan, time, replace(options, bandwidths={0: 1e6}))
     assert measure(slower)[0].makespan > metrics.makespan

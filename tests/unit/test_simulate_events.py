@@ -20,8 +20,9 @@ from plait.simulate.events import (
     Work,
     simulate,
 )
-from plait.simulate.report import imbalance_floor, measure, most_held
+from plait.simulate.report import measure, most_held
 from plait.simulate.timeline import chrome_trace, timeline_figure
+from plait_bench.lorafusion import imbalance_floor
 
 
 def work(job: str, step: int, tokens: int = 1) -> Work:

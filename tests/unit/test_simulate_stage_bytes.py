@@ -79,7 +79,7 @@ def test_a_pipeline_is_not_starved_by_full_microbatches(jobs: int, size: int, bu
     made = forecast(batches, replicas, slow, options)
     one_by_one = replace(options, groups=jobs)
     tried = [
-        measure(plan_pipelines(make_plan(batches, replicas, slow, each), slow))[0].makespan
+        measure(plan_pipelines(make_plan(batches, replicas, slow, each), slow, each))[0].makespan
         for each in (options, one_by_one)
     ]
     assert made.metrics.makespan <= 1.02 * min(tried)

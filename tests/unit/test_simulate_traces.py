@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from plait.core.errors import DataError
-from plait.cost.lengths import LengthGenerator
+from plait_bench.lengths import LengthGenerator
 from plait_bench.pipelines import global_batches, in_batches, mixed_lengths, read_trace
 
 

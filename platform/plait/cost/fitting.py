@@ -51,7 +51,6 @@ def fit_relative(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[s
     Args:
         features: (observations, coefficients), all ≥ 0.
         targets: (observations,), all above 0.
-        names: of the features, for messages.
 
     Raises:
         InputError: no observations, or an entry that is negative, missing or not finite.

@@ -36,10 +36,8 @@ class MemoryShape:
     """What the memory of one microbatch depends on.
 
     Attributes:
-        tokens: Σℓ, ℓ the samples' lengths.
         padded: rows that attention works on, padding included.
         squares: Σℓ² of the padded lengths whose attention probabilities are kept for backward.
-        labelled: tokens that count in the loss.
         rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter; an adapter that sits on a share of
             the model's linears counts by that share.
         inputs: Σℓ times the share of the linears' input features that some adapter of the microbatch reads:
@@ -54,6 +52,12 @@ class MemoryShape:
     inputs: float = 0.0
 
     @classmethod
+    def heaviest(cls, capacity: int, *, rank: float, keep_up_to: float) -> MemoryShape:
+        """A full microbatch, every token labelled, of samples as long as can be."""
+        squares = capacity * int(min(capacity, keep_up_to))
+        return cls(capacity, capacity, squares, capacity, rank * capacity, capacity)
+
+    @classmethod
     def of(
         cls,
         lengths: Sequence[int],
@@ -66,10 +70,8 @@ class MemoryShape:
         """The shape of samples of these lengths.
 
         Args:
-            labelled: labelled tokens; None counts every token.
             ranks: one rank for all samples, or one for each; times the share of linears that it is used on.
             inputs_read: share of the linears' input features that adapters read.
-            keep_up_to: longest sample that keeps its attention probabilities.
         """
         each = [ranks] * len(lengths) if isinstance(ranks, (int, float)) else ranks
         buckets = [(lengths[members[0]], len(members)) for members in bucket_samples(lengths)]
@@ -148,7 +150,6 @@ class MemoryObservation:
     """Measured peaks of one microbatch.
 
     Attributes:
-        shape: of the microbatch.
         peaks: bytes by phase; {"whole": bytes} where moments were not told apart.
         static: bytes that were there before and stay.
     """
@@ -231,7 +232,6 @@ class MemoryModel:
 
         Args:
             static: of this stage alone.
-            layer_split: layers of each stage.
         """
         if shape.tokens == 0:
             return static

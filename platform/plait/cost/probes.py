@@ -6,6 +6,7 @@ zero. Seconds are forward and backward, decoder layers apart from head and loss.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 
 from plait.cost.fitting import Fit
-from plait.cost.lengths import LengthGenerator
 from plait.cost.memory import MemoryObservation, MemoryShape
 from plait.cost.storage_counter import StorageCounter
 from plait.cost.time import MicrobatchShape, TimeModel, fit_head, fit_layer
@@ -30,6 +30,7 @@ _GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
 _GRID_LABELLED = (0.01, 0.1, 0.4, 1.0)
 _DRAWN_RANKS = (4, 8, 16, 32, 64)
 _DRAWN_MEANS = (80, 200, 500)
+SPREAD, LONGEST_DRAWN = 0.6, 2048  # of drawn lengths: standard deviation of the logarithm, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,6 @@ class ProbeOptions:
     """Options of the engine that memory depends on.
 
     Attributes:
-        dtype: of weights and arithmetic.
-        checkpointing: recompute activations in backward.
         targets: last parts of the names of the linears that adapters sit on.
         backend: of the adapters' part.
     """
@@ -123,7 +122,9 @@ def drawn_probe(rng: np.random.Generator, most: int) -> Probe:
     segments = []
     for _ in range(adapters):
         mean, seed = float(rng.choice(_DRAWN_MEANS)), int(rng.integers(2**31))
-        drawn = LengthGenerator("lognormal", mean, 0.6, clip=2048, seed=seed).draw(tokens)
+        # lognormal lengths of this mean
+        raw = np.random.default_rng(seed).lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, tokens)
+        drawn = np.clip(np.rint(raw), 1, LONGEST_DRAWN).astype(np.int64)
         ends = np.minimum(np.cumsum(drawn), tokens)
         lengths = np.diff(ends[: np.searchsorted(ends, tokens) + 1], prepend=0)
         segments.append(ProbeSegment(int(rng.choice(_DRAWN_RANKS)), tuple(int(length) for length in lengths)))

@@ -29,8 +29,6 @@ class ProfileKey:
     Attributes:
         model: :attr:`BaseModel.config_digest`: configuration, source and dtype.
         device: kind of device, as ``plait.engine.devices.device_kind`` names it.
-        kernels: ``engine.kernels`` as asked for.
-        checkpointing: activations recomputed in backward.
         threads: of the CPU; 0 on other devices.
     """
 
@@ -75,9 +73,7 @@ class Profile:
 
     Attributes:
         memory: peaks above static bytes, with its observations, so that training can refit it.
-        time: None where nothing ran (computed over tensors without memory).
         capacity: the fewest tokens within a few percent of the best throughput that fits.
-        targets: last parts of the names of the linears that the probes' adapters sat on.
         how: "measured" on this device, or "computed" without weights or a device.
         memory_error: mean absolute relative error of peak − static on held-out probes.
         time_error: the same for seconds.
@@ -184,9 +180,6 @@ def profile_path(key: ProfileKey, cache: Path) -> Path:
 
 def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
     """The stored profile of a key; None where there is none.
-
-    Args:
-        cache: Plait's cache folder (``plait.utils.paths.cache_dir()``).
 
     Raises:
         ConfigError: the file is of another model, device or release, or an entry is missing or wrong.

@@ -23,9 +23,7 @@ class Devices:
     """The machines of a cluster.
 
     Attributes:
-        count: of all devices.
         within_node: bytes a second between two devices of a node.
-        between_nodes: bytes a second between two nodes; None where there is one node.
     """
 
     kind: str
@@ -48,7 +46,6 @@ class ClusterProfile:
 
     Attributes:
         source: where its figures come from, and what is assumed.
-        model: which base model was profiled.
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
         memory: fitted memory model, None where no figures were published.

@@ -62,7 +62,6 @@ class ReplicaCost:
     """T of one configuration over given bucket lengths, in the linear pieces that a solver needs.
 
     Attributes:
-        configuration: which.
         lengths: s_j, ascending (R,).
         batch: b_j = ⌊M / s_j⌋ (R,); 0 where the bucket does not fit.
         fixed: seconds of every microbatch, whatever its size, by stage kind (K,).
@@ -186,7 +185,6 @@ def balanced_split(
     since early stages hold the most microbatches in flight.
 
     Args:
-        shape: a typical microbatch.
         most_layers: most layers that fit into each stage's memory; empty where all do.
 
     Raises:

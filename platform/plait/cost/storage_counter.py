@@ -15,10 +15,6 @@ class StorageCounter:
     """Bytes of all storages that operations inside the ``with`` block made or touched and that still live.
 
     Every storage counts once, whatever views there are, and is taken off when its last tensor goes.
-
-    Attributes:
-        live: bytes at present.
-        peak: most bytes since :meth:`restart`.
     """
 
     def __init__(self) -> None:

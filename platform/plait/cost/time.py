@@ -22,9 +22,6 @@ class MicrobatchShape:
     """Sums over the samples of one microbatch.
 
     Attributes:
-        tokens: Σℓ, ℓ the samples' lengths.
-        squares: Σℓ².
-        labelled: tokens that count in the loss.
         rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter.
     """
 
@@ -120,11 +117,8 @@ class TimeModel:
     """Seconds of microbatches for one model on one device kind.
 
     Attributes:
-        layers: decoder layers of the model.
-        layer: by tensor-parallel degree.
         head: by tensor-parallel degree; absent degrees cost nothing (no published figure).
         forward_share: forward's share of a layer's forward + backward seconds.
-        head_forward_share: the same for head and loss.
     """
 
     layers: int

@@ -32,11 +32,7 @@ class Applicant:
     """One job that wants to train.
 
     Attributes:
-        name: unique.
-        priority: higher goes first.
         arrival: order of submission; a parked job keeps its own.
-        adapter_bytes: exact bytes of its adapter: masters, gradients, moments, copies.
-        rank: of its adapter.
         running: it trains at present.
     """
 
@@ -53,7 +49,6 @@ class Admission:
     """The jobs that train in the next iteration.
 
     Attributes:
-        training: in the order of admission.
         started: of those, the ones that did not run before.
         parked: ran before and must make room.
         waiting: did not run and still do not.
@@ -73,9 +68,6 @@ class GroupMemory:
 
     Attributes:
         model: fitted; its margin is included.
-        base_bytes: exact bytes of the frozen weights.
-        capacity: most tokens of a microbatch.
-        longest: longest sample.
         keep_up_to: longest sample that keeps its attention probabilities for backward.
     """
 
@@ -113,7 +105,6 @@ def admit(
     is parked as soon as it fits: nobody waits for ever behind later jobs.
 
     Args:
-        available: bytes that may be used.
         predict: peak bytes of a group; must not fall when a job joins.
         max_jobs: most jobs at once; None leaves it to memory.
 

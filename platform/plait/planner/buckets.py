@@ -21,8 +21,6 @@ class Buckets:
 
     Attributes:
         lengths: upper boundary of each bucket, ascending: the length that its sequences are padded to.
-        counts: sequences in each bucket.
-        tokens: real tokens of all sequences.
     """
 
     lengths: tuple[int, ...]
@@ -46,7 +44,6 @@ def dynamic_buckets(
     """At most ``buckets`` boundaries on multiples of ``interval`` with the least padding.
 
     Args:
-        lengths: tokens of each sequence.
         required: boundaries that are always kept, such as the most tokens that a configuration takes:
             a bucket across one would keep sequences from replicas that they fit into.
 

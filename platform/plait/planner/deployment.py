@@ -103,9 +103,6 @@ def deploy(
     Args:
         costs: every configuration that the cluster allows, over the same bucket lengths.
         counts: B_j, sequences of each bucket in the expected batch.
-        devices: N.
-        gap: stop within this distance of the bound.
-        enumerated: at most so many deployments are enumerated.
 
     Raises:
         CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
@@ -133,7 +130,6 @@ def exact_deployment(
     Args:
         equal_shares: judge by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
             sequences are shared out replica by replica, which is never slower and what a step does.
-        limits: of each deployment's integer program.
 
     Raises:
         CapacityError: as :func:`deploy`.
@@ -217,7 +213,6 @@ def search(
 
     Args:
         costs: configurations of at most ``devices`` devices that between them take every sequence.
-        bound: no deployment is faster.
     """
     state = _Search(costs, counts, devices, bound, goal)
     for closeness in CLOSENESS:

@@ -49,24 +49,14 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What pricing one configuration found.
-
-    Attributes:
-        patterns: sequences by bucket, each worth more than was asked for.
-        limit: no pattern is worth more.
-    """
+    """What pricing one configuration found."""
 
     patterns: tuple[Int64, ...]
     limit: float
 
 
 class Pricing:
-    """The knapsacks of one configuration within ``tau`` seconds.
-
-    Args:
-        cost: of the configuration.
-        counts: B_j; no pattern takes more of a bucket.
-    """
+    """The knapsacks of one configuration within ``tau`` seconds."""
 
     def __init__(self, cost: ReplicaCost, counts: Int64, tau: float) -> None:
         self._cost = cost
@@ -127,11 +117,7 @@ class Pricing:
     def _best(
         self, prices: Float64, need: float, first: int, end: int, precision: Precision
     ) -> tuple[float, Int64 | None]:
-        """A worth that no pattern of a class exceeds, and its best pattern where that holds.
-
-        Args:
-            first, end: the class's longest microbatches.
-        """
+        """A worth that no pattern of a class exceeds, and its best pattern where that holds."""
         longest = float(self._levels[end - 1])
         room = self._tau * (1 + HOLDS) - self._cost.ramp * (self._levels[first] if self._cost.ramp else 0.0)
         if room <= 0:
@@ -258,7 +244,6 @@ class Relaxed:
     Attributes:
         share: of the batch that patterns found so far cover; enough of it ends the search for more.
         most: no patterns cover more.
-        replicas: of each configuration.
     """
 
     share: float
@@ -284,13 +269,7 @@ class _Solved:
 
 
 class Patterns:
-    """Patterns for one batch, gathered over makespans.
-
-    Args:
-        costs: configurations.
-        counts: B_j.
-        devices: N.
-    """
+    """Patterns for one batch, gathered over makespans."""
 
     def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int] | Int64, devices: int) -> None:
         self._costs = tuple(costs)
@@ -311,11 +290,7 @@ class Patterns:
         return int(self._sizes @ np.asarray(replicas))
 
     def relax(self, tau: float, ranges: Ranges, *, exact: bool = False) -> Relaxed:
-        """Generate patterns for ``tau`` until they cover the batch, or it is proved that none do.
-
-        Args:
-            exact: to the finest precision, where the proof needs it.
-        """
+        """Generate patterns for ``tau`` until they cover the batch, or it is proved that none do."""
         pricing, most, level = self._start(tau), float("inf"), 0
         found = Relaxed(0.0, 0.0, (0.0,) * len(self._costs))
         for _ in range(ROUNDS):

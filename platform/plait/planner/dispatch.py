@@ -162,7 +162,6 @@ class Dispatch:
 
     Attributes:
         assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.
-        seconds: T of one replica of each kind.
         bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
         limit_hit: which limit ended the solver; None where it ran to its end or was not asked.
         fallback: the solver was asked and found nothing better than the start.
@@ -219,21 +218,6 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits
         solution.limit_hit,
         fallback=solution.limit_hit is not None and not better,
     )
-
-
-def length_based(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
-    """LobRA's first ablation step: each bucket whole to the kind with the fewest device-seconds for it.
-
-    Raises:
-        CapacityError: a bucket fits into no replica.
-    """
-    check_coverage(kinds, counts)
-    shares = np.zeros((len(kinds), len(counts)), dtype=np.int64)
-    for j, count in enumerate(counts):
-        able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
-        k = min(able, key=lambda k: (device_seconds(kinds[k].cost)[j], k))
-        shares[k, j] = -(-count // kinds[k].count)
-    return dispatch_of(kinds, counts, shares, relaxed_shares(kinds, counts)[0])
 
 
 def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch) -> Dispatch:

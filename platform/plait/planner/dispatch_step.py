@@ -25,10 +25,6 @@ def by_load(
 ) -> dict[int, tuple[GlobalBatch, ...]]:
     """Longest sample first, each to the replica that would be done with it first.
 
-    Args:
-        speeds: tokens a second of each replica, in any unit.
-        capacities: longest sample that each replica takes.
-
     Returns:
         By replica, its part of each global batch that has samples there.
 
@@ -110,14 +106,7 @@ def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The deployment that steps are dispatched to; plain data, so that another process can plan for it.
-
-    Attributes:
-        kinds: configurations with their number of replicas, in the order of the replicas.
-        time: seconds of microbatches.
-        labelled_share: share of a sample's tokens that reach head and loss.
-        buckets: most length ranges of a step.
-    """
+    """The deployment that steps are dispatched to; plain data, so that another process can plan for it."""
 
     kinds: tuple[tuple[Configuration, int], ...]
     time: TimeModel
@@ -136,7 +125,6 @@ class StepPlan:
 
     Attributes:
         replica_of: for each sample, the number of its replica.
-        expected: what each replica is expected to take, and the bound.
         padding_share: of the bucketed lengths, for comparison with padded systems; packing stores none.
     """
 
@@ -149,7 +137,6 @@ def plan_step(lengths: Sequence[int], replicas: Replicas, limits: Limits | None 
     """Share the samples of one step out to the replicas.
 
     Args:
-        lengths: tokens of each sample.
         limits: of the integer program; None takes the search of a few milliseconds alone.
 
     Raises:
@@ -185,9 +172,7 @@ class StepPlanner:
     """Plans the next step in another process while this one trains.
 
     Args:
-        replicas: the deployment.
         executor: where plans are made; the caller shuts it down.
-        limits: as in :func:`plan_step`.
     """
 
     def __init__(self, replicas: Replicas, executor: Executor, limits: Limits | None = None) -> None:

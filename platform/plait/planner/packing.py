@@ -21,7 +21,6 @@ class PackedBatches:
     """Global batches that were packed together on one replica, with the samples of each microbatch.
 
     Attributes:
-        batches: one for each job of the group.
         bins: (batch, position inside it) of the samples of each microbatch.
         gap: padded tokens by which the packing may lie above the optimum's least full microbatch; a whole
             capacity where one microbatch less is not excluded; None where no bound was computed.
@@ -57,11 +56,7 @@ def pack(
     """Microbatches that hold all samples of ``batches``, by first-fit decreasing.
 
     Args:
-        batches: one or more global batches; each becomes at most one segment of a microbatch.
         capacity: most tokens of a microbatch, each segment rounded up to a multiple of ``tile``.
-        tile: padding multiple P.
-        replica: replica of the microbatches.
-        first_index: index of the first microbatch.
 
     Returns:
         Microbatches with consecutive indices. Segments lie in the order of ``batches``, and samples
@@ -89,11 +84,7 @@ def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) 
 
 
 def first_fit_decreasing(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1) -> list[Bin]:
-    """Bins of (batch, position), the longest sample first, each into the first bin that takes it.
-
-    Args:
-        lengths: tokens of each sample, by batch.
-    """
+    """Bins of (batch, position), the longest sample first, each into the first bin that takes it."""
     items = [(a, position) for a, batch in enumerate(lengths) for position in range(len(batch))]
     items.sort(key=lambda item: (-lengths[item[0]][item[1]], item))
     bins: list[Bin] = [[] for _ in items]

@@ -141,10 +141,8 @@ class Packing:
 
     Attributes:
         bins: (batch, position) of the samples of each microbatch, the fullest first, the least full last.
-        fill: padded tokens of the least full one.
         bins_bound: fewer microbatches are impossible.
         fill_bound: at this number of microbatches, a lower ``fill`` is impossible.
-        method: what found it.
         limit_hit: limit that stopped SCIP before it proved the optimum, None otherwise.
     """
 
@@ -155,20 +153,11 @@ class Packing:
     method: Method
     limit_hit: Limit | None = None
 
-    @property
-    def optimal(self) -> bool:
-        """Whether both stages are proved."""
-        return len(self.bins) == self.bins_bound and self.fill == self.fill_bound
-
 
 def solve_packing(
     lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1, limits: PackingLimits | None = None
 ) -> Packing:
-    """Pack samples, each of which fits alone.
-
-    Args:
-        lengths: tokens of each sample, by global batch; at least one sample.
-    """
+    """Pack samples, each of which fits alone."""
     limits = limits or PackingLimits()
     # without padding it does not matter whose sample is where: one batch has fewer symmetries
     merged, names = _merge(lengths) if tile == 1 else (lengths, None)
@@ -321,7 +310,6 @@ def pack_all(
     """:func:`packed_batches` for many groups' global batches, which do not depend on each other.
 
     Args:
-        batches: for each packing, the global batches that are packed together.
         pool: where to solve them side by side; None solves them here, one after another.
     """
     work = partial(packed_batches, capacity=capacity, tile=tile, limits=limits)

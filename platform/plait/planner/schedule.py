@@ -107,7 +107,6 @@ def merge(
     Args:
         ready: jobs whose step before was done by then; only their samples may move.
         most: how many sources may be emptied; None for all.
-        filling: whether a part of a source moves where not all of it fits.
 
     Returns:
         Tokens moved.
@@ -155,11 +154,7 @@ NOTHING = PackedBatches((), ())
 def turns(
     batches: Mapping[str, Sequence[GlobalBatch]], groups: Sequence[Sequence[str]]
 ) -> Iterator[tuple[GlobalBatch, ...]]:
-    """Global batches in the order in which groups take turns, those of a group's jobs together.
-
-    Args:
-        batches: each job's global batches in order; jobs may have different numbers of them.
-    """
+    """Global batches in the order in which groups take turns, those of a group's jobs together."""
     for place in range(max((len(own) for own in batches.values()), default=0)):
         for group in groups:
             turn = tuple(batches[job][place] for job in group if place < len(batches[job]))
@@ -179,7 +174,6 @@ class _Room(NamedTuple):
     """What a turn may move into the microbatch before it.
 
     Attributes:
-        most: microbatches that may go.
         capacity: tokens that the microbatch before it may have then: no more than the even share of those
             that have to keep the distance.
     """
@@ -192,9 +186,7 @@ class ScheduleBuilder:
     """Lays turns out into one schedule; replicas advance side by side, round by round.
 
     Args:
-        stages: pipeline stages of each replica.
         capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
-        tile: padding multiple P.
         merging: whether work moves forward into the microbatch before it.
         filling: whether parts of microbatches do, where whole ones do not fit.
     """

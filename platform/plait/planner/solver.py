@@ -37,7 +37,6 @@ class Limits:
     """When to stop before the optimum is proved.
 
     Attributes:
-        nodes: branch-and-bound nodes.
         gap: relative distance between objective and bound that is good enough; 0 proves the optimum.
         seconds: of processor time, a safety net; a plan that it cut short need not repeat, and says so.
         solutions: feasible solutions after which to stop (1: the program only asks for feasibility).
@@ -112,11 +111,8 @@ class Solution:
         status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
             but stopped early; "infeasible" is proved; "unknown" stopped early without values, or has none
             that hold once integers are whole.
-        objective: of ``values``; None without values.
         bound: proved: no solution is below it; -inf where nothing is known.
         values: one for each variable, integers exact; empty without a solution.
-        limit_hit: which limit stopped the search, None where it ran to its end.
-        nodes: branch-and-bound nodes used.
     """
 
     status: Status

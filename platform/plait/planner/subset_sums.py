@@ -22,10 +22,7 @@ Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, .
 
 def reachable_sums(lengths: Iterable[int], most: int, start: int = 0) -> int:
     """Bit set of the sums ``start`` + (a subset of ``lengths``) that are at most ``most``."""
-    mask, sums = (1 << (most + 1)) - 1, 1 << start
-    for length in lengths:
-        sums |= (sums << length) & mask
-    return sums & mask
+    return _steps(lengths, start, most)[-1]
 
 
 def most_tokens(sums: int, units: int, tile: int) -> Reach:
@@ -163,8 +160,6 @@ def fullest_subset(
     """The samples among ``items`` that put the most tokens into a bin of ``units`` tiles.
 
     Args:
-        items: (batch, position) of the samples to choose from.
-        lengths: tokens of each sample, by batch.
         starts: tokens of each batch that are in the bin already; they count against ``units``.
     """
     batches = range(len(lengths)) if tile > 1 else range(1)
@@ -179,9 +174,10 @@ def fullest_subset(
     ]
 
 
-def _steps(lengths: Sequence[int], start: int, most: int) -> list[int]:
+def _steps(lengths: Iterable[int], start: int, most: int) -> list[int]:
     """Reachable sums after none, one, two, ... of ``lengths``."""
-    mask, sums = (1 << (most + 1)) - 1, 1 << start
+    mask = (1 << (most + 1)) - 1
+    sums = (1 << start) & mask
     history = [sums]
     for length in lengths:
         sums |= (sums << length) & mask

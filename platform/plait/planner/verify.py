@@ -35,7 +35,6 @@ def verify(
 
     Args:
         batches: every job's global batches; each job's steps ascend by 1.
-        stages: pipeline stages of each replica.
         capacity: most padded tokens of a microbatch, of all replicas or of each.
 
     Raises:

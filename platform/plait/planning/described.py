@@ -37,10 +37,7 @@ class Expected:
     """The mean step of a wave on a cluster.
 
     Attributes:
-        costs: of every configuration that the cluster holds, by bucket.
-        counts: sequences of each bucket.
         steps: of the wave, until its longest job ends.
-        devices: of the cluster.
     """
 
     costs: tuple[ReplicaCost, ...]
@@ -128,9 +125,6 @@ def side_by_side(workload: Workload, profile: ClusterProfile) -> float:
 
     A job's global batches are packed by themselves and each step is waited for. No device is counted that has
     no job: a cluster whose devices the replicas do not fill to the end takes more.
-
-    Args:
-        profile: its configurations fit into the cluster and its memory.
     """
     return sum(
         min(
@@ -197,14 +191,6 @@ def plan_described(
     on_wave: Callable[[Forecast], None] | None = None,
 ) -> Outlook:
     """Deploy for the first wave's mean step, anew for a later one where that pays; plan and simulate all.
-
-    Args:
-        workload: of the search.
-        settings: how many jobs train at once.
-        profile: of the cluster.
-        memory: of its model; None predicts no bytes.
-        tokeniser: whose lengths the samples have.
-        on_wave: is given each wave's forecast, for a timeline.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster has devices and memory for.

@@ -37,11 +37,7 @@ def plan_here(
     """Waves of jobs that fit into memory, and their microbatches.
 
     Args:
-        workload: of the search.
-        settings: capacity and limits on jobs.
-        admission: the coordinator's own.
         profile: stored, of the model on this machine; without one, or without seconds in it, there are none.
-        devices: in words.
 
     Raises:
         CapacityError: a job does not fit even alone.

@@ -30,9 +30,6 @@ class ModelMemory:
 
     Attributes:
         model: of peaks above static bytes.
-        weights: the frozen ones.
-        linears: that adapters may sit on.
-        element_bytes: of one number of the arithmetic.
         keep_up_to: longest sample that keeps its attention probabilities.
         adapters: of the search: those that microbatches of unknown jobs are judged with.
     """
@@ -61,16 +58,15 @@ class ModelMemory:
         Args:
             held: bytes of all adapters; None takes the search's largest alone.
         """
-        c, pp = configuration.max_tokens, configuration.pp
         rank = max(self._rank(adapter) for adapter in self.adapters)
         if held is None:
             held = max(self.adapter_bytes(adapter) for adapter in self.adapters)
         static = self.weights.with_adapters(held)
-        shape = MemoryShape(c, c, c * min(c, self.keep_up_to), c, rank * c, c)
-        split = even_split(layers, pp)
+        shape = MemoryShape.heaviest(configuration.max_tokens, rank=rank, keep_up_to=self.keep_up_to)
+        split = even_split(layers, configuration.pp)
         peaks = (
             self.model.stage_peak(shape, static=static.stage(split, stage), layer_split=split, stage=stage)
-            for stage in range(pp)
+            for stage in range(configuration.pp)
         )
         return int(max(peaks) / configuration.tp)
 
@@ -103,10 +99,6 @@ def model_memory(
     profile: ClusterProfile, engine: EngineSettings, jobs: Sequence[JobSpec], *, say: Callable[[str], None]
 ) -> ModelMemory | None:
     """Memory of the cluster's model under these jobs' adapters; None where its sizes are not given.
-
-    Args:
-        engine: whether activations are computed again in the backward pass.
-        say: told what is going on.
 
     Raises:
         ModelError: the model has no such targets, or a rank is above a layer's size.
@@ -195,9 +187,6 @@ def fitting(
 
     Args:
         memory: of the model; None takes the table's capacities for what fits.
-        workload: of the search.
-        share: of a device's memory that may be used (planner.memory_share).
-        together: most jobs that train at once.
 
     Raises:
         CapacityError: too few devices for any, or the longest sample fits into none.

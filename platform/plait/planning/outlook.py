@@ -14,11 +14,8 @@ class GroupOutlook:
 
     Attributes:
         wave: from 1; jobs of a later wave start when those before it are done.
-        jobs: names.
-        steps: optimiser steps of all of them.
         microbatches: of the whole budget, packed together, in which its jobs have samples.
         predicted_seconds: until the group's last step, from the start of its wave.
-        device_seconds: its share of the devices' time.
         predicted_bytes: most on one device while it trains, weights and what else is there included.
     """
 
@@ -36,8 +33,6 @@ class ReplicaOutlook:
     """Replicas of one kind.
 
     Attributes:
-        capacity: most tokens of a microbatch.
-        layer_split: layers of each pipeline stage.
         predicted_bytes: largest on one device, weights included.
         bytes_source: what they are predicted from; "" where nothing is predicted.
     """
@@ -57,11 +52,6 @@ class SimulatedOutlook:
 
     Attributes:
         mean_completion: mean over its jobs of the seconds until their last step, from the start of the wave.
-        bubble: idle share of the devices, by cause.
-        padding_share: padding among the tokens counted against capacities.
-        communication_bytes: activations and their gradients between pipeline stages.
-        peak_tokens: most tokens that a stage holds at once.
-        noops: empty microbatches.
     """
 
     wave: int
@@ -79,15 +69,12 @@ class ChangeOutlook:
     """Whether a wave, whose jobs are others than those before it, gets a deployment of its own.
 
     Attributes:
-        wave: before which the deployment may change.
-        steps: of the wave.
         step_seconds: expected on the deployment so far; None where one of its samples fits into none of its
             replicas, so that it must change.
         replicas: planned for the wave; None where already the bound of all deployments does not pay.
         new_step_seconds: expected on ``replicas``, or that bound.
         saved: seconds over the wave's steps, the restart taken off; None where it must change.
         break_even: steps after which the restart has paid for itself; None where it never does, or must be.
-        changed: whether the wave runs on ``replicas``.
     """
 
     wave: int
@@ -105,22 +92,14 @@ class Outlook:
     """A plan of a search.
 
     Attributes:
-        cluster: its name.
-        devices: in words.
         profile: whose coefficients were used, or why there are none.
         gap: distance of the deployment's expected step to the proved bound; None where nothing was chosen.
         step_seconds: expected of the first wave's mean step; None where nothing was chosen.
         equal_replicas: the best of equal replicas for it; its expected seconds are ``equal_step_seconds``.
         changes: of the deployment, one for each later wave; where nothing is deployed, none.
-        simulated: more of each wave; none where nothing was simulated.
-        predicted_seconds: of the whole search, restarts included.
-        device_seconds: with Plait.
         device_seconds_alone: the same jobs one after another on the same devices, idle ones counted.
         device_seconds_side_by_side: the same jobs without Plait, each alone on a replica of its own; None for
             one device.
-        microbatches: of the whole search.
-        microbatches_alone: of the same jobs, packed one by one.
-        assumptions: what the figures rest on.
     """
 
     cluster: str

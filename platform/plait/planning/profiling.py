@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,11 +46,8 @@ class Candidate:
     """One configuration and what it gives.
 
     Attributes:
-        replicas: equal ones, as many as the cluster holds.
         predicted_bytes: largest on one device; None where the model's sizes are not known.
         published: its capacity stands in the cluster's table of what ran.
-        tokens_per_second: simulated; None where it was not simulated.
-        reason: why it was not simulated; "".
     """
 
     configuration: Configuration
@@ -74,9 +71,7 @@ def compare(
     """Every configuration at every capacity, best throughput first, those that do not serve last.
 
     Args:
-        batches: each job's global batches that are simulated.
         memory: None takes the capacities of the cluster's table for what fits.
-        available: bytes of one device that may be used.
         most_tokens: largest capacity that is looked at (engine.capacity); None takes the usual ones.
 
     Raises:
@@ -89,11 +84,10 @@ def compare(
         bytes_ = None if memory is None else memory.peak(configuration, profile.time.layers)
         candidate = Candidate(configuration, replicas, bytes_, configuration in profile.configurations)
         if bytes_ is not None and bytes_ > available:
-            found.append(
-                _refused(candidate, f"needs {bytes_ / 2**30:.1f} GiB, {available / 2**30:.1f} may be used")
-            )
+            reason = f"needs {bytes_ / 2**30:.1f} GiB, {available / 2**30:.1f} may be used"
+            found.append(replace(candidate, reason=reason))
         elif longest > configuration.max_tokens:
-            found.append(_refused(candidate, f"does not take {longest} tokens"))
+            found.append(replace(candidate, reason=f"does not take {longest} tokens"))
         else:
             say(f"{configuration} × {replicas}, {configuration.max_tokens:,} tokens ...")
             found.append(_simulated(candidate, profile, batches, labelled_share))
@@ -137,17 +131,6 @@ def configurations(
     return tuple(sorted(found))
 
 
-def _refused(candidate: Candidate, reason: str) -> Candidate:
-    return Candidate(
-        candidate.configuration,
-        candidate.replicas,
-        candidate.predicted_bytes,
-        candidate.published,
-        None,
-        reason,
-    )
-
-
 def _simulated(
     candidate: Candidate,
     profile: ClusterProfile,
@@ -160,13 +143,7 @@ def _simulated(
         capacities={each.id: configuration.max_tokens for each in replicas}, labelled_share=labelled_share
     )
     metrics = forecast(batches, replicas, profile.time, options).metrics
-    return Candidate(
-        configuration,
-        candidate.replicas,
-        candidate.predicted_bytes,
-        candidate.published,
-        metrics.tokens_per_second,
-    )
+    return replace(candidate, tokens_per_second=metrics.tokens_per_second)
 
 
 HELD_OUT = 4  # random probes that no fit has seen
@@ -186,7 +163,6 @@ class Made:
     Attributes:
         memory_errors: of held-out peaks − static, relative.
         layer_fit, head_fit, time_errors: of the time model; None and empty where nothing ran.
-        available: bytes that may be used on the device.
     """
 
     profile: Profile
@@ -201,12 +177,6 @@ def profile_device(
     model: BaseModel, key: ProfileKey, options: ProbeOptions, *, most: int, available: int, say: Say
 ) -> Made:
     """Measure a model on the device where it is.
-
-    Args:
-        key: under which the profile is kept.
-        most: largest capacity to look at, in tokens.
-        available: bytes that may be used, weights included.
-        say: told what is going on.
 
     Raises:
         CapacityError: no capacity fits.
@@ -358,9 +328,7 @@ def _choices(
     """Each capacity with its bytes when every sample is as heavy as can be, and its measured throughput."""
     found = []
     for place, capacity in enumerate(capacities):
-        heaviest = MemoryShape(
-            capacity, capacity, capacity * min(capacity, KEEP_UP_TO), capacity, RANK * capacity, capacity
-        )
+        heaviest = MemoryShape.heaviest(capacity, rank=RANK, keep_up_to=KEEP_UP_TO)
         peak = int(memory.safe_peak(heaviest, static=static))
         rate = None if timed is None else timed[place].shape.tokens / timed[place].total
         found.append(CapacityChoice(capacity, rate, peak, peak <= available))

@@ -24,7 +24,6 @@ class Phase:
 
     Attributes:
         batches: each job's global batches that are planned; those after them are taken to be like them.
-        steps: that each of the jobs makes.
     """
 
     batches: Mapping[str, tuple[GlobalBatch, ...]]
@@ -41,11 +40,8 @@ class Workload:
     """Jobs with the global batches that are planned.
 
     Attributes:
-        jobs: in the order in which they are admitted.
         batches: each job's first global batches, at most ``MOST_STEPS``.
-        steps: optimiser steps of each job's whole budget.
         longest: tokens of each job's longest sample, validation included.
-        longest_is: which sample that is, in words.
         labelled_share: share of the planned tokens that count in the loss.
     """
 

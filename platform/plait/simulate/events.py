@@ -9,7 +9,8 @@ and compared, so whole numbers or fractions as seconds give exact results.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,72 +29,42 @@ class Action(NamedTuple):
     work: int
 
 
-class Chooser(Protocol):
-    """The choice of one stage; keeps its own place."""
-
-    def choose(self, ready: Mapping[Kind, Collection[int]], in_flight: int) -> Action | None:
-        """What to start now, which then counts as started; None waits.
-
-        Args:
-            ready: microbatches whose inputs are there.
-            in_flight: microbatches of which this stage holds activations.
-        """
+Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are there
+Choose = Callable[[Ready, int], Action | None]  # by what is ready and in flight: what starts; None waits
 
 
 class Order(Protocol):
     """The rule by which all stages choose."""
 
-    def chooser(self, stage: int, stages: int) -> Chooser:
-        """The chooser of one stage."""
+    def chooser(self, stage: int, stages: int) -> Choose:
+        """The choice of one stage; keeps its own place."""
 
 
-class _FromList:
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions, self.place = actions, 0
+def _in_order(actions: Sequence[Action]) -> Choose:
+    left = deque(actions)
 
-    def choose(self, ready: Mapping[Kind, Collection[int]], in_flight: int) -> Action | None:
-        del in_flight  # the list bounds it
-        if self.place == len(self.actions):
-            return None
-        action = self.actions[self.place]
-        if action.work not in ready[action.kind]:
-            return None
-        self.place += 1
-        return action
+    def choose(ready: Ready, _: int) -> Action | None:
+        return left.popleft() if left and left[0].work in ready[left[0].kind] else None
 
-
-class _BackwardFirst:
-    def __init__(self, most_in_flight: int | None) -> None:
-        self.most = most_in_flight
-
-    def choose(self, ready: Mapping[Kind, Collection[int]], in_flight: int) -> Action | None:
-        if ready["backward"]:
-            return Action("backward", min(ready["backward"]))
-        if ready["forward"] and (self.most is None or in_flight < self.most):
-            return Action("forward", min(ready["forward"]))
-        return None
+    return choose
 
 
 @dataclass(frozen=True, slots=True)
 class GPipe:
-    """All forwards of a global batch, then all its backwards.
-
-    Attributes:
-        batches: microbatches of each global batch, in order.
-    """
+    """All forwards of a global batch, then all its backwards."""
 
     batches: Sequence[int]
 
-    def chooser(self, stage: int, stages: int) -> Chooser:
+    def chooser(self, stage: int, stages: int) -> Choose:
         """The same list on every stage."""
         del stage, stages
-        actions, begin = [], 0
+        actions, begin = list[Action](), 0
         for count in self.batches:
             places = range(begin, begin + count)
             actions += [Action("forward", place) for place in places]
             actions += [Action("backward", place) for place in places]
             begin += count
-        return _FromList(actions)
+        return _in_order(actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +78,7 @@ class OneFOneB:
 
     batches: Sequence[int]
 
-    def chooser(self, stage: int, stages: int) -> Chooser:
+    def chooser(self, stage: int, stages: int) -> Choose:
         """The list of one stage."""
         ahead, actions, begin = stages - stage, list[Action](), 0
         for count in self.batches:
@@ -117,7 +88,7 @@ class OneFOneB:
                 if place < count:
                     actions.append(Action("forward", begin + place))
             begin += count
-        return _FromList(actions)
+        return _in_order(actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +101,16 @@ class BackwardFirst:
 
     limited: bool = False
 
-    def chooser(self, stage: int, stages: int) -> Chooser:
+    def chooser(self, stage: int, stages: int) -> Choose:
         """The rule, with the stage's limit."""
-        return _BackwardFirst(stages - stage if self.limited else None)
+        most = stages - stage if self.limited else math.inf
+
+        def choose(ready: Ready, in_flight: int) -> Action | None:
+            if ready["backward"]:
+                return Action("backward", min(ready["backward"]))
+            return Action("forward", min(ready["forward"])) if ready["forward"] and in_flight < most else None
+
+        return choose
 
 
 Key = tuple[str, int]  # a job and one of its steps
@@ -145,7 +123,6 @@ class Work:
     Attributes:
         parts: jobs and steps whose samples it holds.
         shape: what its seconds depend on, padding rows included where they are computed.
-        tokens: real tokens.
         padded: tokens that it takes up of the capacity.
     """
 
@@ -171,9 +148,6 @@ class Pipeline:
     """One replica in a simulation.
 
     Attributes:
-        works: its microbatches in the order of the schedule.
-        seconds: by stage and microbatch.
-        order: how each stage chooses what to run.
         transfer: seconds until a neighbour has the result of each microbatch; hidden behind other work.
     """
 
@@ -292,7 +266,7 @@ class _Simulation:
         stage = self.stages[where]
         if stage.busy:
             return
-        action = self.choosers[where].choose(stage.ready, stage.in_flight)
+        action = self.choosers[where](stage.ready, stage.in_flight)
         if action is None:
             return
         stage.busy = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError, choices
@@ -13,7 +12,7 @@ from plait.cost.time import MicrobatchShape, StageTime, TimeModel
 from plait.planner.dispatch_step import by_dispatch, by_load
 from plait.planner.grouping import JobLoad, group_jobs, head_tail
 from plait.planner.packing import PackedBatches, pack
-from plait.planner.packing_exact import PackingLimits, pack_all
+from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.verify import verify
 from plait.simulate.events import OneFOneB, Order, Pipeline, Run, Work, simulate
@@ -25,10 +24,6 @@ class Machine:
     """One replica to simulate on.
 
     Attributes:
-        time: seconds of microbatches.
-        layer_split: layers of each stage.
-        tp: tensor-parallel devices of each stage.
-        latency: seconds that a message between stages takes besides its bytes.
         bandwidth: bytes per second between stages; None leaves transfers out.
         token_bytes: bytes of one token's activations between stages.
     """
@@ -36,7 +31,6 @@ class Machine:
     time: TimeModel
     layer_split: tuple[int, ...]
     tp: int = 1
-    latency: float = 0.0
     bandwidth: float | None = None
     token_bytes: int = 0
 
@@ -63,10 +57,7 @@ class Machine:
     def _transfer(self, works: Sequence[Work]) -> list[float]:
         if self.bandwidth is None:
             return []
-        return [
-            self.latency + work.shape.tokens * self.token_bytes / self.bandwidth if work.parts else 0.0
-            for work in works
-        ]
+        return [work.shape.tokens * self.token_bytes / self.bandwidth for work in works]
 
 
 def schedule_work(
@@ -77,7 +68,6 @@ def schedule_work(
     Args:
         tile: padding multiple of the capacity.
         computed_tile: multiple to which segments are computed.
-        labelled_share: share of the tokens that reach head and loss.
     """
     lengths = [length for segment in microbatch.segments for length in segment.lengths]
     computed = microbatch.padded(computed_tile)
@@ -93,46 +83,6 @@ def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
     return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
 
 
-def plan_pipelines(
-    plan: Plan,
-    time: TimeModel,
-    *,
-    labelled_share: float = 1.0,
-    bandwidths: Mapping[int, float] | None = None,
-    latency: float = 0.0,
-    token_bytes: int = 0,
-) -> dict[int, Pipeline]:
-    """The replicas of a plan with their microbatches, in 1F1B order; see :func:`.report.measure`.
-
-    Args:
-        labelled_share: share of the tokens that reach head and loss.
-        bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
-        latency: seconds of a message besides its bytes.
-        token_bytes: bytes of one token's activations between stages.
-
-    Raises:
-        InputError: the time model has no figures for a replica's tensor-parallel degree.
-    """
-    tile = max((group.tile for group in plan.groups), default=1)
-    pipelines = {}
-    for replica in plan.replicas:
-        split = replica.layer_split or even_split(time.layers, replica.pp)
-        bandwidth = (bandwidths or {}).get(replica.id)
-        machine = Machine(time, split, replica.tp, latency, bandwidth, token_bytes)
-        works = [
-            schedule_work(item, tile, labelled_share=labelled_share)
-            for item in plan.schedule
-            if isinstance(item, Microbatch) and item.replica == replica.id
-        ]
-        pipelines[replica.id] = machine.in_order(works)
-    return pipelines
-
-
-def tensor_parallel(plan: Plan) -> Mapping[int, int]:
-    """tp of each replica, for :func:`.report.measure`."""
-    return {replica.id: replica.tp for replica in plan.replicas}
-
-
 NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
 TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
@@ -143,25 +93,18 @@ class PlanOptions:
     """How a forecast plans.
 
     Attributes:
-        capacities: most padded tokens of a microbatch of each replica.
-        tile: padding multiple P.
+        capacities: most tokens of a microbatch of each replica.
         labelled_share: share of the tokens that reach head and loss.
-        hidden_size: of the model, for the traffic between stages.
         bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
-        limits: of the packer.
         dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
             out by load.
-        memory: of the jobs' microbatches; None predicts no bytes.
-        groups: of jobs that are packed together; None leaves their number to the planner.
         adapting: in a pipeline, whether groups and smaller capacities are tried (:func:`adapted`).
     """
 
     capacities: Mapping[int, int]
-    tile: int = 1
     labelled_share: float = 1.0
     hidden_size: int = 0
     bandwidths: Mapping[int, float] = field(default_factory=dict)
-    limits: PackingLimits | None = None
     dispatch: Dispatcher | None = None
     memory: RunMemory | None = None
     groups: int | None = None
@@ -179,11 +122,8 @@ class Forecast:
 
     Attributes:
         plan: replicas with their layers, groups with predictions, the verified schedule.
-        metrics: of that schedule, simulated.
         alone: of the same global batches trained job by job on the same devices, stages of equal layers,
             the pipeline drained after every step.
-        run: the simulated run, for a timeline.
-        pipelines: what ran, for a timeline.
         replica_bytes: most bytes on any device of each replica; empty where the memory is not known.
     """
 
@@ -205,15 +145,11 @@ def forecast(
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
-    *,
-    pool: Executor | None = None,
 ) -> Forecast:
     """Plan the global batches of jobs, and simulate the plan and training job by job.
 
     Args:
-        batches: each job's global batches in order; for long jobs, its first ones.
         replicas: the deployment; one without a layer split gets the balanced one.
-        pool: where to pack side by side.
 
     Raises:
         CapacityError: a sample fits into no replica.
@@ -221,10 +157,10 @@ def forecast(
         InputError: the time model lacks a replica's tensor-parallel degree.
     """
     if options.adapting:
-        options = adapted(batches, replicas, time, options, pool=pool)
-    plan = make_plan(batches, replicas, time, options, pool=pool)
-    pipelines = _pipelines(plan, time, options)
-    hidden, tp = options.hidden_size, tensor_parallel(plan)
+        options = adapted(batches, replicas, time, options)
+    plan = make_plan(batches, replicas, time, options)
+    pipelines = plan_pipelines(plan, time, options)
+    hidden, tp = options.hidden_size, {replica.id: replica.tp for replica in plan.replicas}
     metrics, run = measure(pipelines, hidden_size=hidden, tp=tp)
     alone, _ = measure(job_by_job(batches, plan.replicas, time, options), hidden_size=hidden, tp=tp)
     held = most_bytes(run, plan, options.memory) if options.memory is not None else {}
@@ -240,8 +176,6 @@ def adapted(
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
-    *,
-    pool: Executor | None = None,
 ) -> PlanOptions:
     """The options with the groups and the largest capacities whose first steps are over first, simulated.
 
@@ -254,8 +188,8 @@ def adapted(
     longest = max(length for own in batches.values() for batch in own for length in batch.lengths)
 
     def seconds(tried: PlanOptions) -> float:
-        plan = make_plan(first, replicas, time, tried, pool=pool)
-        return simulate(_pipelines(plan, time, tried)).makespan
+        plan = make_plan(first, replicas, time, tried)
+        return simulate(plan_pipelines(plan, time, tried)).makespan
 
     both = [options, replace(options, groups=len(batches))]
     tried = [replace(min(both, key=seconds), capacities=each) for each in _halved(options, replicas, longest)]
@@ -276,14 +210,25 @@ def _halved(options: PlanOptions, replicas: Sequence[Replica], longest: int) -> 
         found.append(smaller)
 
 
-def _pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[int, Pipeline]:
-    return plan_pipelines(
-        plan,
-        time,
-        labelled_share=options.labelled_share,
-        bandwidths=options.bandwidths,
-        token_bytes=options.token_bytes,
-    )
+def plan_pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[int, Pipeline]:
+    """The replicas of a plan with their microbatches, in 1F1B order; see :func:`.report.measure`.
+
+    Raises:
+        InputError: the time model has no figures for a replica's tensor-parallel degree.
+    """
+    pipelines = {}
+    for replica in plan.replicas:
+        works = [
+            schedule_work(item, 1, labelled_share=options.labelled_share)
+            for item in plan.schedule
+            if isinstance(item, Microbatch) and item.replica == replica.id
+        ]
+        pipelines[replica.id] = _machine(replica, replica.layer_split, time, options).in_order(works)
+    return pipelines
+
+
+def _machine(replica: Replica, split: tuple[int, ...], time: TimeModel, options: PlanOptions) -> Machine:
+    return Machine(time, split, replica.tp, options.bandwidths.get(replica.id), options.token_bytes)
 
 
 def make_plan(
@@ -291,8 +236,6 @@ def make_plan(
     replicas: Sequence[Replica],
     time: TimeModel,
     options: PlanOptions,
-    *,
-    pool: Executor | None = None,
 ) -> Plan:
     """Group, share out, pack, order and verify; arguments and errors as in :func:`forecast`."""
     if not batches or not replicas:
@@ -313,11 +256,11 @@ def make_plan(
         else group_jobs(loads, stages=max(stages.values()), capacity=largest)
     )
     order = [_shared(turn, deployed, time, options) for turn in turns(batches, grouping)]
-    packed = _packed(order, options, pool)
-    items = build_schedule(packed, stages, capacity=capacities, tile=options.tile)
+    packed = _packed(order, options)
+    items = build_schedule(packed, stages, capacity=capacities)
     every = [batch for own in batches.values() for batch in own]
-    verify(items, every, stages=stages, capacity=capacities, tile=options.tile)
-    groups = tuple(Group(jobs, min(capacities.values()), options.tile) for jobs in grouping)
+    verify(items, every, stages=stages, capacity=capacities)
+    groups = tuple(Group(jobs, min(capacities.values()), 1) for jobs in grouping)
     chosen: dict[str, str | int | float | bool | None] = {
         f"capacity.{replica}": capacity for replica, capacity in capacities.items()
     }
@@ -359,14 +302,14 @@ def _speed(replica: Replica, time: TimeModel, options: PlanOptions) -> float:
 
 
 def _packed(
-    order: Sequence[Mapping[int, Sequence[GlobalBatch]]], options: PlanOptions, pool: Executor | None
+    order: Sequence[Mapping[int, Sequence[GlobalBatch]]], options: PlanOptions
 ) -> list[dict[int, PackedBatches]]:
     """Every turn's parts, packed replica by replica."""
     packed: list[dict[int, PackedBatches]] = [{} for _ in order]
     for replica, capacity in options.capacities.items():
         places = [place for place, turn in enumerate(order) if turn.get(replica)]
         parts = [order[place][replica] for place in places]
-        done = pack_all(parts, capacity=capacity, tile=options.tile, limits=options.limits, pool=pool)
+        done = pack_all(parts, capacity=capacity)
         for place, own in zip(places, done, strict=True):
             packed[place][replica] = own
     return packed
@@ -378,11 +321,7 @@ def job_by_job(
     time: TimeModel,
     options: PlanOptions,
 ) -> dict[int, Pipeline]:
-    """One job after another on the same replicas: each global batch packed by itself, each step waited for.
-
-    Args:
-        replicas: with a layer split.
-    """
+    """One job after another on the same replicas: each global batch packed alone, each step waited for."""
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
     for own in batches.values():
@@ -395,13 +334,9 @@ def job_by_job(
                 ]
                 counts[replica].append(len(microbatches))
     return {
-        each.id: Machine(
-            time,
-            even_split(time.layers, each.pp),
-            each.tp,
-            bandwidth=options.bandwidths.get(each.id),
-            token_bytes=options.token_bytes,
-        ).pipeline(works[each.id], OneFOneB(counts[each.id]))
+        each.id: _machine(each, even_split(time.layers, each.pp), time, options).pipeline(
+            works[each.id], OneFOneB(counts[each.id])
+        )
         for each in replicas
     }
 

@@ -36,18 +36,11 @@ class Metrics:
     """The figures of one simulated run.
 
     Attributes:
-        makespan: seconds until the last backward.
         mean_completion: mean over the jobs of the seconds until its last step.
-        bubble: idle shares.
-        device_seconds: devices times makespan.
-        tokens_per_second: real tokens over makespan.
         padding_share: padding among the tokens counted against capacities.
         communication_bytes: activations and their gradients between stages: 2(D − 1)·tokens·hidden
             values (mLoRA §3.2.2).
         peak_in_flight: most microbatches held at once, by replica and stage.
-        peak_tokens: most tokens held at once, by replica and stage.
-        microbatches: without no-ops.
-        noops: empty microbatches.
     """
 
     makespan: float
@@ -67,14 +60,11 @@ def measure(
     pipelines: Mapping[int, Pipeline],
     *,
     hidden_size: int = 0,
-    value_bytes: int = VALUE_BYTES,
     tp: Mapping[int, int] | None = None,
 ) -> tuple[Metrics, Run]:
     """Simulate and measure.
 
     Args:
-        hidden_size: of the model, for the traffic between stages.
-        value_bytes: bytes of one activation value.
         tp: tensor-parallel devices of each stage, by replica; 1 where absent.
 
     Raises:
@@ -96,7 +86,7 @@ def measure(
         tokens_per_second=tokens / run.makespan if run.makespan else 0.0,
         padding_share=1 - tokens / padded if padded else 0.0,
         communication_bytes=sum(
-            2 * (pipeline.stages - 1) * work.tokens * hidden_size * value_bytes
+            2 * (pipeline.stages - 1) * work.tokens * hidden_size * VALUE_BYTES
             for pipeline in pipelines.values()
             for work in pipeline.works
         ),
@@ -109,11 +99,7 @@ def measure(
 
 
 def bubble(pipelines: Mapping[int, Pipeline], run: Run, tp: Mapping[int, int] | None = None) -> Bubble:
-    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages.
-
-    Args:
-        tp: as :func:`measure` takes it: a stage counts by its devices.
-    """
+    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages."""
     if not run.makespan:
         return Bubble(0.0, 0.0, 0.0, 0.0)
     level = {r: replace(p, seconds=_equal_microbatches(p)) for r, p in pipelines.items()}
@@ -144,12 +130,6 @@ def _ends(run: Run) -> dict[int, float]:
     for span in run.spans:
         ends[span.replica] = max(ends.get(span.replica, 0.0), span.end)
     return ends
-
-
-def imbalance_floor(seconds: Sequence[Sequence[StageTime]]) -> float:
-    """Idle share that stages of unequal cost leave even without fill, drain and raggedness."""
-    costs = [sum(item.total for item in stage) for stage in seconds]
-    return 1 - sum(costs) / (len(costs) * max(costs))
 
 
 def _equal_microbatches(pipeline: Pipeline) -> list[list[StageTime]]:

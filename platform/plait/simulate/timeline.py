@@ -75,11 +75,7 @@ ROW, LEGEND_LINE, AROUND = 30, 19, 190  # pixels
 
 
 def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) -> go.Figure:
-    """The run's spans over seconds, coloured by the first job of each microbatch; steps in a row on top.
-
-    Args:
-        title: says what was simulated; the figure adds how much of a long run it shows.
-    """
+    """The run's spans over seconds, coloured by the first job of each microbatch; steps in a row on top."""
     import plotly.graph_objects as go
 
     spans = sorted(run.spans, key=lambda span: (span.start, span.replica, span.stage))[:MOST_SPANS]
