@@ -103,7 +103,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(
         expected = model(tokens.unsqueeze(0), use_cache=False).logits[0]
     settings = ModelSettings(kind="gguf", path=str(path), dtype="float32")
     torch.testing.assert_close(logits_of(settings, tmp_path, tokens), expected, rtol=1e-4, atol=1e-4)
-    assert capfd.readouterr().err == "Converting tiny.gguf to float32, once ...\n"  # and no progress bar
+    assert capfd.readouterr().err == "Converting tiny.gguf to float32 (once) ...\n"  # and no progress bar
 
     monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert logits_of(settings, tmp_path, tokens).shape == expected.shape
@@ -196,7 +196,7 @@ def _of_another_size(folder: Path) -> None:
     ("damage", "message"),
     [
         (_cut_short, "incomplete"),
-        (_without_a_weight, r"lack 1 weights, as model\.layers\.1\.mlp\.up_proj\.weight"),
+        (_without_a_weight, r"lack 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"),
         (_of_another_size, "mismatched"),
     ],
 )
@@ -322,7 +322,7 @@ def test_a_model_that_is_more_than_its_blocks_is_refused(
         return whole(self, inputs_embeds=3.0 * self.get_input_embeddings()(input_ids), **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
-    with pytest.raises(ModelError, match="embed gives another result"):
+    with pytest.raises(ModelError, match="embed differs from the whole"):
         load_model(TINY, cache=tmp_path)
 
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.models.packing import MAX_WASTE, AttentionLayout, bucket_samples
+from plait.core.padding import MAX_WASTE, bucket_samples
+from plait.models.packing import AttentionLayout
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

@@ -62,7 +62,7 @@ def fake_context(
     real = AttentionLayout.of(lengths)
     index = real.index(heads, shared)
     fake = {(heads, shared): HeadIndex(*(getattr(index, name).to("meta") for name in _INDEX_FIELDS))}
-    layout = AttentionLayout(real.buckets, real.tokens, real.source.to("meta"), real.place.to("meta"), fake)
+    layout = AttentionLayout(real.buckets, real.tokens, real.source.to("meta"), real.target.to("meta"), fake)
     tokens, size = sum(lengths), _head_size(config)
     offsets = [0]
     for length in lengths:

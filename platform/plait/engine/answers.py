@@ -10,7 +10,7 @@ from plait.core.messages import Generate
 from plait.core.samples import Split
 from plait.engine.out_of_memory import attempt, give_back
 from plait.models import BaseModel
-from plait.models.generate import Prompt, generate, in_work
+from plait.models.generate import Prompt, batch_size, generate
 from plait_kernels import Bank
 
 
@@ -49,7 +49,7 @@ def answer(
     troubles: dict[str | None, str] = {}
     left, most = list(range(len(prompts))), len(prompts)
     while left:
-        part = left[: min(most, in_work([prompts[index] for index in left], room, capacity))]
+        part = left[: min(most, batch_size([prompts[index] for index in left], room, capacity))]
         chosen = [prompts[index] for index in part]
         new, detail = attempt(partial(generate, model, chosen, bank, max_new_tokens=room, capacity=capacity))
         if new is not None:

@@ -1,6 +1,6 @@
-"""The frozen base model: loading, running it as blocks, and which layers adapters may target.
+"""The frozen base model: loading it, running it as blocks, and the layers that adapters may target.
 
-Names are imported when they are first asked for: whoever only checks targets needs no torch.
+Names are imported when they are first used, so that checking targets needs no torch.
 """
 
 from importlib import import_module

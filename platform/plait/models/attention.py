@@ -34,7 +34,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads, and the key and value heads that groups of them share."""
+    """Numbers of query heads, and of key and value heads that groups of them share."""
 
     query: int
     shared: int
@@ -56,18 +56,12 @@ Rotation = tuple[Tensor, Tensor]  # cos, sin: (positions, rotated size)
 def packed_attention(
     qkv: Tensor, heads: Heads, layout: AttentionLayout, rule: AttentionRule, rotation: Rotation | None = None
 ) -> Tensor:
-    """Causal attention within each sample.
+    """Causal attention within each sample: (tokens, query heads · head size).
 
     Args:
         qkv: (tokens, (query + 2 · shared) · head size): all queries, all keys, all values of a token.
-        heads: how many of each.
-        layout: of the microbatch.
-        rule: scale, window and softcap.
         rotation: cos and sin by position, to rotate queries and keys here (RoPE over the halves of a head);
             None where they are rotated already or never.
-
-    Returns:
-        (tokens, query heads · head size).
     """
     return cast("Callable[..., Tensor]", _PackedAttention.apply)(qkv, heads, layout, rule, rotation)
 
@@ -168,8 +162,7 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax of the scores of query rows [start, stop) and keys [low, stop), for a block (start, stop, low).
 
-    Returns:
-        Probabilities (batch, group · rows, keys), and tanh of the capped scores where there is a cap.
+    Returns (batch, group · rows, keys), and tanh of the capped scores where there is a cap.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     start, stop, low = block
@@ -184,7 +177,7 @@ def _probabilities(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule) -> Sequence[Tensor]:
-    """Fill ``out`` (batch, group · length, size) for one bucket; the probabilities, if they are kept."""
+    """Fill ``out`` (batch, group · length, size) for one bucket; returns probabilities that are kept."""
     length = k.shape[1]
     if length <= ROWS:
         probabilities, _ = _probabilities(q, k, (0, length, 0), rule)

@@ -1,4 +1,4 @@
-"""The frozen base model as blocks: embed, then one layer at a time, then the head on chosen rows."""
+"""The frozen base model as blocks: embed, one layer at a time, the head on chosen rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.models.blocks import ATTENTION, Parts, find_parts, unusable
+from plait.models.blocks import ATTENTION, Observed, Parts, find_parts, observe, unusable
 from plait.models.context import MicrobatchContext, Rotation, Running, running
 from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
 from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
-from plait.models.observe import Observed, observe
 from plait.models.targets import LinearInfo
 from plait_kernels import Site
 
@@ -27,11 +26,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a base model is called, for runs, exports and checkpoints.
+    """What a base model is called in runs, exports and checkpoints.
 
     Attributes:
         name: hub id, folder or built-in name: PEFT's ``base_model_name_or_path``.
-        digest: of configuration, source and dtype: equal digests are equal models.
+        digest: of configuration, source and dtype; equal digests are equal models.
         revision: of the hub repository, where one was asked for.
     """
 
@@ -42,7 +41,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class HeadParameters:
-    """What the loss needs to make logits of normalised hidden rows: softcap(scale · (hidden Wᵀ + b))."""
+    """The head as the loss needs it: logits = softcap(scale · (hidden Wᵀ + b)), hidden after the norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,9 +53,7 @@ class BaseModel:
     """A frozen causal language model, run block by block over packed samples.
 
     Args:
-        model: from transformers, its weights dense; taken over and changed.
-        tokeniser: of the model.
-        identity: its name and digest.
+        model: from transformers, with dense weights; it is changed in place.
         max_length: longest sample in tokens.
 
     Raises:
@@ -78,13 +75,13 @@ class BaseModel:
         self._parts: Parts = find_parts(model)
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
-        self._adopt()
+        self._prepare()
 
     # ---- what it is -----------------------------------------------------------------------------------
 
     @property
     def config_digest(self) -> str:
-        """Names configuration, source and dtype: equal digests are equal models."""
+        """Digest of configuration, source and dtype."""
         return self.identity.digest
 
     @property
@@ -109,7 +106,7 @@ class BaseModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all frozen weights; tied ones count once."""
+        """Bytes of all frozen weights, tied ones counted once."""
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in self.tensors()
@@ -118,7 +115,7 @@ class BaseModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the frozen weights and of the arithmetic."""
+        """The dtype of the frozen weights and of the arithmetic."""
         return self._parts.head.weight.dtype
 
     @property
@@ -128,7 +125,7 @@ class BaseModel:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text: the configuration's and the tokeniser's."""
+        """Tokens that end a text, by the configuration and the tokeniser."""
         named = self._model.config.eos_token_id
         listed = list(named) if isinstance(named, (list, tuple)) else [named]
         found = {token for token in [*listed, self.tokeniser.eos_token_id] if token is not None}
@@ -143,12 +140,12 @@ class BaseModel:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Every linear layer as a site, siblings together; ``module`` is its place in ``linears``."""
+        """Every linear layer as a site, siblings together; ``module`` is its index in ``linears``."""
         return tuple(site for groups in self._groups for group in groups for site in group.sites)
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
-        """The linear layers as they run, layer by layer: siblings, which read the same input, together."""
+        """The linear layers as they run: siblings, which read the same input, are one group."""
         return tuple(group for groups in self._groups for group in groups)
 
     def frozen_weight(self, name: str) -> Tensor:
@@ -183,11 +180,11 @@ class BaseModel:
         return self._run(index, hidden, context)
 
     def final_norm(self, rows: Tensor) -> Tensor:
-        """The last normalisation, of the rows that the head needs (labelled rows)."""
+        """The final norm, of the rows that the head needs (labelled rows)."""
         return cast(Tensor, self._parts.norm(rows))
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits (rows, vocabulary) of hidden rows, the last normalisation included."""
+        """Logits (rows, vocabulary) of hidden rows, the final norm included."""
         logits = self._parts.head(self.final_norm(rows))
         if self._parts.logit_scale is not None:
             logits = logits * self._parts.logit_scale
@@ -195,7 +192,7 @@ class BaseModel:
         return cast(Tensor, logits if cap is None else cap * torch.tanh(logits / cap))
 
     def head_parameters(self) -> HeadParameters:
-        """The head, for a loss that never holds all logits; give it rows after :meth:`final_norm`."""
+        """The head, for a loss that never holds all logits at once; apply :meth:`final_norm` first."""
         head = self._parts.head
         return HeadParameters(head.weight, head.bias, self._parts.softcap, self._parts.logit_scale)
 
@@ -222,7 +219,7 @@ class BaseModel:
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
 
     def _rotation(self, index: int, context: MicrobatchContext) -> Rotation | None:
-        """cos and sin for one layer; made once for a kind of layer."""
+        """cos and sin for one layer, computed once for each kind of layer."""
         rotary = self._parts.rotary
         if rotary is None:
             return None
@@ -237,11 +234,11 @@ class BaseModel:
             context.shared[key] = Rotation(tokens, (cos.squeeze(0), sin.squeeze(0)))
         return context.shared[key]
 
-    # ---- taking the model over ------------------------------------------------------------------------
+    # ---- preparing the model --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _adopt(self) -> None:
-        """Merge siblings, plug packed attention in, and check every block against the whole model's."""
+    def _prepare(self) -> None:
+        """Merge siblings, plug in packed attention, and check every block against the whole model."""
         model, parts = self._model, self._parts
         rotary = parts.rotary
         self._rotary_by_kind = (
@@ -262,11 +259,11 @@ class BaseModel:
         self._fuse(context)
         try:
             self._check(context, observed)
-        except (TypeError, LookupError, AttributeError) as error:  # a part that wants to be called otherwise
+        except (TypeError, LookupError, AttributeError) as error:  # a part with another signature
             raise unusable(model, f"its parts cannot be run one by one: {error}") from error
 
     def _fuse(self, context: MicrobatchContext) -> None:
-        """Replace what costs more than it needs to, where the replacement proves exact."""
+        """Replace slow parts by fused ones, where the replacement proves exact."""
         fuse_norms(self._model)
         fuse_mlps(self._parts.layers)
         for index, layer in enumerate(self._parts.layers):
@@ -275,7 +272,7 @@ class BaseModel:
                 fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
 
     def _check(self, context: MicrobatchContext, observed: Observed) -> None:
-        """Each block, given what the whole model gave its own, must return what it returned."""
+        """Each block must return what it returned in the whole model, from the same input."""
         self._compare("embed", self.embed(context), observed.inputs[0])
         for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
             hidden = self.layer(index, given.repeat(2, 1), context)
@@ -286,6 +283,4 @@ class BaseModel:
         wanted = expected.float().repeat(2, 1)
         error = float((found.float() - wanted).norm() / wanted.norm())
         if not error <= TOLERANCE[self.dtype]:
-            raise unusable(
-                self._model, f"{block} gives another result than in the whole model (by {error:.1e})"
-            )
+            raise unusable(self._model, f"{block} differs from the whole model's (by {error:.1e})")

@@ -1,7 +1,8 @@
-"""The parts of a transformers causal language model, found by looking, and its attention replaced."""
+"""What a transformers causal language model is made of: its parts, and what they do when it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from plait.models.attention import AttentionRule, Heads, packed_attention
 from plait.models.context import now_running
 
 ATTENTION = "plait"  # the name under which transformers finds packed attention
-DECODERS = "Take a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
+DECODERS = "Use a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3, GPT-NeoX or GPT-2."
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,11 @@ class Parts:
 
     Attributes:
         prefix: name of the list of layers, with a dot at the end.
-        embedding: token ids to hidden states, scaled as the model wants it.
         positions: learnt position embeddings, or None.
-        layers: the decoder layers.
         rotary: makes cos and sin from positions, or None.
-        norm: the last normalisation.
-        head: the output layer.
         softcap: of the logits, or None.
-        embedding_scale: factor of the embeddings, where the model and not its embedding applies it.
-        logit_scale: factor of the logits, before the softcap; None where there is none.
+        embedding_scale: factor that the model, not its embedding, multiplies embeddings by.
+        logit_scale: factor of the logits before the softcap, or None.
     """
 
     prefix: str
@@ -50,7 +47,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
     """The parts of a causal language model.
 
     Raises:
-        ModelError: a part is missing, or there are several that it could be.
+        ModelError: a part is missing or ambiguous.
     """
     children = dict(model.base_model.named_children())
     embedding = model.get_input_embeddings()
@@ -87,9 +84,65 @@ def unusable(model: nn.Module, why: str) -> ModelError:
     """The error for a model that cannot be run as blocks."""
     return ModelError(
         f"{type(model).__name__}: {why}",
-        "The model must be an embedding, one list of layers, a last normalisation and a linear head.",
+        "The model must consist of an embedding, one list of layers, a final norm and a linear head.",
         DECODERS,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the blocks did in one run of the whole model.
+
+    Attributes:
+        siblings: groups of linear layers that read the same tensor, in the model's order.
+        inputs, outputs: hidden states (tokens, hidden) before and after each layer.
+        logits: (tokens, vocabulary).
+    """
+
+    siblings: tuple[tuple[str, ...], ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    logits: Tensor
+
+
+def observe(
+    model: PreTrainedModel, layers: Sequence[nn.Module], linears: Sequence[str], tokens: Tensor
+) -> Observed:
+    """Run the whole model once on one sample of ``tokens``; nothing else calls a whole model."""
+    calls: list[tuple[str, Tensor]] = []  # keeps every input alive, so that no id is used twice
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def linear_hook(name: str) -> Callable[..., None]:
+        def note(_module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            calls.append((name, given[0]))
+
+        return note
+
+    def layer_hook(_module: nn.Module, given: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
+        inputs.append((given[0] if given else options["hidden_states"])[0])
+        outputs.append((out[0] if isinstance(out, tuple) else out)[0])
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(linear_hook(name)) for name in linears]
+    hooks += [layer.register_forward_hook(layer_hook, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad():
+            logits = model(tokens.unsqueeze(0), use_cache=False).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Observed(_siblings(calls, linears), tuple(inputs), tuple(outputs), logits)
+
+
+def _siblings(calls: Sequence[tuple[str, Tensor]], linears: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Linear layers grouped by the tensor they read; one that did not run exactly once is alone."""
+    names = [name for name, _ in calls]
+    readers: dict[int, list[str]] = {}
+    for name, given in calls:
+        if names.count(name) == 1:
+            readers.setdefault(id(given), []).append(name)
+    group_of = {name: tuple(group) for group in readers.values() for name in group}
+    return tuple(dict.fromkeys(group_of.get(name, (name,)) for name in linears))
 
 
 def attention_forward(
@@ -103,17 +156,15 @@ def attention_forward(
     softcap: float | None = None,
     **_other: Any,
 ) -> tuple[Tensor, None]:
-    """Packed attention as transformers' attention modules call it; they rotate before.
+    """Packed attention as transformers' attention modules call it, with q and k already rotated.
+
+    The context's sample boundaries take the place of the mask.
 
     Args:
-        module: the attention module (its ``layer_idx`` names its place in the cache).
         query: (1, heads, tokens, head size).
-        key: (1, key heads, tokens, head size).
-        value: as key.
-        _attention_mask: unused: the context's sample boundaries are the mask.
-        scaling: of the scores; 1/sqrt(head size) where it is None.
-        sliding_window: how many keys back a query sees, its own included.
-        softcap: of the scores.
+        key, value: (1, key heads, tokens, head size).
+        scaling: of the scores; None: 1/sqrt(head size).
+        sliding_window: keys that a query sees, its own included.
 
     Returns:
         (1, tokens, heads, head size), and None for the probabilities.

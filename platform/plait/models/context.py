@@ -1,4 +1,4 @@
-"""What goes through the model beside the hidden states: one microbatch's tokens, samples and routing."""
+"""A microbatch as the model sees it, beside the hidden states: tokens, samples, routing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AttentionStore(Protocol):
-    """What stands between the rotated q, k, v of a layer and attention, where earlier tokens are kept."""
+    """Attention over earlier tokens too: a cache of keys and values (generation)."""
 
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
@@ -31,10 +31,10 @@ class AttentionStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of the rotary position embedding, as one kind of layer has them.
+    """cos and sin of the rotary position embedding of one kind of layer.
 
     Attributes:
-        tokens: of each token: (1, tokens, rotated size) each.
+        tokens: for each token: (1, tokens, rotated size) each.
         tables: by position: (longest, rotated size) each.
     """
 
@@ -49,8 +49,8 @@ class MicrobatchContext:
     Attributes:
         token_ids: (tokens,) int64, the samples end to end.
         position_ids: (tokens,) int64, counted from 0 in every sample.
-        sample_offsets: sample i is rows ``sample_offsets[i]`` to ``sample_offsets[i + 1]``; on the host.
-        routing: which rows belong to which adapter; None runs the base model alone.
+        sample_offsets: sample i is rows ``sample_offsets[i]`` to ``sample_offsets[i + 1]``.
+        routing: which rows belong to which adapter; None: the base model alone.
         checkpointing: keep only each layer's input and recompute the rest in backward.
         cache: keys and values of earlier tokens (generation only).
     """
@@ -73,17 +73,13 @@ class MicrobatchContext:
         routing: Routing | None = None,
         checkpointing: bool = False,
     ) -> MicrobatchContext:
-        """A context whose positions start from 0 in each sample.
-
-        Raises:
-            InputError: offsets that do not rise from 0 to the number of tokens.
-        """
+        """A context whose positions start from 0 in each sample; InputError where offsets do not rise."""
         offsets = tuple(int(offset) for offset in sample_offsets)
         rising = all(low < high for low, high in pairwise(offsets))
         if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != token_ids.numel() or not rising:
             raise InputError(
                 f"sample offsets {offsets} for {token_ids.numel()} tokens",
-                "Offsets rise from 0 to the number of tokens, with no empty sample.",
+                "Offsets rise from 0 to the number of tokens, and no sample is empty.",
             )
         positions = torch.cat([torch.arange(high - low) for low, high in pairwise(offsets)])
         return cls(token_ids, positions.to(token_ids.device), offsets, routing, checkpointing)
@@ -99,11 +95,10 @@ class MicrobatchContext:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What attention needs of the layer that runs now.
+    """What attention must know of the layer that is running.
 
     Attributes:
-        context: of the microbatch.
-        tables: cos and sin by position, (longest, rotated size) each; None where nothing rotates.
+        tables: cos and sin by position, (longest, rotated size) each; None without rotary embedding.
     """
 
     context: MicrobatchContext
@@ -116,7 +111,7 @@ _RUNNING: ContextVar[Running] = ContextVar("running")
 
 @contextmanager
 def running(layer: Running) -> Iterator[None]:
-    """Inside, a layer runs, for which :func:`now_running` answers."""
+    """Inside, :func:`now_running` returns this layer."""
     token = _RUNNING.set(layer)
     try:
         yield
@@ -125,5 +120,5 @@ def running(layer: Running) -> Iterator[None]:
 
 
 def now_running() -> Running:
-    """Of the layer that runs now; a LookupError outside of any layer."""
+    """The layer that is running; LookupError outside of any."""
     return _RUNNING.get()

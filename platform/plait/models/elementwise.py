@@ -1,7 +1,7 @@
-"""What lies between matrix products, one pass over memory each: compiled on a CPU, plain torch elsewhere.
+"""Norms, gates, rotation and softmax in one pass over memory each: compiled on a CPU, else plain torch.
 
-transformers' own modules cost as much as the matrix products on a CPU: each writes every intermediate. The
-functions here compute the same with one read and one write (``elementwise.c``), forward and backward.
+On a CPU transformers' own modules cost as much as the matrix products, since each writes every intermediate.
+The functions here compute the same with one read and one write (``elementwise.c``), forward and backward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
-    """The compiled function for these tensors, or None where they are not contiguous on a CPU."""
+    """The compiled function for these tensors; None unless they are contiguous and on a CPU."""
     first = tensors[0]
     fits = all(
         tensor.device.type == "cpu" and tensor.dtype == first.dtype and tensor.is_contiguous()
@@ -62,13 +62,9 @@ def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """x / rms(x) · (offset + weight) over the last dimension.
+    """x / rms(x) · (offset + weight) over the last dimension; ``weight`` (features,) is frozen.
 
-    Args:
-        x: (..., features).
-        weight: (features,), frozen.
-        eps: added to the mean square.
-        offset: 0 as in Llama, whose quotient is rounded to x's dtype before the product; 1 as in Gemma.
+    ``offset`` is 0 as in Llama, whose quotient is rounded to x's dtype before the product, or 1 as in Gemma.
     """
     return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset)
 
@@ -156,9 +152,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
 
     Args:
         x: (rows, size), contiguous; row r is at position r mod ``length``.
-        cos: (at least ``length``, rotated size), contiguous.
-        sin: as cos.
-        length: positions.
+        cos, sin: (at least ``length``, rotated size), contiguous.
         back: rotate the other way: the inverse, and the gradient.
     """
     sign, half = (-1.0 if back else 1.0), cos.shape[-1] // 2
@@ -180,12 +174,10 @@ def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: floa
 
     Args:
         scores: (batch, rows, keys), contiguous, at most ``MOST_KEYS`` keys, which start at position 0.
-        length: positions of the query rows.
-        window: keys that a query sees, its own included; None sees all.
-        scale: of the scores.
+        window: keys that a query sees, its own included; None: all.
 
     Returns:
-        Whether it was done: False leaves the scores as they were, for the caller to do it in torch.
+        Whether it was done; False leaves the scores as they were, for the caller to use torch.
     """
     function = compiled("softmax", scores) if scores.shape[-1] <= MOST_KEYS else None
     if function is None:

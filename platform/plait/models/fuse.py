@@ -1,7 +1,7 @@
-"""Replace what transformers' modules compute between matrix products by single passes over memory.
+"""Replaces what transformers' modules compute between matrix products by single passes over memory.
 
-Nothing is known of a family: a module is replaced where it looks as if it computed RMSNorm, a gated MLP or
-rotary attention, and where on random input the replacement gives what it gives. All else stays as it is.
+No family is known by name: a module is replaced where it looks like RMSNorm, a gated MLP or rotary attention,
+and where the replacement gives the same result on random input. Everything else stays as it is.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from plait.models.context import MicrobatchContext, Running, now_running, runnin
 from plait.models.elementwise import GELU_TANH, SILU, activation, gated, rms_norm
 from plait.models.lora import GroupedLinear
 
-# ‖replacement − module‖ / ‖module‖ on random input that is rounding alone; what is not shows far more.
+# ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
 ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 Forward = Callable[..., Any]
 
 
 def fuse_norms(root: nn.Module) -> int:
-    """Replace the forward of every RMSNorm below ``root``; how many were replaced."""
+    """Replace the forward of every RMSNorm below ``root``; returns how many."""
     return sum(_fuse_norm(module) for module in root.modules() if "RMSNorm" in type(module).__name__)
 
 
@@ -47,19 +47,19 @@ def _fuse_norm(module: nn.Module) -> bool:
 
 
 def fuse_mlps(root: nn.Module) -> int:
-    """Replace the forward of every gated MLP below ``root``; how many were replaced."""
+    """Replace the forward of every gated MLP below ``root``; returns how many."""
     return sum(_fuse_mlp(module) for module in root.modules())
 
 
 def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
-    """The first of the named children where they are one group, in this order and nothing else."""
+    """The first of the named children where exactly they, in this order, are one group."""
     members = [getattr(module, name, None) for name in names]
     first = members[0]
     if not isinstance(first, GroupedLinear) or len(first.group.sites) != len(names):
         return None
     same = all(
-        isinstance(member, GroupedLinear) and member.group is first.group and member.member == place
-        for place, member in enumerate(members)
+        isinstance(member, GroupedLinear) and member.group is first.group and member.member == index
+        for index, member in enumerate(members)
     )
     return first if same else None
 
@@ -97,10 +97,7 @@ class RotaryAttention:
 
     Attributes:
         project: to q, k and v side by side.
-        output: the output projection.
-        heads: how many.
-        rule: of the scores.
-        layer: place in the cache.
+        layer: index in the cache.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -127,7 +124,7 @@ class RotaryAttention:
         return self.output(out).unsqueeze(0), None
 
     def _rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """q and k rotated row by row: for rows whose positions do not start from 0."""
+        """q and k rotated row by row, for rows whose positions do not start from 0."""
         cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
         size = cos.shape[-1]
         x = qkv.view(len(qkv), self.heads.total, -1)
@@ -139,7 +136,7 @@ class RotaryAttention:
 
 
 class _Observer:
-    """Stands in for a cache and notes what an attention module asks for."""
+    """A fake cache that notes what an attention module asks for."""
 
     def __init__(self) -> None:
         self.asked: tuple[int, Heads, AttentionRule] | None = None
@@ -147,16 +144,15 @@ class _Observer:
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
-        """Note the question, and answer it."""
+        """Note what is asked, and answer it."""
         self.asked = (layer, heads, rule)
         return packed_attention(qkv, heads, context.layout, rule)
 
 
 def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
-    """Replace the forward of every rotary attention below ``root``; how many were replaced.
+    """Replace the forward of every rotary attention below ``root``, a decoder layer; returns how many.
 
     Args:
-        root: a decoder layer.
         trial: a few packed tokens to try it on.
         position_embeddings: cos and sin of each of them.
     """
@@ -174,7 +170,7 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
     with running(Running(observed, trial.tables)):
         try:
             given = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)
-        except TypeError:  # it wants more, as Ministral 3 does positions: what it makes of them is its own
+        except TypeError:  # it wants more arguments, as Ministral 3 wants positions: unknown what it does
             return False
     if observer.asked is None:
         return False

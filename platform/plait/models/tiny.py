@@ -1,4 +1,7 @@
-"""Small random models of ten families with a byte tokeniser of our own: for tests and dry runs."""
+"""Small random models of ten families with a byte tokeniser of their own, for dry runs and tests.
+
+A seam: tests build configurations and tokenisers from here without loading a model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# What a family needs beside the common sizes. Windows and softcaps are small enough to act on a few tokens.
+# Options of each family beside the common sizes. Windows and softcaps are small enough to matter for a few
+# tokens.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -42,7 +46,7 @@ MODEL_TYPES = {"gemma3": "gemma3_text"}
 
 
 def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
-    """A configuration of four layers and 64 features; ModelSettings checks the family's name."""
+    """The configuration of a model of four layers and 64 features."""
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": 64,
@@ -61,7 +65,7 @@ def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
 
 
 def byte_tokeniser() -> PreTrainedTokenizerFast:
-    """One token a byte, three special tokens before them, and a chat template."""
+    """A tokeniser with one token a byte, three special tokens before them, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
