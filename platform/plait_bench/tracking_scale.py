@@ -35,8 +35,8 @@ from plait.core.messages import (
 )
 from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
+from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
-from plait.tracking.store import Store
 from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.durations import duration
@@ -73,13 +73,13 @@ class Script:
         return 4.0 / math.sqrt(step) + 0.1 * math.sin(step * (adapter + 1)) + 1.0
 
     def kept(self, points: int) -> set[int]:
-        """Steps whose points are sent whatever their loss, where ``points`` are asked for."""
-        stride = -(-self.steps // points)
-        return {1, self.steps, *range(stride, self.steps + 1, stride)}
-
-    def best(self, adapter: int) -> int:
-        """The step of an adapter with the lowest training loss."""
-        return min(range(1, self.steps + 1), key=lambda step: self.loss(adapter, step))
+        """Steps whose points are sent, where ``points`` are asked for."""
+        stride, evaluated = -(-self.steps // points), max(1, self.steps // EVALUATIONS)
+        return {
+            step
+            for step in range(1, self.steps + 1)
+            if step in (1, self.steps) or step % stride == 0 or step % evaluated == 0
+        }
 
     def events(self, job: str, adapter: int, step: int) -> Iterator[Event]:
         """The events of one adapter's step."""
@@ -362,7 +362,7 @@ def _check(tracking: TrackingSettings, script: Script) -> int:
     for adapter in range(script.adapters):
         run = children[adapter]
         history = store.client.get_metric_history(run.info.run_id, TRAIN_LOSS)
-        wanted = {step: script.loss(adapter, step) for step in kept | {script.best(adapter)}}
+        wanted = {step: script.loss(adapter, step) for step in kept}
         last = script.loss(adapter, script.steps)
         shown = [run.data.metrics.get(key) for key in (TRAIN_LOSS, EVAL_LOSS, OBJECTIVE)]
         found = {point.step: point.value for point in history}

@@ -31,10 +31,9 @@ from plait.tracking import (
     locate,
     send_left,
 )
-from plait.tracking.check import open_store
-from plait.tracking.elsewhere import Elsewhere
+from plait.tracking.connection import open_store
 from plait.tracking.location import Location
-from plait.tracking.store import Store
+from plait.tracking.mlflow_store import Store
 from plait.tracking.writer import Writer
 
 STEPS = 6
@@ -60,11 +59,11 @@ class Switch:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Switch:
     switch = Switch()
-    for module in ("connection", "left", "final"):
+    for module in ("connection", "unsent", "search_run"):
         monkeypatch.setattr(f"plait.tracking.{module}.open_store", switch.open)
-    monkeypatch.setattr("plait.tracking.outgoing.Writer", partial(Writer, first_delay=0.01))
-    monkeypatch.setattr("plait.tracking.tracker.Elsewhere", partial(Elsewhere, pause=0.01))
-    monkeypatch.setattr("plait.tracking.elsewhere.SHARE", 1e9)  # however long a look takes
+    monkeypatch.setattr("plait.tracking.tracker.Writer", partial(Writer, first_delay=0.01))
+    monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.01)
+    monkeypatch.setattr("plait.tracking.tracker.READ_SHARE", 1e9)  # however long a reading takes
     return switch
 
 
@@ -293,7 +292,7 @@ def test_a_store_that_goes_away_in_the_middle_of_the_start(
         raise AwayError("tracking.uri=there: no answer")
 
     with monkeypatch.context() as patched:
-        patched.setattr("plait.tracking.begin.find_or_make", lost)
+        patched.setattr("plait.tracking.search_run.find_or_make", lost)
         tracker = start(settings, Begun(run_id, over(0)))
     assert tracker.away is not None
     rest(tracker)

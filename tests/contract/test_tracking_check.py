@@ -15,8 +15,8 @@ import pytest
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.tracking import AwayError, check, check_tracking, locate
-from plait.tracking.check import open_store
+from plait.tracking import AwayError, check_tracking, connection, locate
+from plait.tracking.connection import open_store
 from plait.utils.addresses import redact
 
 Usage = namedtuple("Usage", "total used free")
@@ -93,7 +93,7 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
 def test_a_server_that_never_answers(
     tmp_path: Path, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.3)
     refuse(TrackingSettings(uri=f"http://127.0.0.1:{silent_port}", root=tmp_path), "no answer", "timed out")
 
 

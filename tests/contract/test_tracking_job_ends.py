@@ -15,10 +15,7 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, left_unsent, load_search, locate, send_left
-from plait.tracking.encoding import Head
-from plait.tracking.operations import LogFile, LogText
-from plait.tracking.outgoing import spool_folder
-from plait.tracking.spool import open_spool
+from plait.tracking.event_log import logs_folder
 
 STEPS = 20
 
@@ -107,9 +104,9 @@ def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
     tracker.end_search()
     tracker.close()
     (item,) = load_search(settings, "demo").records
-    assert (item.state, item.step, item.loss, item.tokens) == ("stopped", 12, 3.0 / 12, 1200)
+    assert (item.state, item.step, item.loss, item.tokens) == ("stopped", 7, 3.0 / 7, 700)
     losses = MlflowClient(locate(settings).uri).get_metric_history(item.run_id, "train/loss")
-    assert [point.step for point in losses] == [1, 7, 12]
+    assert [point.step for point in losses] == [1, 7]  # of three points, as it was killed
 
 
 def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
@@ -139,7 +136,7 @@ def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(
 def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_figures(
     settings: TrackingSettings, tmp_path: Path
 ) -> None:
-    """Nothing of the spool is there, and the job's last step is trained a second time."""
+    """Nothing of the event log is there, and the job's last step is trained a second time."""
     one, two = (replace(settings, root=tmp_path / name) for name in ("one", "two"))
     first = begin(one)
     train(first, 0)
@@ -161,13 +158,13 @@ def test_a_job_that_goes_on_on_another_host_is_running_again_and_has_its_last_fi
     assert sorted(point.value for point in history if point.step == STEPS) == [STEPS, STEPS + 5.0]
 
 
-def test_leaderboards_take_room_in_the_spool_as_jobs_do(
+def test_leaderboards_take_room_in_the_event_log_as_jobs_do(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.tracking.overview.REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr("plait.tracking.overview.REFRESH_SHARE", 1e9)
+    monkeypatch.setattr("plait.tracking.search_run.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("plait.tracking.search_run.REFRESH_SHARE", 1e9)
     tracker = begin(replace(settings, flush_seconds=3600.0))
-    folder = spool_folder(settings.root, "demo")
+    folder = logs_folder(settings.root, "demo")
     sizes = []
     for trial in range(40):
         train(tracker, trial, 1)
@@ -182,17 +179,3 @@ def test_leaderboards_take_room_in_the_spool_as_jobs_do(
     assert len(table["data"]) == 40
     ids = {row[table["columns"].index("run_id")] for row in table["data"]}
     assert ids == {item.run_id for item in load_search(settings, "demo").records}
-
-
-def test_who_takes_a_spool_over_has_its_tables_too(tmp_path: Path) -> None:
-    head = Head("parent", "search demo", "sqlite:///there")
-    mine, other = open_spool(tmp_path, head), open_spool(tmp_path, head)
-    file = other.beside("leaderboard.json")
-    file.write_text("newest")
-    other.append(LogFile("search demo", file, "leaderboard.json"))
-    mine.take_over(other)
-    assert mine.peek(9) == [LogText("search demo", "leaderboard.json", "newest")]
-    assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".jsonl", ".sent"]
-    mine.beside("leaderboard.json").write_text("mine")
-    mine.remove()
-    assert list(tmp_path.iterdir()) == []

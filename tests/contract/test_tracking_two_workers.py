@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import permutations
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused,
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.terminal.text import state_text, status_line
 from plait.tracking import JobRecord, SearchFacts, Tracker, conclude, load_search, locate, send_left
-from plait.tracking.elsewhere import Elsewhere
+from plait.tracking.mlflow_store import Store
 
 OBJECTIVES = SearchSettings(
     trials=4, metric=("eval/loss", "adapter.rank"), direction=("minimize", "minimize")
@@ -249,8 +248,8 @@ def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: Tr
 def test_what_others_train_is_on_the_board_while_the_search_goes_on(
     settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.tracking.tracker.Elsewhere", partial(Elsewhere, pause=0.01))
-    monkeypatch.setattr("plait.tracking.elsewhere.SHARE", 1e9)  # however long a look takes
+    monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.01)
+    monkeypatch.setattr("plait.tracking.tracker.READ_SHARE", 1e9)  # however long a reading takes
     first, second = worker(settings), worker(settings)
     begin(first, 0)
     begin(second, 1)
@@ -272,17 +271,30 @@ def test_what_others_train_is_on_the_board_while_the_search_goes_on(
         tracker.close()
 
 
-def test_nothing_is_read_where_no_other_process_is() -> None:
-    read: list[int] = []
+def test_nothing_is_read_where_no_other_process_is(
+    settings: TrackingSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.0)
+    alone = worker(replace(settings, flush_seconds=0.001))
+    begin(alone, 0)
+    alone.flush()
+    read: list[str] = []
 
-    def looked() -> list[JobRecord]:
-        read.append(1)
+    def noted(_: Store, parent_id: str) -> list[JobRecord]:
+        read.append(parent_id)
         return []
 
-    alone = Elsewhere(lambda: False, looked, pause=0.001)
-    time.sleep(0.05)
-    alone.close()
-    assert (alone.take(), read) == (None, [])
+    monkeypatch.setattr(Store, "jobs", noted)
+    time.sleep(0.05)  # some fifty rounds of its writer
+    assert read == []
+    other = worker(settings)
+    until = time.monotonic() + 30
+    while not read and time.monotonic() < until:
+        time.sleep(0.01)
+    assert read
+    for tracker in (alone, other):
+        tracker.end_search()
+        tracker.close()
 
 
 def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: TrackingSettings) -> None:
@@ -298,7 +310,7 @@ def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: Tr
     states = {name: state_text(other.board, record) for name, record in other.board.jobs.items()}
     assert states == {"trial-0000": "orphaned", "trial-0001": "finished"}
     assert "0 running · 1 orphaned" in status_line(other.board, None)
-    assert {record.name: record.state for record in other._stored()}["trial-0000"] == "orphaned"
+    assert {record.name: record.state for record in other._stored_jobs()}["trial-0000"] == "orphaned"
     begin(other, 0)
     assert other.board.jobs["trial-0000"].state == JobState.RUNNING
     end(other, 0)

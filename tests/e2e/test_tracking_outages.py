@@ -21,7 +21,7 @@ from postgresql import postgresql_server
 
 from plait.cli.main import main
 from plait.search.storage import open_storage
-from plait.tracking.spool import free_spools
+from plait.tracking.event_log import free_logs
 from plait.utils.addresses import with_driver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,11 +131,11 @@ def check_complete(address: str) -> None:
 
 
 def waiting(folder: Path) -> int:
-    """Records that no store has, in all spools that nobody has open."""
-    spools = list(free_spools(folder / "plait-runs" / "searches" / "mine" / "spool"))
-    for spool in spools:
-        spool.close()
-    return sum(spool.waiting for spool in spools)
+    """Records that no store has, in all event logs that nobody has open."""
+    logs = list(free_logs(folder / "plait-runs" / "searches" / "mine" / "events"))
+    for log in logs:
+        log.close()
+    return sum(log.waiting for log in logs)
 
 
 @pytest.mark.slow

@@ -7,21 +7,20 @@ import time
 
 from plait.tracking import Tracker
 
-TRACKERS = ("plait-tracking", "plait-elsewhere")  # names of the threads of trackers
+TRACKERS = ("plait-tracking",)  # names of the threads of trackers
 
 
 def die(tracker: Tracker) -> None:
     """End a tracker as a kill does: without another word to the store. What it committed stays on disk."""
-    assert tracker._out is not None
-    assert tracker._elsewhere is not None
-    writer = tracker._out.writer
+    started = tracker._started
+    assert started is not None
+    writer = started.writer
     with writer._condition:
         writer._closing = True
         writer._condition.notify_all()
     writer._thread.join()
-    tracker._out._spool.close()
-    tracker._totals.close()
-    tracker._elsewhere.close()
+    started.log.close()
+    started.run.clock.close()
 
 
 def wait_for_threads(patience: float = 30.0) -> list[str]:

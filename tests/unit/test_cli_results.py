@@ -8,13 +8,14 @@ from rich.console import Console
 
 from plait.cli.results import sort_records, store_parser, store_settings
 from plait.core.errors import ConfigError
+from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking import JobRecord, Location, SearchResult, print_leaderboard
 
 RECORDS = [
-    JobRecord("a", 0, {"train.lr": 1e-3}, "finished", objective=2.0),
-    JobRecord("b", 1, {"train.lr": 1e-4}, "failed"),
-    JobRecord("c", 2, {"train.lr": 1e-2}, "finished", objective=1.0),
+    JobRecord("a", 0, {"train.lr": 1e-3}, JobState.FINISHED, objective=2.0),
+    JobRecord("b", 1, {"train.lr": 1e-4}, JobState.FAILED),
+    JobRecord("c", 2, {"train.lr": 1e-2}, JobState.FINISHED, objective=1.0),
 ]
 
 

@@ -20,7 +20,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.search.identity import identify
 from plait.search.objective import Observed, check_kept
-from plait.tracking.records import record_of
+from plait.tracking.mlflow_store import job_record
 
 CURVE = {2: 3.0, 4: 1.5, 6: 1.5, 8: 2.0}  # of equal ones the first is best
 
@@ -96,7 +96,7 @@ def test_a_finished_job_is_read_back_with_the_loss_of_its_adapter(keep: str, sta
     metrics = [Metric("eval/loss", 2.0, 0, 8), Metric("eval/best_loss", 1.5, 0, 8)]
     data = RunData(metrics, [Param("train.keep", "best")] if keep == "best" else [], tags)
     info = RunInfo("id", "0", "u", "RUNNING", 0, None, "active", run_name="trial-0000")
-    assert record_of(Run(info, data)).eval_loss == loss
+    assert job_record(Run(info, data)).eval_loss == loss
 
 
 RUNGS = SearchSettings(stopping=StoppingSettings(kind="successive_halving"))

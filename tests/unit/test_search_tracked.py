@@ -13,7 +13,7 @@ from plait.search.storage import in_memory
 from plait.search.tracked import Tracked, tracked_run, without_store
 from plait.search.trial_records import TRACKED
 from plait.tracking import AwayError
-from plait.tracking.check import _is_away
+from plait.tracking.connection import _is_away
 from plait.tracking.location import Location
 
 HERE, THERE = "http://here:5000", "http://there:5000"
@@ -61,7 +61,7 @@ def test_what_is_said_names_address_and_folder(tmp_path: Path) -> None:
     here = settings(HERE)
     here = replace(here, tracking=replace(here.tracking, root=tmp_path))
     said = without_store(AWAY, here, "mine")
-    waits = f"waits in {tmp_path}/searches/mine/spool and is sent once it answers."
+    waits = f"waits in {tmp_path}/searches/mine/events and is sent once it answers."
     assert said == f"{AWAY.value}. What it is to get {waits}"
 
 

@@ -17,19 +17,23 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
-from plait.tracking.board import Board, JobRecord
-from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table, varying
+from plait.tracking.board import Board, JobRecord, varying
+from plait.tracking.facts import run_parameters
+from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table
 from plait.tracking.location import Location
-from plait.tracking.operations import resolve_references, run_reference
-from plait.tracking.parameters import Varying, parameter_text, parameter_value
+from plait.tracking.records import resolve_references, run_reference
 from plait.tracking.results import SearchResult, print_leaderboard
+from plait.tracking.search_run import search_values
 from plait.tracking.values import (
+    Curve,
     evaluation_values,
     finite,
     group_values,
+    grown_stride,
+    is_kept,
     not_finite,
-    run_parameters,
-    search_values,
+    parameter_text,
+    parameter_value,
 )
 
 objectives = st.one_of(st.none(), st.floats(-10, 10))
@@ -115,19 +119,23 @@ points = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([None, 1, 2, "
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["j0", "j1", "j2", "j3"]), points), max_size=5))
-def test_keys_that_vary_are_kept_while_jobs_come_change_and_go(
+def test_keys_that_vary_are_those_while_jobs_come_change_and_go(
     stages: list[dict[str, dict[str, Any]]],
 ) -> None:
-    kept = Varying()
+    board = Board("minimize", 4)
     for jobs in stages:
         read = [{key: parameter_text(value) for key, value in each.items()} for each in jobs.values()]
         named = {key for each in read for key in each}
         differ = {key for key in named if len({each.get(key, "None") for each in read}) > 1}
-        assert set(kept.update(jobs)) == differ
-        board = Board("minimize", 4)
+        board.jobs.clear()
         for at, (name, parameters) in enumerate(jobs.items()):
             board.add(JobRecord(name, at, parameters))
-        assert board.varying() == varying(list(board.jobs.values())) == Varying().update(jobs)
+        assert set(board.varying()) == differ
+        assert board.varying() == varying(list(board.jobs.values()))
+        for record in board.jobs.values():  # one is changed
+            record.parameters = {**record.parameters, "a": "new"}
+            assert board.varying() == varying(list(board.jobs.values()))
+            break
 
 
 def test_csv_and_json_say_the_same_and_need_no_special_reader() -> None:
@@ -182,7 +190,8 @@ def test_the_best_evaluation_is_kept_and_shown_where_the_last_one_is_worse() -> 
     for step, loss in ((10, 1.5), (20, 1.25), (30, math.nan), (40, 1.75)):
         event = JobEvaluated("a", step, loss, 80)
         board.handle(event)
-        values = evaluation_values(event, board.jobs["a"])
+        record = board.jobs["a"]
+        values = evaluation_values(event, record.best_eval_loss, record.best_eval_step)
         assert values["eval/best_step"] == (10 if step == 10 else 20)
     assert values == {"eval/loss": 1.75, "eval/tokens": 80, "eval/best_loss": 1.25, "eval/best_step": 20}
     board.handle(JobEvaluated("b", 40, 2.0, 80))
@@ -257,7 +266,7 @@ def test_run_parameters_name_config_keys_and_hide_passwords() -> None:
 @given(st.dictionaries(st.text(), st.floats()))
 def test_every_value_is_either_kept_or_told(values: dict[str, float]) -> None:
     kept = finite(values)
-    assert all(math.isfinite(value) for _, value in kept)
+    assert all(math.isfinite(value) for value in kept.values())
     assert (len(kept) == len(values)) == (not_finite(values) == "")
 
 
@@ -279,3 +288,39 @@ def test_totals_of_group_and_search() -> None:
 def test_a_text_may_refer_to_runs_that_are_not_made_yet() -> None:
     text = f"{run_reference('trial-0001')} and {run_reference('nobody')}."
     assert resolve_references(text, {"trial-0001": "abc"}) == "abc and ."
+
+
+# ---- which steps are written -------------------------------------------------------------------------
+
+
+def progress(step: int, loss: float = 1.0) -> JobProgress:
+    return JobProgress("a", step, loss, 1.0, 1e-4, step, 0.5, 10.0)
+
+
+@given(st.integers(1, 5000), st.integers(1, 400))
+def test_a_curve_has_first_and_last_and_few_others(length: int, most: int) -> None:
+    curve = Curve(length, most)
+    kept = [step for step in range(1, length + 1) if curve.takes(progress(step))]
+    assert kept[0] == 1
+    assert kept[-1] == length
+    assert len(kept) <= most + 2
+    if length <= most:
+        assert kept == list(range(1, length + 1))
+
+
+def test_a_step_that_diverges_is_written_whatever_its_number() -> None:
+    curve = Curve(100, 10)
+    assert [curve.takes(progress(step)) for step in (9, 10)] == [False, True]
+    assert curve.left_out is None
+    assert not curve.takes(progress(11))
+    assert curve.left_out == progress(11)
+    assert curve.takes(progress(12, math.nan))
+    assert curve.left_out is None
+
+
+@given(st.integers(4, 400))
+def test_a_curve_of_unknown_length_stays_small(most: int) -> None:
+    kept = [step for step in range(1, 20_001) if is_kept(step, grown_stride(step, most))]
+    assert kept[: most // 4] == list(range(1, most // 4 + 1))
+    quarter = most // 4
+    assert len(kept) <= quarter * (2 + (20_000 // quarter).bit_length()) + 1

@@ -9,27 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.tracking.encoding import Head
-from plait.tracking.operations import (
-    EndRun,
-    LogFile,
+from plait.tracking.event_log import EventLog, open_event_log
+from plait.tracking.records import (
+    Head,
     LogFolder,
     LogPoints,
     LogText,
     OpenRun,
-    Operation,
-    Reopen,
-    Request,
+    Record,
+    SetStatus,
     SetTags,
-    UpdateRun,
-    gather,
 )
-from plait.tracking.spool import Spool, open_spool
-from plait.tracking.writer import AWAY_ATTEMPTS, BATCH, RefusedError, Writer
+from plait.tracking.writer import AWAY_ATTEMPTS, BATCH, RefusedError, Request, UpdateRun, Writer, gather
 
 
 def point(run: str, step: int) -> LogPoints:
-    return LogPoints(run, step, 1000 + step, (("train/loss", float(step)),))
+    return LogPoints(run, step, 1000 + step, {"train/loss": float(step)})
 
 
 class Recorder:
@@ -53,63 +48,57 @@ class Recorder:
 
 
 @pytest.fixture
-def spool(tmp_path: Path) -> Iterator[Spool]:
-    opened = open_spool(tmp_path, Head("parent", "search", "the store"))
+def log(tmp_path: Path) -> Iterator[EventLog]:
+    opened = open_event_log(tmp_path, Head("parent", "search", "the store"))
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def writer(spool: Spool) -> Callable[..., Writer]:
+def writer(log: EventLog) -> Callable[..., Writer]:
     def make(sender: Recorder, flush_seconds: float = 60.0) -> Writer:
-        return Writer(sender, spool, flush_seconds, first_delay=0.001)
+        return Writer(sender, log, flush_seconds, first_delay=0.001)
 
     return make
 
 
 runs = st.sampled_from("abc")
-operations = st.lists(
+records = st.lists(
     st.one_of(
         st.builds(point, runs, st.integers(0, 50)),
+        st.builds(lambda run, key, value: SetTags(run, {key: value}), runs, st.sampled_from("tu"), st.text()),
+        st.builds(LogText, runs, st.sampled_from("fg"), st.sampled_from("xy")),
+        st.builds(lambda run, name: LogFolder(run, name, "adapter"), runs, st.sampled_from("fg")),
         st.builds(
-            lambda run, key, value: SetTags(run, ((key, value),)), runs, st.sampled_from("tu"), st.text()
+            lambda run, status: SetStatus(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])
         ),
-        st.builds(LogText, runs, st.sampled_from("xy"), st.text()),
-        st.builds(lambda run, path: LogFile(run, Path("there"), path), runs, st.sampled_from("xy")),
-        st.builds(lambda run, name: LogFolder(run, Path(name), "adapter"), runs, st.sampled_from("fg")),
-        st.builds(lambda run, status: EndRun(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])),
-        st.builds(Reopen, runs),
-        st.builds(lambda run: OpenRun(run, 0, "parent", (), (("t", "opened"),), 1), runs),
+        st.builds(lambda run: OpenRun(run, 0, "parent", {}, {"t": "opened"}, 1), runs),
     )
 )
 
 
 class Held:
-    """What a store holds after operations or requests, each carried out as MLflow would."""
+    """What a store holds after records or requests, each carried out as MLflow would."""
 
     def __init__(self) -> None:
         self.points: dict[str, list[LogPoints]] = {}
         self.latest: dict[tuple[str, str], object] = {}
 
-    def carry_out(self, item: Operation | Request) -> None:
+    def carry_out(self, item: Record | Request) -> None:
         match item:
             case LogPoints():
                 self.points.setdefault(item.run, []).append(item)
             case UpdateRun():
                 self.points.setdefault(item.run, []).extend(item.points)
-                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags})
+                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags.items()})
             case SetTags():
-                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags})
+                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags.items()})
             case OpenRun():
                 self.latest[item.run, "status"] = "RUNNING"
-                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags})
-            case EndRun():
+                self.latest.update({(item.run, f"tag {key}"): value for key, value in item.tags.items()})
+            case SetStatus():
                 self.latest[item.run, "status"] = item.status
-            case Reopen():
-                self.latest[item.run, "status"] = "RUNNING"
             case LogText():
-                self.latest[item.run, f"text {item.path}"] = item.text
-            case LogFile():
                 self.latest[item.run, f"text {item.path}"] = item.file
             case LogFolder():
                 self.latest[item.run, f"folder {item.path}"] = item.folder
@@ -118,8 +107,8 @@ class Held:
         return {run: found for run, found in self.points.items() if found}, self.latest
 
 
-@given(operations)
-def test_requests_leave_every_run_as_the_operations_would(listed: list[Operation]) -> None:
+@given(records)
+def test_requests_leave_every_run_as_the_records_would(listed: list[Record]) -> None:
     one, other = Held(), Held()
     for item in listed:
         one.carry_out(item)
@@ -128,24 +117,24 @@ def test_requests_leave_every_run_as_the_operations_would(listed: list[Operation
     assert other.content() == one.content()
 
 
-@given(operations)
-def test_a_run_takes_few_requests_however_runs_are_mixed(listed: list[Operation]) -> None:
+@given(records)
+def test_a_run_takes_few_requests_however_runs_are_mixed(listed: list[Record]) -> None:
     requests = gather(listed)
     opened = [item for item in listed if isinstance(item, OpenRun)]
     updates = [item for item in requests if isinstance(item, UpdateRun)]
     assert len(updates) <= len({item.run for item in listed}) + len(opened)
-    texts = [item for item in requests if isinstance(item, LogText | LogFile)]
+    texts = [item for item in requests if isinstance(item, LogText)]
     assert requests[len(requests) - len(texts) :] == texts  # the runs that they refer to come first
 
 
 Make = Callable[..., Writer]
 
 
-def test_everything_arrives_in_order_from_one_other_thread(writer: Make) -> None:
+def test_everything_arrives_in_order_from_one_other_thread(writer: Make, log: EventLog) -> None:
     sender = Recorder()
     kept = writer(sender)
     for step in range(BATCH + 7):
-        kept.put(point("a", step))
+        log.append(point("a", step))
     assert kept.flush()
     assert [item.step for item in sender.points()] == list(range(BATCH + 7))
     assert len(sender.threads) == 1
@@ -153,68 +142,68 @@ def test_everything_arrives_in_order_from_one_other_thread(writer: Make) -> None
     assert kept.close()
 
 
-def test_putting_does_not_wait_for_a_store_that_hangs(writer: Make, spool: Spool) -> None:
+def test_putting_does_not_wait_for_a_store_that_hangs(writer: Make, log: EventLog) -> None:
     answer = threading.Event()
     sender = Recorder(lambda _: None if answer.wait(30) else TimeoutError())
     kept = writer(sender, flush_seconds=0.0)
     for step in range(3000):
-        kept.put(point("a", step))  # would hang here for 30 s
-    assert (spool.waiting, spool.waiting_points) == (3000, 3000)
+        log.append(point("a", step))  # would hang here for 30 s
+    assert (log.waiting, log.waiting_values) == (3000, 3000)
     answer.set()
     assert kept.close()
     assert len(sender.points()) == 3000
-    assert (spool.waiting, spool.waiting_points) == (0, 0)
+    assert (log.waiting, log.waiting_values) == (0, 0)
 
 
-def test_a_store_that_comes_back_gets_everything_once_and_in_order(writer: Make) -> None:
+def test_a_store_that_comes_back_gets_everything_once_and_in_order(writer: Make, log: EventLog) -> None:
     failures = iter([ConnectionError("down"), None, ConnectionError("down"), None, None, None])
     sender = Recorder(lambda _: next(failures, None))
     kept = writer(sender)
     for run in ("a", "b", "c"):
-        kept.put(point(run, 1))
-        kept.put(EndRun(run, "FINISHED", 1))
+        log.append(point(run, 1))
+        log.append(SetStatus(run, "FINISHED", 1))
     assert kept.flush()
     assert [request.run for request in sender.taken] == ["a", "a", "b", "b", "c", "c"]
     assert kept.close()
 
 
-def test_a_store_that_stays_away_is_given_up_and_what_waits_is_kept(writer: Make, spool: Spool) -> None:
+def test_a_store_that_stays_away_is_given_up_and_what_waits_is_kept(writer: Make, log: EventLog) -> None:
     away = [True]
     sender = Recorder(lambda _: ConnectionError("refused") if away[0] else None)
     kept = writer(sender)
     for step in range(5):
-        kept.put(point("a", step))
+        log.append(point("a", step))
     assert not kept.flush()
     assert str(kept.error) == "refused"
-    assert spool.waiting == 5
+    assert log.waiting == 5
     away[0] = False
     assert kept.flush()
     assert [item.step for item in sender.points()] == list(range(5))
     assert kept.close()
 
 
-def test_closing_without_the_store_ends_the_thread_and_keeps_what_waits(writer: Make, spool: Spool) -> None:
+def test_closing_without_the_store_ends_the_thread_and_keeps_what_waits(writer: Make, log: EventLog) -> None:
     before = set(threading.enumerate())
     kept = writer(Recorder(lambda _: ConnectionError("refused")))
-    kept.put(point("a", 1))
+    log.append(point("a", 1))
     assert kept.close()
     assert set(threading.enumerate()) <= before
-    assert spool.waiting == 1
-    with pytest.raises(RuntimeError, match="closed"):
-        kept.put(point("a", 2))
+    assert log.waiting == 1
 
 
-def test_a_store_that_hangs_is_given_up_without_progress(spool: Spool) -> None:
+def test_a_store_that_hangs_is_given_up_without_progress(log: EventLog) -> None:
     answer = threading.Event()
     sender = Recorder(lambda _: None if answer.wait(30) else TimeoutError())
-    kept = Writer(sender, spool, 0.0, stall=0.01)
-    kept.put(point("a", 1))
+    kept = Writer(sender, log, 0.0, stall=0.01)
+    log.append(point("a", 1))
     assert not kept.flush()
     answer.set()
     assert kept.close()
 
 
-def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_something(writer: Make) -> None:
+def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_something(
+    writer: Make, log: EventLog
+) -> None:
     verdicts = [ConnectionError("no\nanswer")] * AWAY_ATTEMPTS
     seen: list[str] = []
 
@@ -223,7 +212,7 @@ def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_someth
         return verdicts.pop() if verdicts else None
 
     made = writer(Recorder(verdict), flush_seconds=0.001)
-    made.put(point("a", 1))
+    log.append(point("a", 1))
     for _ in range(2):  # it gives up after some attempts
         made.flush()
     assert seen == [""] * AWAY_ATTEMPTS + ["no"]
@@ -231,22 +220,22 @@ def test_a_store_counts_as_away_after_several_attempts_and_until_it_takes_someth
     made.close()
 
 
-def test_what_is_refused_does_not_hold_up_the_rest_and_is_told_once(writer: Make) -> None:
+def test_what_is_refused_does_not_hold_up_the_rest_and_is_told_once(writer: Make, log: EventLog) -> None:
     sender = Recorder(lambda request: RefusedError("b: no such run") if request.run == "b" else None)
     kept = writer(sender)
     for run in ("a", "b", "c"):
-        kept.put(point(run, 1))
+        log.append(point(run, 1))
     assert kept.flush()
-    assert kept.take_refused() == ["b: no such run"]
-    assert kept.take_refused() == []
+    assert kept.troubles() == ["1 records were refused; the first: b: no such run"]
+    assert kept.troubles() == []
     assert [request.run for request in sender.taken] == ["a", "c"]
     assert kept.close()
 
 
-def test_a_waiting_record_goes_out_by_itself(writer: Make) -> None:
+def test_a_waiting_record_goes_out_by_itself(writer: Make, log: EventLog) -> None:
     arrived = threading.Event()
     kept = writer(Recorder(lambda _: arrived.set()), flush_seconds=0.01)
-    kept.put(LogText("a", "plan.json", "{}"))
+    log.append(SetTags("a", {"t": "v"}))
     assert arrived.wait(30)
     assert kept.close()
 
@@ -258,12 +247,12 @@ def test_closing_twice_does_nothing_more(writer: Make) -> None:
 
 
 def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(
-    writer: Make, monkeypatch: pytest.MonkeyPatch
+    writer: Make, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store answers only when the test is over: whoever waited for it would wait for ever."""
     answer = threading.Event()
     kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
-    kept.put(point("a", 1))
+    log.append(point("a", 1))
 
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
@@ -276,11 +265,11 @@ def test_an_interrupt_while_the_store_hangs_does_not_wait_for_it(
     assert kept.close()
 
 
-def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only(writer: Make, spool: Spool) -> None:
+def test_a_last_word_to_a_store_that_hangs_takes_a_moment_only(writer: Make, log: EventLog) -> None:
     answer = threading.Event()
     kept = writer(Recorder(lambda _: None if answer.wait(30) else TimeoutError()), flush_seconds=0.0)
-    kept.put(point("a", 1))
+    log.append(point("a", 1))
     assert not kept.close(patience=0.01)
-    assert spool.waiting == 1
+    assert log.waiting == 1
     answer.set()
     assert kept.close()

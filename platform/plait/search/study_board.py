@@ -9,7 +9,6 @@ from plait.search.standing import read_standing
 from plait.search.storage import quiet
 from plait.search.trials import Trial
 from plait.tracking import Board, JobRecord, SearchResult, locate
-from plait.tracking.final import take_result
 from plait.tracking.location import sqlite_in
 
 
@@ -32,7 +31,7 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
         board.add(JobRecord(Trial(number).name, number, state=state))
     for result in standing.result.finished:
         board.jobs[result.job].parameters = result.parameters
-        take_result(board, result)
+        board.take_result(result)
     return SearchResult(
         name=name,
         state=JobState.FINISHED if recorded.finished else JobState.PAUSED,

@@ -21,8 +21,8 @@ from plait.tracking import (
     locate,
     send_left,
 )
+from plait.tracking.event_log import logs_folder
 from plait.tracking.figures import Figures
-from plait.tracking.outgoing import spool_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
     """What is said where a search goes on without its store."""
-    folder = spool_folder(settings.tracking.root.absolute(), name)
+    folder = logs_folder(settings.tracking.root.absolute(), name)
     return f"{away.value}. What it is to get waits in {folder} and is sent once it answers."
 
 

@@ -10,17 +10,23 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
-from plait.tracking.begin import Begun
 from plait.tracking.board import Board, JobRecord
-from plait.tracking.check import AwayError, check_folder, check_tracking
-from plait.tracking.final import conclude
-from plait.tracking.left import left_unsent, send_left
+from plait.tracking.connection import AwayError, check_folder, check_tracking
+from plait.tracking.facts import SearchFacts
 from plait.tracking.location import Location, locate
-from plait.tracking.removal import delete_runs, stored_runs
-from plait.tracking.results import SearchResult, export, load_search, print_leaderboard, search_names
-from plait.tracking.search_facts import SearchFacts
+from plait.tracking.results import (
+    SearchResult,
+    delete_runs,
+    export,
+    load_search,
+    print_leaderboard,
+    search_names,
+    stored_runs,
+)
+from plait.tracking.search_run import Begun, conclude
 from plait.tracking.tracker import Tracker
 from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
+from plait.tracking.unsent import left_unsent, send_left
 
 __all__ = [
     "AwayError",

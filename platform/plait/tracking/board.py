@@ -4,7 +4,8 @@ terminal's table. Plain Python, no clock and no store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from plait.core.messages import (
 )
 from plait.core.objectives import Objective, pareto_front
 from plait.tracking.names import OBJECTIVE
-from plait.tracking.parameters import Varying
+from plait.tracking.values import parameter_text
 
 
 @dataclass(slots=True)
@@ -129,7 +130,9 @@ class Board:
     iterations: int = 0
     others: tuple[Objective, ...] = ()
     ladder: Callable[[int], Ladder] | None = None
-    _varying: Varying = field(default_factory=Varying, init=False, repr=False, compare=False)
+    _varying: tuple[list[Mapping[str, Any]], list[str]] = field(
+        default_factory=lambda: ([], []), init=False, repr=False, compare=False
+    )
 
     def add(self, record: JobRecord) -> None:
         """Take a job in, or take up one that was there."""
@@ -161,6 +164,15 @@ class Board:
                 record.accuracy = event.accuracy
             case JobResult():
                 self._end(record, event)
+
+    def take_result(self, result: JobResult) -> None:
+        """Learn from the study how a trial ended. One that failed before it had a run is none of the search's
+        jobs."""
+        if result.job not in self.jobs:
+            if result.state == JobState.FAILED:
+                return
+            self.add(JobRecord(result.job, result.trial, result.parameters))
+        self.handle(result)
 
     def best(self) -> JobRecord | None:
         """The finished job with the best objective that breaks no constraint, ties by trial number; None
@@ -210,8 +222,13 @@ class Board:
         return sum(job.state in states for job in self.jobs.values())
 
     def varying(self) -> list[str]:
-        """Parameters that are not the same in all jobs."""
-        return self._varying.update({record.name: record.parameters for record in self.jobs.values()})
+        """Parameters that are not the same in all jobs; compared only where a job is new or has others."""
+        now = [record.parameters for record in self.jobs.values()]
+        before, found = self._varying
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            found = varying(list(self.jobs.values()))
+            self._varying = now, found
+        return found
 
     @property
     def tokens(self) -> int:
@@ -240,6 +257,18 @@ class Board:
         record.eval_loss = record.eval_loss if result.eval_loss is None else result.eval_loss
         record.completion_seconds = result.completion_seconds
         record.adapter = "" if result.adapter is None else str(result.adapter)
+
+
+def varying(records: Sequence[JobRecord]) -> list[str]:
+    """Parameters that are not the same in all jobs, in the order in which jobs name them; of a single job
+    none.
+
+    Values are the same that MLflow keeps as the same text: a list read back from it stands for the tuple that
+    another job has.
+    """
+    jobs = [record.parameters for record in records]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    return [key for key in keys if len({parameter_text(job.get(key)) for job in jobs}) > 1]
 
 
 def job_of(event: Event) -> str:

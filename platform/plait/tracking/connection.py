@@ -1,17 +1,115 @@
-"""The tracking store of a search, opened when it first answers: a search that goes on begins without it."""
+"""Opens the tracking store: finds out within seconds, before any model loads, whether it can be used."""
 
 from __future__ import annotations
 
+import http.client
+import shutil
+import ssl
+import tempfile
 import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import sqlalchemy
+from filelock import FileLock
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from plait.core.errors import StorageError
-from plait.tracking.check import open_store, storage_errors
-from plait.tracking.location import Location
-from plait.tracking.store import Store
+from plait.core.settings import TrackingSettings
+from plait.tracking.location import Location, locate
+from plait.tracking.mlflow_store import Store
+from plait.utils.addresses import redact
+
+ANSWER_SECONDS = 5
+LEAST_FREE_BYTES = 64 * 2**20
+NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's words for a server that fails, or is gone
+LOST = (2002, 2003, 2006, 2013)  # MySQL's numbers for connections that fail
+
+
+class AwayError(StorageError):
+    """Nothing answers at the address, or not now: it may later."""
+
+
+def check_tracking(settings: TrackingSettings) -> Location:
+    """Make sure that runs, artifacts and files can be written; makes folder, database and experiment.
+
+    Returns:
+        the absolute address, for printing and for :class:`~plait.tracking.tracker.Tracker`.
+
+    Raises:
+        AwayError: nothing answers at the address within seconds.
+        StorageError: it refuses, the folder cannot be written, the disk is full, or the experiment was
+            deleted.
+    """
+    location = locate(settings)
+    check_folder(location.root, "tracking.root")
+    open_store(location, settings.experiment)
+    return location
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Make a folder if need be and write a file into it.
+
+    Raises:
+        StorageError: it cannot be made or written, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"plait")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StorageError(
+            f"{key}={folder}: {error.strerror or error}",
+            "Plait writes its database, artifacts and adapters there.",
+            f"Give {key}= a folder that you may write.",
+        ) from error
+    if free < LEAST_FREE_BYTES:
+        raise StorageError(
+            f"{key}={folder}: {free / 2**20:.0f} MiB free",
+            f"A run needs at least {LEAST_FREE_BYTES // 2**20} MiB.",
+            f"Free some space, or give {key}= a folder on another disk.",
+        )
+
+
+def open_store(location: Location, experiment: str, *, reading: bool = False) -> Store:
+    """The store at an address, after making sure within seconds that something answers there.
+
+    Args:
+        location, experiment: of the store.
+        reading: nothing is to be written: a database that is there may be write-protected.
+
+    Raises:
+        AwayError, StorageError: as :func:`check_tracking`.
+    """
+    if location.is_server:
+        _check_server(location)
+    elif location.sqlite_file is not None and not (reading and location.sqlite_file.exists()):
+        check_folder(location.sqlite_file.parent, "tracking.uri")
+        with storage_errors(location):
+            _make_database(location.sqlite_file)
+    elif location.sqlite_file is None:
+        _check_database(location)
+    with storage_errors(location):
+        store = Store(location, experiment)
+        stage = store.client.get_experiment(store.experiment_id).lifecycle_stage
+    if stage != "active":
+        raise StorageError(
+            f"tracking.experiment={experiment!r} was deleted in {location}",
+            "Runs are written to an active experiment.",
+            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or give tracking.experiment= "
+            "another name.",
+        )
+    return store
 
 
 class Connection:
-    """One store for all threads of a process.
+    """The store of a search, opened when it first answers: a search that resumes begins without it. One for
+    all threads of a process.
 
     Args:
         location, experiment: of the store.
@@ -55,3 +153,103 @@ class Connection:
                     "The search was recorded there before.",
                     "Restore the run or the database; what waits for it is kept.",
                 )
+
+
+@contextmanager
+def storage_errors(location: Location) -> Iterator[None]:
+    """Whatever the store says inside, as a StorageError that names the address."""
+    try:
+        yield
+    except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+        kind = AwayError if _is_away(location, error) else StorageError
+        raise kind(
+            f"tracking.uri={location}: {_first_line(error)}",
+            "The address must hold an MLflow store that this MLflow can use.",
+            "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
+        ) from error
+
+
+def _is_away(location: Location, error: Exception) -> bool:
+    """Whether a store may answer later what it does not answer now. A file is there or is not."""
+    if location.sqlite_file is not None:
+        return False
+    if isinstance(error, sqlalchemy.exc.OperationalError):
+        text = str(error)
+        if location.scheme == "mysql":
+            return any(f"({number}," in text for number in LOST)
+        return "FATAL:" not in text or "the database system is" in text  # starting up, shutting down
+    if not isinstance(error, MlflowException):
+        return isinstance(error, ConnectionError)
+    if not location.is_server:
+        return str(error.error_code) == "TEMPORARILY_UNAVAILABLE"
+    return str(error.error_code) in NOT_NOW and "valid JSON" not in str(error)
+
+
+def _check_server(location: Location) -> None:
+    """One short request. MLflow's own client would go on trying for minutes."""
+    request = urllib.request.Request(f"{location.uri.rstrip('/')}/health")
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code < 500:
+            return  # something speaks HTTP; MLflow's client says what it thinks of us
+        cause: object = f"status {error.code}"
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, ssl.SSLError):
+            return  # it answers; which certificates to trust, MLflow's client is told by its own settings
+    raise AwayError(
+        f"tracking.uri={location}: no answer ({cause})",
+        "An MLflow server must answer at this address.",
+        "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write to "
+        "a SQLite file.",
+    )
+
+
+def _check_database(location: Location) -> None:
+    """One short connection. MLflow's own client would go on trying for minutes."""
+    if location.scheme not in ("postgresql", "mysql"):
+        return
+    try:
+        engine = sqlalchemy.create_engine(location.uri, connect_args={"connect_timeout": ANSWER_SECONDS})
+        with engine.connect():
+            pass
+        engine.dispose()
+    except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        kind = AwayError if _is_away(location, error) else StorageError
+        raise kind(
+            f"tracking.uri={location}: {_first_line(error)}",
+            "A database must answer at this address.",
+            "Start it, correct tracking.uri, install its driver (pip install 'plait[postgresql]'), or unset "
+            "tracking.uri to write to a SQLite file.",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return redact(str(error).strip().split("\n", 1)[0])
+
+
+def _make_database(file: Path) -> None:
+    """Make a SQLite file with MLflow's tables where there is none yet.
+
+    MLflow takes seconds for it, in dozens of steps that SQLite does not undo: a process that is killed in
+    between leaves tables that MLflow can neither use nor complete. So they are made beside the file, by one
+    process at a time, and renamed.
+    """
+    if _has_content(file):
+        return
+    lock = file.with_name(f".{file.name}.lock")
+    with FileLock(lock):
+        if not _has_content(file):
+            draft = file.with_name(f".{file.name}.new")
+            for left in (draft, draft.with_name(f"{draft.name}-journal")):  # by a process that was killed
+                left.unlink(missing_ok=True)
+            MlflowClient(f"sqlite:///{draft}").get_experiment_by_name("Default")
+            draft.replace(file)
+        lock.unlink(missing_ok=True)  # who still waits for it finds the file
+
+
+def _has_content(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0

@@ -1,17 +1,28 @@
-"""What a run's result depends on beside its settings: source, packages, hardware."""
+"""What is known of a search before its first job: its settings and command, the source, packages and
+hardware."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from plait import __version__
+from plait.core.lifecycle import JobState
+from plait.core.settings import RunSettings
+from plait.tracking import names
+from plait.tracking.values import parameter_text
+from plait.utils.addresses import redact
 
 LONGEST_DIFF = 1_000_000  # characters
 
@@ -48,8 +59,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def packages() -> str:
     """Installed distributions, one ``name==version`` a line, sorted."""
-    names = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
-    return "\n".join(sorted(names, key=str.lower)) + "\n"
+    installed = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
+    return "\n".join(sorted(installed, key=str.lower)) + "\n"
 
 
 def hardware() -> dict[str, Any]:
@@ -75,3 +86,80 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchFacts:
+    """What is known of a search before its first job.
+
+    Attributes:
+        name: identity of the search.
+        settings: of the run.
+        config: resolved configuration, YAML.
+        command: the command line, program first.
+        overrides: as Hydra received them.
+        fresh: do not resume an earlier search of this name.
+        study: what tells this search from an earlier one of its name; "" where nothing does.
+    """
+
+    name: str
+    settings: RunSettings
+    config: str = ""
+    command: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    fresh: bool = False
+    study: str = ""
+
+
+def artifacts(search: SearchFacts, git: GitState) -> dict[str, str | dict[str, Any]]:
+    """What is kept with a search's run from its beginning, by path."""
+    found: dict[str, str | dict[str, Any]] = {
+        "config.yaml": search.config,
+        "overrides.txt": "".join(f"{item}\n" for item in search.overrides),
+        "packages.txt": packages(),
+        "hardware.json": hardware(),
+    }
+    return found | ({"git.diff": git.diff} if git.diff else {})
+
+
+def search_tags(search: SearchFacts, git: GitState) -> dict[str, str]:
+    """Tags of a search's run as it begins or is resumed."""
+    objectives = search.settings.search.objectives
+    tags = {
+        names.TAG_SEARCH: search.name,
+        names.TAG_STATE: JobState.RUNNING,
+        names.TAG_DIRECTION: objectives[0].direction,
+        names.TAG_METRIC: objectives[0].metric,
+        "plait.version": __version__,
+        "plait.command": redact(shlex.join(search.command)),
+        "mlflow.user": user(),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.name": Path(search.command[0]).name if search.command else "plait",
+    }
+    if len(objectives) > 1:
+        tags[names.TAG_OBJECTIVES] = json.dumps([(each.metric, each.direction) for each in objectives])
+    if search.study:
+        tags[names.TAG_STUDY] = search.study
+    if git.commit:
+        tags |= {"mlflow.source.git.commit": git.commit, "mlflow.source.git.branch": git.branch}
+        tags["plait.git.dirty"] = str(git.dirty).lower()
+    return tags
+
+
+def run_parameters(settings: RunSettings) -> dict[str, str]:
+    """The run's settings, flat, without what is not set; addresses without passwords."""
+    flat = {
+        f"{group}.{key}": value
+        for group, values in asdict(settings).items()
+        for key, value in values.items()
+        if value is not None and value != {} and value != ()
+    }
+    return {key: redact(parameter_text(value)) for key, value in flat.items()}
+
+
+def user() -> str:
+    """Who runs this, as MLflow's UI shows it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

@@ -12,21 +12,14 @@ from typing import Any
 from rich.table import Table
 
 from plait.core.lifecycle import JobState
-from plait.tracking.board import JobRecord
+from plait.tracking.board import JobRecord, varying
 from plait.tracking.names import objective_name
-from plait.tracking.parameters import Varying
 
 Cell = str | int | float | None
 FORMATS = ("table", "csv", "json")
 WIDTH = 80  # of a table, in characters, where nothing else is known
 LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
 LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
-
-
-def varying(records: Sequence[JobRecord]) -> list[str]:
-    """Parameters that are not the same in all jobs, in the order in which jobs name them; of a single
-    job none."""
-    return Varying().update({record.name: record.parameters for record in records})
 
 
 def columns(

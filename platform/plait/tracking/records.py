@@ -1,82 +1,167 @@
-"""MLflow runs read back as records of the board."""
+"""What the tracking store is to get, as plain data: a record may be carried out again without changing the
+result.
+
+Runs are named by a key (a job's name, or the search's), since a run's MLflow id is known only when the writer
+has made it. Times are taken when a record is made, not when it is sent: MLflow keeps a point once however
+often the same one arrives.
+"""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from mlflow.entities import Run
-
-from plait.core.lifecycle import JobState
-from plait.core.objectives import Objective
-from plait.tracking import names
-from plait.tracking.board import Board, JobRecord
-from plait.tracking.parameters import parameter_value
+VERSION = 2  # of the lines
 
 
-def record_of(run: Run) -> JobRecord:
-    """What a job's run says of the job. The step of a job that ended is told by a tag; of one that goes on by
-    its newest point in the store."""
-    tags, metrics = run.data.tags, run.data.metrics
-    step = _step(run)
-    tokens = metrics.get(names.TRAIN_TOKENS, 0.0)
-    state = JobState(tags[names.TAG_STATE])
-    kept = (
-        state == JobState.FINISHED and run.data.params.get("train.keep") == "best"
-    )  # the adapter's own loss
-    return JobRecord(
-        name=tags.get(names.TAG_JOB, run.info.run_name),
-        trial=int(tags[names.TAG_TRIAL]),
-        parameters={key: parameter_value(text) for key, text in run.data.params.items()},
-        state=state,
-        group=tags.get(names.TAG_GROUP, ""),
-        step=step,
-        steps=int(tags.get(names.TAG_STEPS, step)),
-        loss=metrics.get(names.TRAIN_LOSS),
-        eval_loss=metrics.get(names.EVAL_BEST_LOSS if kept else names.EVAL_LOSS),
-        best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
-        best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
-        accuracy=metrics.get(names.EVAL_ACCURACY),
-        objective=metrics.get(names.OBJECTIVE),
-        tokens=int(tokens),
-        device_seconds=metrics.get(names.DEVICE_SECONDS, 0.0),
-        completion_seconds=metrics.get(names.COMPLETION_SECONDS),
-        adapter=tags.get(names.TAG_ADAPTER, ""),
-        reason=tags.get(names.TAG_REASON, ""),
-        run_id=run.info.run_id,
-        others=_others(metrics),
-        feasible=tags.get(names.TAG_FEASIBLE) != "false",
-        on_front=tags.get(names.TAG_PARETO) == "true",
-    )
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """Make a job's run, or resume the one that its search and trial already have.
+
+    ``known`` says that this log knows which of its points are written; else the store is asked.
+    """
+
+    run: str
+    trial: int
+    parent_id: str
+    parameters: Mapping[str, str]
+    tags: Mapping[str, str]
+    time_ms: int
+    known: bool = False
 
 
-def stored_board(run: Run, children: Mapping[int, Run]) -> Board:
-    """All jobs of a search, from its run and theirs."""
-    tags = run.data.tags
-    _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
-    further = tuple(Objective(metric, direction) for metric, direction in others)
-    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
-    for child in children.values():
-        board.add(record_of(child))
-    return board
+@dataclass(frozen=True, slots=True)
+class LogPoints:
+    """Metric values of one run at one step; all finite.
+
+    ``late`` values stand beside those that the step already has.
+    """
+
+    run: str
+    step: int
+    time_ms: int
+    values: Mapping[str, float]
+    late: bool = False
 
 
-def _step(run: Run) -> int:
-    tags = run.data.tags
-    ended = int(tags.get(names.TAG_STEP, "0"))
-    if JobState(tags[names.TAG_STATE]).ended:
-        return ended
-    # Only as a message does a run tell the steps of its newest points without reading whole histories.
-    points = run.data.to_proto().metrics
-    return max((int(point.step) for point in points), default=ended)
+@dataclass(frozen=True, slots=True)
+class SetTags:
+    """Set tags of a run; a later value replaces an earlier one."""
+
+    run: str
+    tags: Mapping[str, str]
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+@dataclass(frozen=True, slots=True)
+class LogText:
+    """Write a text artifact with what ``file`` holds when it is sent; a later one of the same path replaces
+    it.
+
+    Where :func:`run_reference` stands in the text, the writer puts the run's MLflow id, which may not be
+    known yet when the text is made.
+    """
+
+    run: str
+    file: str
+    path: str
 
 
-def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:
-    """The objectives beyond the first."""
-    named = itertools.takewhile(metrics.__contains__, map(names.objective_name, itertools.count(1)))
-    return tuple(metrics[name] for name in named)
+@dataclass(frozen=True, slots=True)
+class LogFolder:
+    """Copy a folder's files to a run's artifacts under ``path``."""
+
+    run: str
+    folder: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetStatus:
+    """Set a run's status in MLflow's words."""
+
+    run: str
+    status: str
+    time_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first line of a log.
+
+    Attributes:
+        parent_id: MLflow's id of the search's run, to which all runs of the log belong.
+        parent: key of that run.
+        store: address, without a password, of the store that the log is for.
+    """
+
+    parent_id: str
+    parent: str
+    store: str
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The last step of each metric of a run that another log has; not sent."""
+
+    run: str
+    steps: Mapping[str, int]
+
+
+Record = OpenRun | LogPoints | SetTags | LogText | LogFolder | SetStatus
+Line = Head | Written | Record
+KINDS: Mapping[str, type[Line]] = {
+    "log": Head,
+    "written": Written,
+    "open": OpenRun,
+    "points": LogPoints,
+    "tags": SetTags,
+    "text": LogText,
+    "folder": LogFolder,
+    "status": SetStatus,
+}
+BEGINS = b'["'  # of every line
+_FIELDS = {made: (kind, tuple(field.name for field in fields(made))) for kind, made in KINDS.items()}
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+def encode(line: Line) -> bytes:
+    """A line with its end: a JSON list of its kind and its values."""
+    kind, names = _FIELDS[type(line)]
+    return _ENCODER.encode([kind, *(getattr(line, name) for name in names)]).encode() + b"\n"
+
+
+def decode(text: bytes) -> Line:
+    """The line that :func:`encode` wrote.
+
+    Raises:
+        ValueError: it is none of its lines, or of another version.
+    """
+    try:
+        kind, *values = json.loads(text)
+        line = KINDS[kind](*values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"not a line of an event log: {text[:80]!r} ({error})") from error
+    if isinstance(line, Head) and line.version != VERSION:
+        raise ValueError(f"an event log of version {line.version}; this program reads {VERSION}")
+    return line
+
+
+def count_values(records: Sequence[Record]) -> int:
+    """Metric values among the records."""
+    return sum(len(item.values) for item in records if isinstance(item, LogPoints))
+
+
+_REFERENCE = re.compile(r"@run\(([^()\s]*)\)")
+
+
+def run_reference(run: str) -> str:
+    """What stands for the MLflow id of a run in a text."""
+    return f"@run({run})"
+
+
+def resolve_references(text: str, ids: Mapping[str, str]) -> str:
+    """The text with the ids of the runs it refers to; of a run that is not there, nothing."""
+    return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)

@@ -1,4 +1,4 @@
-"""Finished and running searches, read back for the command line: leaderboard and export."""
+"""Finished and running searches, read back for the command line: leaderboard, export and deletion."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.board import JobRecord
-from plait.tracking.check import open_store, storage_errors
+from plait.tracking.connection import open_store, storage_errors
 from plait.tracking.leaderboard import FORMATS, to_csv, to_json, to_table
-from plait.tracking.location import Location, locate
-from plait.tracking.records import record_of, stored_board
-from plait.tracking.store import Store
+from plait.tracking.location import Location, locate, sqlite_in
+from plait.tracking.mlflow_store import Store, job_record, stored_board
 
 SHOWN = 20  # searches listed in a remedy
 
@@ -149,7 +148,7 @@ def export(
             f"{destination} is there already", "An export does not overwrite anything.", "Name a new folder."
         )
     store, run = _find(settings, name)
-    record = record_of(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
+    record = job_record(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
     with storage_errors(store.location):
         if not store.has_artifact(record.run_id, names.ADAPTER_FOLDER):
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
@@ -226,3 +225,42 @@ def _run_by_id(store: Store, text: str) -> Run | None:
     if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
         return None
     return store.run(text)
+
+
+def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]:
+    """MLflow's ids of a search's runs, the jobs' first.
+
+    In the folder of the runs, where no other search has its name, those of all its beginnings; elsewhere
+    somebody else may have one of this name, and only the run that is known to be its own counts.
+
+    Args:
+        settings: the store.
+        name: of the search.
+        run_id: of its run, as its study has it; "" where that is not known.
+
+    Raises:
+        AwayError, StorageError: the store does not answer, or refuses.
+    """
+    store = store_to_read(settings)
+    if store is None:
+        return []
+    location = locate(settings)
+    with storage_errors(location):
+        parents = [run.info.run_id for run in store.searches(name)]
+        if location.uri != sqlite_in(location.root):
+            parents = [parent for parent in parents if parent == run_id]
+        jobs = [run.info.run_id for parent in parents for run in store.all_children(parent)]
+    return [*jobs, *parents]
+
+
+def delete_runs(settings: TrackingSettings, run_ids: Sequence[str]) -> None:
+    """Delete runs as MLflow does: they are hidden, and come back by `mlflow runs restore` until `mlflow gc`.
+
+    Raises:
+        AwayError, StorageError: the store does not answer, or refuses.
+    """
+    store = store_to_read(settings) if run_ids else None
+    if store is not None:
+        with storage_errors(store.location):
+            for run_id in run_ids:
+                store.delete_run(run_id)

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,39 +25,39 @@ from plait.core.messages import (
 )
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
-from plait.tracking.begin import Begun, ParentRun, begin_run, open_job, stored_jobs
 from plait.tracking.board import Board, JobRecord, job_of, orphan
-from plait.tracking.check import AwayError, check_folder, storage_errors
-from plait.tracking.connection import Connection
-from plait.tracking.elsewhere import Elsewhere
-from plait.tracking.encoding import Head
-from plait.tracking.final import take_result, write_final
+from plait.tracking.connection import AwayError, Connection, check_folder, storage_errors
+from plait.tracking.event_log import EventLog, logs_folder, open_event_log
+from plait.tracking.facts import SearchFacts
 from plait.tracking.location import locate
-from plait.tracking.operations import LogFolder, LogText, Reopen
-from plait.tracking.outgoing import Outgoing, open_outgoing, spool_folder
-from plait.tracking.overview import Overview
-from plait.tracking.search_facts import SearchFacts, search_tags
-from plait.tracking.sender import StoreSender
-from plait.tracking.totals import Totals
-from plait.tracking.values import evaluation_values, group_values, search_values
+from plait.tracking.mlflow_store import StoreSender
+from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus
+from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
+from plait.tracking.values import Curve, evaluation_values, group_values, parameter_text, step_values
+from plait.tracking.writer import Writer
 from plait.utils.addresses import redact
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
-SUMS = (  # over all jobs, those of earlier processes included
-    names.TRAIN_TOKENS,
-    names.DEVICE_SECONDS,
-    names.SEARCH_THROUGHPUT,
-    names.SEARCH_ENDED,
-    names.SEARCH_FAILED,
-)
+READ_PAUSE = 15.0  # seconds at least between two readings of what other processes train
+READ_SHARE = 0.005  # of the time may go into them
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """What there is from the start of a search to its close."""
+
+    search: str
+    log: EventLog
+    writer: Writer
+    run: SearchRun
 
 
 class Tracker:
     """Writes a search to MLflow, in the background.
 
-    Whatever is to be sent goes to a file below the search's folder first (``spool/``), and from there to the
-    store as it takes it. Every method but :meth:`start_search`, :meth:`flush`, :meth:`commit` and
-    :meth:`close` returns at once. As a context manager it ends the search's run and closes.
+    Whatever is to be sent goes to the event log in the search's folder first, and from there to the store as
+    it takes it. Every method but :meth:`start_search`, :meth:`flush`, :meth:`commit` and :meth:`close`
+    returns at once. As a context manager it ends the search's run and closes.
 
     Args:
         settings: where to write.
@@ -66,12 +67,14 @@ class Tracker:
 
     Attributes:
         board: what is known of every job.
+        others: whether other processes train jobs of the search.
+        over: jobs that have ended, whoever trained them.
+        orphaned: jobs whose worker is dead.
         notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
         away: why the search began without the store, if it did.
 
     Raises:
-        StorageError: the folder cannot be written. Every method raises it where the spool cannot be written,
-            as on a full disk.
+        StorageError: from every method, where the event log cannot be written, as on a full disk.
     """
 
     def __init__(
@@ -84,34 +87,31 @@ class Tracker:
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
-        self._connection = Connection(self.location, settings.experiment)
+        self.board = Board("minimize", 0)
+        self.others: Callable[[], bool] = lambda: False
+        self.over: Callable[[], Collection[str]] = tuple
+        self.orphaned: Callable[[], Collection[str]] = tuple
+        self.notices: list[str] = []
+        self.away: AwayError | None = None
         self._settings = settings
         self._clock = clock
         self._stamp = 0  # the last one
+        self._rising = rising
         self._directory = directory or Path.cwd()
-        self._search = ""
-        self._parent = ""  # key of the search's run
-        self._parent_id = ""
-        self._ids: dict[str, str] = {}  # by key; filled by the writer as it makes runs
-        self._out: Outgoing | None = None
-        self._overview: Overview | None = None
-        self._totals = Totals(rising)
-        self._elsewhere: Elsewhere | None = None
-        self._state = ""  # in which the search ended
+        self._connection = Connection(self.location, settings.experiment)
+        self._started: _Started | None = None
+        self._state: JobState | None = None  # in which the search ended
+        self._ids: dict[str, str] = {}  # MLflow's, by key of the run; filled by the writer as it makes runs
+        self._curves: dict[str, Curve] = {}  # of the jobs that train here
         self._own: set[str] = set()  # jobs that this process trains or has trained
-        self._results: dict[str, JobResult] = {}  # of jobs that were over when it began without the store
-        self._whole = True  # the board has all of the jobs that were over when it began
-        self.others: Callable[[], bool] = lambda: False  # whether other processes train jobs of the search
-        self.over: Callable[[], Collection[str]] = tuple  # jobs that are over, whoever trained them
-        self.orphaned: Callable[[], Collection[str]] = tuple  # jobs whose worker is dead
-        self.board = Board("minimize", 0)
-        self.notices: list[str] = []
-        self.away: AwayError | None = None
+        self._ended: dict[str, JobResult] = {}  # jobs that had ended when it began without the store
+        self._read: Sequence[JobRecord] = ()  # what the writer's thread read of other processes' jobs
+        self._next_reading = time.monotonic() + READ_PAUSE
 
     # ---- the search ------------------------------------------------------------------------------------
 
     def start_search(self, search: SearchFacts, begun: Begun | None = None) -> str:
-        """Make the search's run, or go on with the one of its name; waits for the store where that answers.
+        """Make the search's run, or resume the one of its name; waits for the store where that answers.
 
         Args:
             search: what is known of it.
@@ -126,53 +126,44 @@ class Tracker:
         """
         first, *others = search.settings.search.objectives
         self.board = Board(first.direction, search.settings.search.trials, others=tuple(others))
-        self._search = search.name
-        self._parent = f"search {search.name}"
-        folder = spool_folder(self.location.root, search.name)
         git = facts.git_state(self._directory)
-        tags = search_tags(search, git)
-        run = begin_run(self._connection, search, begun, tags, self._now())
-        if run.away is not None and begun is not None:
-            self._begin_without(run, begun.over)
-        self.notices += run.notices
-        self._parent_id = run.run_id
-        self._ids[self._parent] = self._parent_id
-        head = Head(self._parent_id, self._parent, str(self.location))
-        sender = StoreSender(self._connection.store, self._parent_id, self._ids)
-        self._out = open_outgoing(folder, head, sender, self._settings, self._now)
-        self._out.writer.away = run.away.value if run.away is not None else ""
-        self._overview = Overview(self._out, self._parent, several=bool(others))
-        self._take_others(run.jobs)
+        tags = facts.search_tags(search, git)
+        found = begin_run(self._connection, search, begun, tags, self._now())
+        self.notices += found.notices
+        log, run = self._start(search, found)
+        if found.away is not None and begun is not None:
+            self._ended = {result.job: result for result in begun.ended}
+            run.whole = not self._ended
+            for result in begun.ended:
+                self.board.take_result(result)
+        self._take_others(found.jobs)
         orphan(self.board.jobs.values(), self.orphaned())
-        self._totals.stood(run.step, run.seconds)
-        self._totals.begin(folder.parent, self._parent_id)
-        self._elsewhere = Elsewhere(self._to_learn, self._stored)
-        if not run.made:
-            self._out.put(Reopen(self._parent))
-        self._out.tags(self._parent, tags)
-        self._record_facts(search, git)
-        return self._parent_id
+        if not found.made:
+            log.append(SetStatus(log.head.parent, "RUNNING", self._now()))
+        log.tags(log.head.parent, tags)
+        for path, content in facts.artifacts(search, git).items():
+            self.record(path, content)
+        return found.run_id
+
+    def _start(self, search: SearchFacts, found: FoundRun) -> tuple[EventLog, SearchRun]:
+        """Open log, writer and run."""
+        folder = logs_folder(self.location.root, search.name)
+        head = Head(found.run_id, f"search {search.name}", str(self.location))
+        self._ids[head.parent] = self._connection.run_id = found.run_id
+        log = open_event_log(folder, head, self._now)
+        clock = SearchClock(folder.parent / f"totals-{found.run_id}", found, self._rising)
+        run = SearchRun(log, self.board, clock, self._settings.points)
+        sender = StoreSender(self._connection.store, found.run_id, self._ids)
+        writer = Writer(sender, log, self._settings.flush_seconds, between=self._read_others)
+        if found.away is not None:
+            self.away, writer.away = found.away, found.away.value
+        self._started = _Started(search.name, log, writer, run)
+        return log, run
 
     @property
     def unreachable(self) -> str:
         """Why the store does not take anything at the moment; empty where it does, as far as is known."""
-        return "" if self._out is None else self._out.writer.away
-
-    def _begin_without(self, run: ParentRun, over: Sequence[JobResult]) -> None:
-        """What a store that is away would have told, as far as it is known."""
-        self.away = run.away
-        self._results = {result.job: result for result in over}
-        self._whole = not over
-        for result in over:
-            take_result(self.board, result)
-
-    def _record_facts(self, search: SearchFacts, git: facts.GitState) -> None:
-        self.record("config.yaml", search.config)
-        self.record("overrides.txt", "".join(f"{item}\n" for item in search.overrides))
-        self.record("packages.txt", facts.packages())
-        self.record("hardware.json", facts.hardware())
-        if git.diff:
-            self.record("git.diff", git.diff)
+        return "" if self._started is None else self._started.writer.away
 
     def record(self, path: str, content: str | Mapping[str, Any]) -> None:
         """Keep a fact with the search's run as an artifact: text as it is, a mapping as JSON.
@@ -180,65 +171,75 @@ class Tracker:
         For the plan ("plan.json"), the lengths ("lengths.json"), the data digests ("data.json").
         """
         text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
-        self._started.put(LogText(self._parent, path, redact(text)))
+        self._log.text(self._log.head.parent, path, redact(text))
 
     def record_table(self, path: str, text: str) -> None:
         """Keep a table with the search's run: JSON with ``columns`` and ``data``, as MLflow shows it."""
-        self.record(path, text)
-        if self._overview is not None:
-            self._overview.add_table(path)
+        self._running.run.write_table(path, redact(text))
 
     def end_search(self, state: JobState = JobState.FINISHED, reason: str = "") -> None:
-        """End the search's run: finished, paused or failed. Jobs that still train are marked paused; a later
-        process adopts them. While other processes train jobs of this search, their
-        jobs' runs and the search's are theirs to end."""
-        if self._state or self._out is None:
+        """End the search's run: finished, paused or failed. Jobs that still train are marked paused, and a
+        later process adopts them. While other processes train jobs of this search, their jobs' runs and the
+        search's are theirs to end."""
+        if self._state is not None or self._started is None:
             return
         self._state = state
-        shared, over = self.others(), self.over()  # in this order: what is over meanwhile counts as over
+        log, run = self._started.log, self._started.run
+        shared, over = self.others(), self.over()  # in this order: what ends meanwhile counts as over
         for record in list(self.board.jobs.values()):
             mine = record.name in self._own or not (shared or record.name in over)
             if mine and record.state in (JobState.RUNNING, JobState.ORPHANED):
                 left = JobState.PAUSED if record.state == JobState.RUNNING else record.state
-                self._out.set_state(record.name, left, "The search was interrupted.")
-        if (self._out.shared or not self._whole) and self._connection.opened and not self._out.behind:
+                log.state(record.name, left, "The search was interrupted.")
+        if (log.shared or not run.whole) and self._connection.opened and not log.behind:
             with suppress(StorageError), storage_errors(self.location):
-                self._take_others(self._stored())
-        self._refresh(now=True)
-        self._log_totals({})
+                self._take_others(self._stored_jobs())
+        run.refresh(self.run_id, now=True)
+        run.write_point({})
         if not shared:
-            self._out.set_state(self._parent, state, reason)
-        self._out.commit()
+            log.state(log.head.parent, state, reason)
+        log.commit()
 
-    def _to_learn(self) -> bool:
-        """Whether the store has jobs that are not on the board. While it lacks what ended processes left,
-        what it says of theirs is out of date."""
-        out = self._out
-        return out is not None and not out.behind and (not self._whole or out.others_write())
+    # ---- jobs of other processes -----------------------------------------------------------------------
 
-    def _stored(self) -> list[JobRecord]:
-        records = stored_jobs(self._connection.store(), self._parent_id)
+    def _read_others(self) -> None:
+        """Read now and then what other processes train; in the writer's thread: training waits for no
+        store."""
+        begun, started = time.monotonic(), self._started
+        if started is None or begun < self._next_reading:
+            return
+        self._next_reading = begun + READ_PAUSE
+        if started.log.behind:
+            return  # while the store lacks what ended processes left, what it says of theirs is out of date
+        if started.log.others() or not started.run.whole:
+            self._read = self._stored_jobs()
+            took = time.monotonic() - begun
+            self._next_reading = begun + max(READ_PAUSE, took / READ_SHARE)
+
+    def _stored_jobs(self) -> list[JobRecord]:
+        records = self._connection.store().jobs(self._log.head.parent_id)
         orphan(records, self.orphaned())
         return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
         """Have the jobs on the board that this process does not train, as the store knows them."""
+        run = self._running.run
         for record in records:
-            if self._overview is not None and record.on_front:
-                self._overview.front.add(record.name)
+            if record.on_front:
+                run.front.add(record.name)
             if record.name not in self._own:
                 self.board.add(record)
                 self._ids[record.name] = record.run_id
-                if record.name in self._results:
-                    take_result(self.board, self._results[record.name])
+                if record.name in self._ended:
+                    self.board.take_result(self._ended[record.name])
             elif known := self.board.jobs.get(record.name):
                 known.recall(record)
-        self._whole |= bool(records)
+        run.whole |= bool(records)
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
     def start_job(self, job: JobSpec, trial: int, parameters: Mapping[str, Any] | None = None) -> None:
-        """Announce a job: makes its run, or goes on with the one its trial has.
+        """Announce a job: makes its run, or resumes the one that its trial has.
 
         Args:
             job: as submitted; its name is the run's name.
@@ -246,128 +247,133 @@ class Tracker:
             parameters: config keys that define the job; those of the job itself by default.
         """
         shown = dict(job.parameters() if parameters is None else parameters)
-        self.board.add(self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown))
-        self.board.jobs[job.name].parameters = shown
+        record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
+        record.parameters = shown
+        self.board.add(record)
         self._own.add(job.name)
-        out = self._started
-        out.adopt()
-        record, known = self.board.jobs[job.name], out.knows(job.name)
-        out.put(open_job(record, self._search, self._parent_id, self._now(), known=known))
+        log = self._log
+        log.adopt_ended()
+        tags = {
+            names.TAG_SEARCH: self._running.search,
+            names.TAG_TRIAL: str(record.trial),
+            names.TAG_JOB: record.name,
+            names.TAG_STATE: record.state,
+            names.TAG_PARENT: log.head.parent_id,
+            "mlflow.user": facts.user(),
+        }
+        texts = {key: parameter_text(value) for key, value in shown.items()}
+        known = log.last_step(job.name, names.TRAIN_LOSS) is not None
+        log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), known))
 
     def lose(self, job: str) -> None:
         """Another process trains a job from here on: nothing more is written of it."""
         self._own.discard(job)
         self.board.jobs.pop(job, None)
-        self._started.forget(job)
+        self._curves.pop(job, None)
 
     def handle(self, event: Event) -> None:
         """Log an event of the engine."""
-        out = self._started
-        before = self.board.jobs.get(job_of(event))
+        log = self._log
+        before = self.board.jobs.get(job_of(event)) if isinstance(event, JobAdmitted | JobResult) else None
         was = before.state if before else None
-        logged = (before.tokens, before.device_seconds) if before else None
+        logged = (before.tokens, before.device_seconds) if before else (None, None)
         self.board.handle(event)
         match event:
-            case JobAdmitted():
-                out.begin_curve(event.job.name, event.steps)
-                if was == JobState.PAUSED:
-                    out.put(Reopen(event.job.name))
-                tags = {names.TAG_STATE: JobState.RUNNING, names.TAG_GROUP: event.group}
-                out.tags(event.job.name, tags | {names.TAG_STEPS: str(event.steps)})
-            case JobPaused():
-                out.set_state(event.job, JobState.PAUSED, event.reason)
             case JobProgress():
-                out.progress(event)
+                curve = self._curves.get(event.job)
+                if curve is None or curve.takes(event):
+                    log.points(event.job, event.step, step_values(event))
             case JobEvaluated():
-                out.points(event.job, event.step, evaluation_values(event, self.board.jobs[event.job]))
+                self._write_left_out(event.job)
+                best = self.board.jobs[event.job]
+                log.points(
+                    event.job, event.step, evaluation_values(event, best.best_eval_loss, best.best_eval_step)
+                )
             case JobGenerated():
-                out.points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
+                log.points(event.job, event.step, {names.EVAL_ACCURACY: event.accuracy})
+            case JobAdmitted():
+                self._job_admitted(event, was)
+            case JobPaused():
+                self._write_left_out(event.job)
+                log.state(event.job, JobState.PAUSED, event.reason)
             case JobResult():
-                self._job_ended(event, logged)
+                self._job_ended(event, *logged)
             case GroupStep():
-                self._take_others((self._elsewhere.take() if self._elsewhere is not None else None) or ())
-                self._log_totals(group_values(event))
+                read, self._read = self._read, ()
+                self._take_others(read)
+                self._running.run.write_point(group_values(event))
 
-    def _job_ended(self, result: JobResult, logged: tuple[int, float] | None) -> None:
-        """The decision of the search on a job; ``logged``: tokens and seconds of its last complete step."""
-        out, job, record = self._started, result.job, self.board.jobs[result.job]
+    def _job_admitted(self, event: JobAdmitted, was: JobState | None) -> None:
+        log, job = self._log, event.job.name
+        self._curves.setdefault(job, Curve(event.steps, self._settings.points))
+        if was == JobState.PAUSED:
+            log.append(SetStatus(job, "RUNNING", self._now()))
+        tags = {names.TAG_STATE: JobState.RUNNING, names.TAG_GROUP: event.group}
+        log.tags(job, tags | {names.TAG_STEPS: str(event.steps)})
+
+    def _write_left_out(self, job: str) -> None:
+        """Write the newest step of a job, though its number is not one of those that are written."""
+        curve = self._curves.get(job)
+        if curve is not None and (event := curve.left_out) is not None:
+            curve.left_out = None
+            self._log.points(job, event.step, step_values(event))
+
+    def _job_ended(self, result: JobResult, tokens: int | None, seconds: float | None) -> None:
+        """The search's decision on a job; ``tokens`` and ``seconds``: of its last complete step."""
+        log, job, record = self._log, result.job, self.board.jobs[result.job]
+        self._write_left_out(job)
         if result.state.ended:
-            out.end_curve(job, record.steps)
+            self._curves.pop(job, None)
         if result.completion_seconds is None:  # it did not train here
-            record.step = max(record.step, out.last_step(job))
+            record.step = max(record.step, log.last_step(job, names.TRAIN_LOSS) or 0)
         else:
-            self._log_measured(result, result.completion_seconds, logged or (None, None))
-        out.tags(job, {names.TAG_STEP: str(record.step)})
+            log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
+            after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
+            if result.device_seconds != seconds:  # as after an evaluation
+                after[names.DEVICE_SECONDS] = result.device_seconds
+            log.points(job, result.step, after, late=True)
+        if result.adapter is not None:
+            log.append(LogFolder(job, str(result.adapter), names.ADAPTER_FOLDER))
+            log.tags(job, {names.TAG_ADAPTER: str(result.adapter)})
+        log.tags(job, {names.TAG_STEP: str(record.step)})
         if record.objective is not None:
             values = (record.objective, *record.others)
-            out.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
+            log.points(job, record.step, {names.objective_name(at): value for at, value in enumerate(values)})
         if not result.feasible:
-            out.tags(job, {names.TAG_FEASIBLE: "false"})
-        out.set_state(job, result.state, record.reason)
-        self._refresh()
-
-    def _log_measured(
-        self, result: JobResult, seconds: float, logged: tuple[int | None, float | None]
-    ) -> None:
-        out, job = self._started, result.job
-        out.points(job, result.step, {names.COMPLETION_SECONDS: seconds})
-        after: dict[str, float] = {}
-        if result.tokens != logged[0]:
-            after[names.TRAIN_TOKENS] = result.tokens
-        if result.device_seconds != logged[1]:
-            after[names.DEVICE_SECONDS] = result.device_seconds
-        out.amend(job, result.step, after)
-        if result.adapter is not None:
-            out.put(LogFolder(job, result.adapter, names.ADAPTER_FOLDER))
-            out.tags(job, {names.TAG_ADAPTER: str(result.adapter)})
-
-    def _log_totals(self, more: Mapping[str, float]) -> None:
-        """One point of the search's own curves; the last one is always written."""
-        if (point := self._totals.next()) is None:
-            return
-        step, seconds = point
-        if not more or self._started.wants_totals(step):
-            values = dict(more) | search_values(self.board, seconds)
-            unknown = () if self._whole else SUMS
-            known = {key: value for key, value in values.items() if key not in unknown}
-            self._started.points(self._parent, step, known)
+            log.tags(job, {names.TAG_FEASIBLE: "false"})
+        log.state(job, result.state, record.reason)
+        self._running.run.refresh(self.run_id)
 
     def run_id(self, job: str) -> str:
         """MLflow's id of a job's run; "" while the store has not made it."""
         return self._ids.get(job, "")
 
     @property
-    def seconds(self) -> float:
-        """Seconds that the search has taken, those of earlier processes included."""
-        return self._totals.seconds
-
-    @property
     def writer_seconds(self) -> float:
         """CPU seconds that sending took so far, in the background."""
-        return self._started.writer.cpu_seconds
-
-    # ---- what is written -------------------------------------------------------------------------------
-
-    def _refresh(self, *, now: bool = False) -> None:
-        """Write leaderboard, best so far and description of the search anew, if that is due."""
-        if self._overview is not None:
-            self._overview.refresh(self.board, self.run_id, now=now)
+        return self._running.writer.cpu_seconds
 
     @property
-    def _started(self) -> Outgoing:
-        if self._out is None:
+    def _running(self) -> _Started:
+        if self._started is None:
             raise RuntimeError("start_search() comes first")
-        return self._out
+        return self._started
+
+    @property
+    def _log(self) -> EventLog:
+        return self._running.log
 
     def _now(self) -> int:
         self._stamp = max(self._stamp, int(self._clock() * 1000))
         return self._stamp
 
+    # ---- the end ---------------------------------------------------------------------------------------
+
     def commit(self) -> None:
         """Return when everything handed over so far is safe on the disk: after a crash it is sent, and steps
         that are trained again from a checkpoint made since are not sent twice."""
-        if self._out is not None:
-            self._out.commit()
+        if self._started is not None:
+            self._started.log.commit()
 
     def flush(self) -> None:
         """Wait until the store has everything.
@@ -376,31 +382,38 @@ class Tracker:
             StorageError: it refused something, or did not answer to several attempts; what it has not taken
                 is kept and tried again.
         """
-        if self._out is not None and (troubles := self._out.flush()):
+        writer = self._running.writer
+        writer.flush()
+        if troubles := writer.troubles():
             raise StorageError(
                 "\n".join(troubles),
-                "The tracking store has to answer, and a search's runs belong to Plait while it goes on.",
-                "Look after the store; search.fresh=true begins the search anew if its runs were changed.",
+                "The tracking store has to answer, and a search's runs belong to Plait while it is running.",
+                "Look after the store; search.fresh=true starts the search again if its runs were changed.",
             )
 
     def close(self, patience: float | None = None) -> None:
         """Send what is left and stop writing; further calls do nothing.
 
-        What the store does not take is kept in the spool, and told in ``notices``: that is no reason for a
-        search to fail that has its results.
+        What the store does not take is kept in the event log, and told in ``notices``: that is no reason for
+        a search to fail that has its results.
 
         Args:
             patience: seconds for the store; None waits as long as it takes what it gets.
         """
-        out, self._out = self._out, None
-        if self._elsewhere is not None:
-            self._elsewhere.close()
-        if out is not None:
-            self._totals.close()
-            self.notices += out.close(patience, done=self._state == JobState.FINISHED)
+        started, self._started = self._started, None
+        if started is None:
+            return
+        log = started.log
+        started.run.clock.close()
+        closed = started.writer.close(patience)
+        self.notices += started.writer.troubles()
+        if closed and self._state == JobState.FINISHED and not log.waiting:
+            log.remove()  # it is of no use any more
+        elif closed:
+            log.close()
 
     def conclude(self, results: Sequence[JobResult]) -> None:
-        """After :meth:`close`, when all trials of the search are over: what its run says of the whole, from
+        """After :meth:`close`, when all trials of the search have ended: what its run says of the whole, from
         the study, where other processes trained some of them. For one process at a time; waits for the store.
 
         Raises:
@@ -410,7 +423,7 @@ class Tracker:
             return
         store = self._connection.store()
         with storage_errors(self.location):
-            self.board = write_final(store, self._parent_id, results)
+            self.board = write_final(store, self._connection.run_id, results)
 
     def __enter__(self) -> Self:
         return self
@@ -418,7 +431,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Who interrupts a second time, or has a full disk, does not want to wait for a server that is gone.
+        # Whoever interrupts twice, or has a full disk, does not want to wait for a server that is away.
         patience = None if error is None else LAST_SECONDS
         try:
             if error is None:

@@ -1,33 +1,23 @@
-"""What MLflow is told of settings, parameters and events: plain values, made without any store."""
+"""Values as MLflow keeps them: events as metrics, parameters as text; and which steps of a curve are
+written."""
 
 from __future__ import annotations
 
-import getpass
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
 
-from plait.core.lifecycle import JobState
 from plait.core.messages import GroupStep, JobEvaluated, JobProgress
-from plait.core.settings import RunSettings
 from plait.tracking import names
-from plait.tracking.board import Board, JobRecord
-from plait.tracking.parameters import parameter_text
-from plait.utils.addresses import redact
+
+_WORDS: Mapping[str, object] = {"None": None, "True": True, "False": False}
+
+# ---- metrics -----------------------------------------------------------------------------------------
 
 
-def run_parameters(settings: RunSettings) -> tuple[tuple[str, str], ...]:
-    """The run's settings, flat, without what is not set; addresses without passwords."""
-    flat = {
-        f"{group}.{key}": value
-        for group, values in asdict(settings).items()
-        for key, value in values.items()
-        if value is not None and value != {} and value != ()
-    }
-    return tuple((key, redact(parameter_text(value))) for key, value in flat.items())
-
-
-def progress_values(event: JobProgress) -> dict[str, float]:
+def step_values(event: JobProgress) -> dict[str, float]:
     """Metrics of one optimiser step of a job."""
     return {
         names.TRAIN_LOSS: event.loss,
@@ -39,12 +29,13 @@ def progress_values(event: JobProgress) -> dict[str, float]:
     }
 
 
-def evaluation_values(event: JobEvaluated, record: JobRecord) -> dict[str, float]:
+def evaluation_values(
+    event: JobEvaluated, best_loss: float | None, best_step: int | None
+) -> dict[str, float]:
     """Metrics of one evaluation of a job, and of its best one so far."""
     values = {names.EVAL_LOSS: event.loss, names.EVAL_TOKENS: float(event.tokens)}
-    if record.best_eval_loss is not None and record.best_eval_step is not None:
-        best = float(record.best_eval_step)
-        values |= {names.EVAL_BEST_LOSS: record.best_eval_loss, names.EVAL_BEST_STEP: best}
+    if best_loss is not None and best_step is not None:
+        values |= {names.EVAL_BEST_LOSS: best_loss, names.EVAL_BEST_STEP: float(best_step)}
     return values
 
 
@@ -63,29 +54,9 @@ def group_values(event: GroupStep) -> dict[str, float]:
     return values
 
 
-def search_values(board: Board, seconds: float) -> dict[str, float]:
-    """Totals of a search and its best so far, for the search's run."""
-    values: dict[str, float] = {
-        names.TRAIN_TOKENS: board.tokens,
-        names.DEVICE_SECONDS: board.device_seconds,
-        names.SEARCH_SECONDS: seconds,
-        names.SEARCH_RUNNING: board.count(JobState.RUNNING),
-        names.SEARCH_ENDED: sum(job.ended for job in board.jobs.values()),
-        names.SEARCH_FAILED: board.count(JobState.FAILED),
-    }
-    if seconds > 0:
-        values[names.SEARCH_THROUGHPUT] = board.tokens / seconds
-    best = board.best()
-    if best is not None and best.objective is not None:
-        values |= {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: best.trial}
-    if board.others:
-        values[names.SEARCH_FRONT] = len(board.front())
-    return values
-
-
-def finite(values: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+def finite(values: Mapping[str, float]) -> dict[str, float]:
     """The values that MLflow can keep: it turns infinity into a large number."""
-    return tuple((key, float(value)) for key, value in values.items() if math.isfinite(value))
+    return {key: float(value) for key, value in values.items() if math.isfinite(value)}
 
 
 def not_finite(values: Mapping[str, float]) -> str:
@@ -93,9 +64,58 @@ def not_finite(values: Mapping[str, float]) -> str:
     return ", ".join(f"{key}={value}" for key, value in values.items() if not math.isfinite(value))
 
 
-def user() -> str:
-    """Who runs this, as MLflow's UI shows it."""
+# ---- which steps are written: MLflow's pages draw a few hundred points of a line, whatever there is --
+
+
+def is_kept(step: int, stride: int) -> bool:
+    """Whether a step is written by its number alone, so that a job that is trained again has the same
+    points."""
+    return step <= 1 or step % stride == 0
+
+
+def grown_stride(step: int, points: int) -> int:
+    """Stride at a step of a curve whose length nobody knows: a power of two that doubles whenever the steps
+    do, from a quarter of ``points`` on. Of T steps it keeps about points / 4 · (1 + log2(4 T / points))."""
+    return 1 << max(0, (step // max(1, points // 4)).bit_length() - 1)
+
+
+@dataclass(slots=True)
+class Curve:
+    """The curve of one job: the first and the last step are written, every ``stride``-th between them, and
+    each at which the job is evaluated, pauses or ends.
+
+    Attributes:
+        steps: optimiser steps in all.
+        points: that the curve is to have, about.
+        left_out: the newest step, where it is not written.
+    """
+
+    steps: int
+    points: int
+    left_out: JobProgress | None = None
+
+    def takes(self, event: JobProgress) -> bool:
+        """Whether a step is written at once, by its number or since it diverged."""
+        stride = max(1, -(-self.steps // self.points))
+        taken = is_kept(event.step, stride) or event.step == self.steps
+        taken = taken or not math.isfinite(event.loss + event.grad_norm)
+        self.left_out = None if taken else event
+        return taken
+
+
+# ---- parameters --------------------------------------------------------------------------------------
+
+
+def parameter_text(value: object) -> str:
+    """A parameter's value as MLflow keeps it: words and numbers as they are, the rest as JSON."""
+    return json.dumps(value) if isinstance(value, (list, tuple, dict)) else str(value)
+
+
+def parameter_value(text: str) -> Any:
+    """The value that :func:`parameter_text` wrote, as far as text can tell: lists for tuples."""
+    if text in _WORDS:
+        return _WORDS[text]
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
+        return json.loads(text)
+    except ValueError:
+        return text

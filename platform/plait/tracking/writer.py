@@ -1,9 +1,9 @@
 """The one background thread that talks to MLflow, so that training never waits for it.
 
-Operations wait in an outbox and leave it only when the store has taken them. A store that does not answer
-is tried again, later and later; what waits is kept. A store that is slow for the number of runs is written
-to less often, more at a time. What the store refuses for good (a changed parameter, a run that somebody
-deleted) is set aside, so that it does not hold up the rest.
+Records wait in the event log and leave it only when the store has taken them. A store that does not answer is
+tried again, later and later; what waits is kept. A store that is slow for the number of runs is written to
+less often, more at a time. What the store refuses for good (a changed parameter, a run that somebody deleted)
+is set aside, so that it does not hold up the rest.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from plait.core.errors import StorageError
-from plait.tracking.operations import Operation, Request, gather
+from plait.tracking.event_log import EventLog
+from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags
 
-BATCH = 16_000  # operations that are gathered into one set of requests
+BATCH = 16_000  # records that are gathered into one set of requests
 SHARE = 0.02  # of the time may go into sending while nobody waits for it
 LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
 AWAY_ATTEMPTS = 3  # that failed in a row, before the store counts as away
@@ -31,83 +35,84 @@ class RefusedError(Exception):
     """The store will never take this request."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateRun:
+    """Points and tags of one run that go out together; the points in order, each tag once."""
+
+    run: str
+    points: tuple[LogPoints, ...]
+    tags: dict[str, str]
+
+
+Request = OpenRun | UpdateRun | LogText | LogFolder | SetStatus
+
+
 class Sender(Protocol):
-    """Whatever carries requests out. Raises RefusedError for good, any other exception for now."""
+    """Carries requests out: the store, or a recorder in tests."""
 
     def send(self, request: Request) -> None:
-        """Carry one request out."""
+        """Carry one request out.
 
-
-class Outbox(Protocol):
-    """Operations that the store has not yet taken, oldest first. The writer's thread reads them while others
-    append."""
-
-    def append(self, operation: Operation) -> None:
-        """Add one at the end."""
-
-    def peek(self, count: int) -> list[Operation]:
-        """The oldest ones."""
-
-    def drop(self) -> None:
-        """Forget those that were read last: the store has them."""
-
-    @property
-    def waiting(self) -> int:
-        """How many there are."""
+        Raises:
+            RefusedError: the store will never take it.
+            Exception: the store does not answer, or not now.
+        """
 
 
 class Writer:
-    """Sends operations in the background.
+    """Sends records in the background.
 
     Args:
         sender: carries requests out, in the background thread only.
-        outbox: where operations wait.
-        flush_seconds: time that an operation waits, so that several go out together; longer where sending
-            would take more than a small share of the time.
+        log: where records wait.
+        flush_seconds: time that a record waits, so that several go out together; longer where sending would
+            take more than a small share of the time.
+        between: called in the thread when a round of sending is over; its errors are ignored.
         first_delay: seconds before a request is tried a second time.
         stall: seconds without any progress after which flush() gives up.
+
+    Attributes:
+        away: why the store counts as away, from the attempts that failed; empty: it answers.
+        error: the last error of an attempt.
+        cpu_seconds: of the thread, so far.
     """
 
     def __init__(
         self,
         sender: Sender,
-        outbox: Outbox,
+        log: EventLog,
         flush_seconds: float,
         *,
+        between: Callable[[], None] = lambda: None,
         first_delay: float = FIRST_DELAY,
         stall: float = STALL_SECONDS,
     ) -> None:
         self._sender = sender
-        self._outbox = outbox
+        self._log = log
         self._flush_seconds = flush_seconds
+        self._between = between
         self._first_delay = first_delay
         self._stall = stall
         self._condition = threading.Condition()
         self._requests: deque[Request] = deque()  # of the batch in hand, not yet taken by the store
         self._in_hand = False
         self._round_seconds = 0.0  # that the last round of sending took
-        self._flushing = 0  # callers that wait for an empty outbox
+        self._flushing = 0  # callers that wait until nothing waits
         self._closing = False
         self._failures = 0  # attempts in a row that failed
         self._progress = time.monotonic()  # when a request last came through
-        self.cpu_seconds = 0.0  # of the thread, so far
-        self.error: BaseException | None = None  # the store's last answer that was none
-        self.away = ""  # why the store counts as away, from the attempts that failed; empty: it answers
         self._refused: list[str] = []
+        self.cpu_seconds = 0.0
+        self.error: BaseException | None = None
+        self.away = ""
         self._thread = threading.Thread(target=self._run, name="plait-tracking", daemon=True)
         self._thread.start()
-
-    def put(self, operation: Operation) -> None:
-        """Leave an operation to the writer; returns at once. Raises what the outbox raises."""
-        if self._closing:
-            raise RuntimeError("the tracking writer is closed")
-        self._outbox.append(operation)
 
     def flush(self, patience: float | None = None) -> bool:
         """Wait until the store has everything, at most ``patience`` seconds if given; whether it has.
 
         It gives up after several attempts that failed, or a time without progress. What the store has not
-        taken stays in the outbox and is tried again.
+        taken stays in the log and is tried again.
         """
         until = None if patience is None else time.monotonic() + patience
         with self._condition:
@@ -116,7 +121,7 @@ class Writer:
             self._progress = time.monotonic()
             self._condition.notify_all()
             try:
-                while self._outbox.waiting and self._failures < ATTEMPTS:
+                while self._log.waiting and self._failures < ATTEMPTS:
                     limit = self._progress + self._stall
                     limit = limit if until is None else min(limit, until)
                     if (left := limit - time.monotonic()) <= 0:
@@ -124,7 +129,7 @@ class Writer:
                     self._condition.wait(left)
             finally:
                 self._flushing -= 1
-        return not self._outbox.waiting
+        return not self._log.waiting
 
     def close(self, patience: float | None = None) -> bool:
         """Send what is left, as :meth:`flush`, and end the thread; whether it has ended by now.
@@ -142,10 +147,12 @@ class Writer:
         self._thread.join(GRACE_SECONDS)
         return not self._thread.is_alive()
 
-    def take_refused(self) -> list[str]:
-        """What the store has refused for good since this was last asked, in words."""
+    def troubles(self) -> list[str]:
+        """What the store did not take, in words: what waits now, and what it has refused since this was last
+        asked."""
         refused, self._refused = self._refused, []
-        return refused
+        waiting = [self._log.describe_unsent(_first_line(self.error))] if self._log.waiting else []
+        return waiting + describe_refused(refused)
 
     # ---- the thread ------------------------------------------------------------------------------------
 
@@ -159,6 +166,9 @@ class Writer:
             while self._take_batch() and self._send_batch():
                 pass
             self._round_seconds = time.monotonic() - started
+            if not self._failures and not self._closing:
+                with suppress(Exception):
+                    self._between()
 
     def _take_batch(self) -> bool:
         """Have requests in hand: those that are left, or a new batch. False where nothing waits, or the disk
@@ -168,7 +178,7 @@ class Writer:
         if self._in_hand:
             return True
         try:
-            batch = self._outbox.peek(BATCH)
+            batch = self._log.peek(BATCH)
         except (StorageError, OSError, ValueError) as error:  # whoever appends is told, too
             self._failed(error)
             return False
@@ -181,7 +191,7 @@ class Writer:
             return True
         if self._failures:
             return False  # the pause before the next attempt runs its full length
-        return bool(self._flushing and self._outbox.waiting)
+        return bool(self._flushing and self._log.waiting)
 
     def _pause(self) -> float:
         if not self._failures:
@@ -195,8 +205,8 @@ class Writer:
                 return False
             try:
                 self._sender.send(self._requests[0])
-            except RefusedError as verdict:
-                self._refused.append(str(verdict))
+            except RefusedError as refusal:
+                self._refused.append(str(refusal))
             except Exception as error:
                 self._failed(error)
                 return False
@@ -205,7 +215,7 @@ class Writer:
                 self.away = ""
                 self._failures = 0
                 self._progress = time.monotonic()
-        self._outbox.drop()
+        self._log.drop()
         self._in_hand = False
         self.cpu_seconds = time.thread_time()
         with self._condition:
@@ -217,10 +227,71 @@ class Writer:
             self.error = error
             self._failures += 1
             if self._failures >= AWAY_ATTEMPTS:
-                self.away = first_line(error) or type(error).__name__
+                self.away = _first_line(error) or type(error).__name__
             self._condition.notify_all()
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return next(iter(str(error).strip().splitlines()), "")
+@dataclass(slots=True)
+class _Gathered:
+    """What is to be done with one run, from one OpenRun to the next."""
+
+    run: str
+    opened: OpenRun | None = None
+    points: list[LogPoints] = field(default_factory=list)
+    tags: dict[str, str] = field(default_factory=dict)
+    folders: dict[str, LogFolder] = field(default_factory=dict)
+    status: SetStatus | None = None
+
+    def take(self, item: Record) -> None:
+        match item:
+            case OpenRun():
+                self.opened = item
+            case LogPoints():
+                self.points.append(item)
+            case SetTags():
+                self.tags.update(item.tags)
+            case LogFolder():
+                self.folders[item.path] = item
+            case SetStatus():
+                self.status = item
+
+    def requests(self) -> Iterator[Request]:
+        if self.opened is not None:
+            yield self.opened
+        if self.points or self.tags:
+            yield UpdateRun(self.run, tuple(self.points), self.tags)
+        yield from self.folders.values()
+        if self.status is not None:
+            yield self.status
+
+
+def gather(records: Iterable[Record]) -> list[Request]:
+    """Requests that leave every run as the records would, in few calls.
+
+    Points and tags of one run are joined, however the runs' records lie between each other; of several values
+    of a tag, texts of a path or statuses the last one goes out. Texts come last, so that the runs they refer
+    to are there.
+    """
+    gathered: list[_Gathered] = []
+    newest: dict[str, _Gathered] = {}
+    texts: dict[tuple[str, str], LogText] = {}
+    for item in records:
+        if isinstance(item, LogText):
+            texts.pop((item.run, item.path), None)
+            texts[item.run, item.path] = item
+            continue
+        if item.run not in newest or isinstance(item, OpenRun):
+            newest[item.run] = _Gathered(item.run)
+            gathered.append(newest[item.run])
+        newest[item.run].take(item)
+    return [request for one in gathered for request in one.requests()] + list(texts.values())
+
+
+def describe_refused(refused: Sequence[str]) -> list[str]:
+    """What the store refused for good, in one line; nothing where it refused nothing."""
+    return [f"{len(refused)} records were refused; the first: {refused[0]}"] if refused else []
+
+
+def _first_line(error: BaseException | None) -> str:
+    """What an error says, in one line; "" without one."""
+    return "" if error is None else next(iter(str(error).strip().splitlines()), "")

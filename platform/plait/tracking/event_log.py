@@ -1,0 +1,380 @@
+"""The event log: what the tracking store is to get waits here, on disk, until the store has it.
+
+A process appends to a log of its own; the writer reads it from there and notes how far the store has it. So
+nothing is lost when the process is killed, or the store is away when it ends: the next process of the search
+adopts the log. The log also knows which points are written, so that a step that is trained again after a
+crash is not written again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from plait.core.errors import StorageError
+from plait.core.lifecycle import STORED_AS, JobState
+from plait.tracking import names
+from plait.tracking.records import (
+    BEGINS,
+    Head,
+    Line,
+    LogPoints,
+    LogText,
+    Record,
+    SetStatus,
+    SetTags,
+    Written,
+    count_values,
+    decode,
+    encode,
+)
+from plait.tracking.values import finite, not_finite
+from plait.utils.files import write_text
+from plait.utils.line_log import LineLog
+from plait.utils.paths import search_folder
+
+SUFFIX = ".jsonl"
+DIGITS = 20  # of the number of bytes that were sent; of one width, so that writing it takes no more room
+NO_HEAD = Head("", "", "")
+LATE = " (late)"  # after the name of a metric: its late values, which are written once, too
+
+
+def time_ms() -> int:
+    """Milliseconds since 1970."""
+    return int(time.time() * 1000)
+
+
+class EventLog:
+    """One log, locked for this process. Made by :func:`open_event_log` and :func:`free_logs`.
+
+    One thread may append while another reads and notes what was sent.
+
+    Args:
+        log: locked.
+        head: the first line of a log that is empty.
+        now: milliseconds since 1970; stamps what is appended.
+
+    Attributes:
+        shared: whether other processes of this host worked on the search, too.
+
+    Raises:
+        StorageError: from every method that writes, where the disk is full or fails; what was there stays.
+    """
+
+    def __init__(self, log: LineLog, head: Head, now: Callable[[], int] = time_ms) -> None:
+        self.path = log.path
+        self.head = head
+        self.now = now
+        self.shared = False
+        self._log = log
+        self._lock = threading.Lock()  # of the end of the log, and of the counts
+        self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
+        self._waiting = 0  # records
+        self._values = 0  # metric values among them
+        self._peeked = (0, 0, 0)  # where what was read last ends, its records and metric values
+        self._sent_file = os.open(log.path.with_suffix(".sent"), os.O_RDWR | os.O_CREAT, 0o644)
+        self._sent = self._noted_sent()
+        self._recover()
+        self._inherited = self._waiting  # of the records that wait, those of ended processes
+        if log.end == 0:
+            self._sent = 0
+            self._note_sent()
+            self._write(head)
+            self.commit()
+
+    def _noted_sent(self) -> int:
+        text = os.pread(self._sent_file, DIGITS, 0)
+        return int(text) if len(text) == DIGITS and text.isdigit() else 0
+
+    def _note_sent(self) -> None:
+        os.pwrite(self._sent_file, b"%0*d" % (DIGITS, self._sent), 0)
+
+    def _recover(self) -> None:
+        """Read the log, learn what is in it and cut off what is no line of it, as after a loss of power."""
+        for at, text in self._log.lines():
+            try:
+                line = decode(text)
+                if isinstance(line, Head) != (at == 0):
+                    raise ValueError("it begins with its head")
+            except ValueError as error:
+                if at == 0:
+                    raise StorageError(
+                        f"{self.path}: {error}",
+                        "The file must be an event log that this version of Plait wrote.",
+                        "Use the version that wrote it, or move it away: it holds what is not sent yet.",
+                    ) from error
+                self._log.cut(at)
+                break
+            if isinstance(line, Head):
+                self.head = line
+                continue
+            self._learn(line)
+            if at >= self._sent and not isinstance(line, Written):
+                self._count(line)
+        self._sent = min(self._sent, self._log.end)
+
+    # ---- writing ---------------------------------------------------------------------------------------
+
+    def points(self, run: str, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Append values of a run at a step; those that are not finite go to a tag. ``late`` ones may stand
+        beside those that the step has already."""
+        if kept := finite(values):
+            self.append(LogPoints(run, step, self.now(), kept, late))
+        if len(kept) < len(values):
+            self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
+
+    def tags(self, run: str, tags: Mapping[str, str]) -> None:
+        """Append tags of a run."""
+        self.append(SetTags(run, tags))
+
+    def state(self, run: str, state: JobState, reason: str) -> None:
+        """Append the state of a run that trains no more, or not now, in our words and in MLflow's."""
+        self.tags(run, {names.TAG_STATE: state, names.TAG_REASON: reason})
+        self.append(SetStatus(run, STORED_AS[state].mlflow, self.now()))
+
+    def text(self, run: str, path: str, text: str) -> None:
+        """Append a text artifact: its newest form is kept in a file beside the log."""
+        file = self._beside(path)
+        try:
+            write_text(file, text)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        self._write(LogText(run, str(file), path))
+
+    def append(self, record: Record) -> None:
+        """Add a record; of a point only those of its values that are not written yet."""
+        if isinstance(record, LogPoints):
+            values = self._new_values(record)
+            if len(values) < len(record.values):
+                if not values:
+                    return
+                record = replace(record, values=values)
+        self._write(record)
+
+    def _write(self, line: Line) -> None:
+        text = encode(line)
+        with self._lock:
+            try:
+                self._log.append(text)
+            except OSError as error:
+                raise self._disk_error(error) from error
+            self._learn(line)
+            if not isinstance(line, Head | Written):
+                self._count(line)
+
+    def _count(self, record: Record) -> None:
+        self._waiting += 1
+        self._values += count_values([record])
+
+    def commit(self) -> None:
+        """Return when everything that was appended is on the disk."""
+        try:
+            self._log.commit()
+        except OSError as error:
+            raise self._disk_error(error) from error
+
+    def _disk_error(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{self.path}: {error.strerror or error}",
+            "What tracking is to send is kept there until the store has it; all that was there stays.",
+            "Make room (or mend the disk), then start the same command again: it resumes from the last "
+            "checkpoints.",
+        )
+
+    # ---- which points are written ----------------------------------------------------------------------
+
+    def last_step(self, run: str, metric: str) -> int | None:
+        """The last step of a metric of a run; None where there is none."""
+        return self._steps.get(run, {}).get(metric)
+
+    def _learn(self, line: Line) -> None:
+        """Note which points a line has. Those of a run are written in the order of their steps, so that the
+        last step tells which are there."""
+        match line:
+            case LogPoints():
+                steps = self._steps.setdefault(line.run, {})
+                for key in line.values:
+                    steps[f"{key}{LATE}" if line.late else key] = line.step
+            case Written():
+                steps = self._steps.setdefault(line.run, {})
+                for key, step in line.steps.items():
+                    steps[key] = max(step, steps.get(key, step))
+
+    def _new_values(self, point: LogPoints) -> dict[str, float]:
+        steps = self._steps.get(point.run, {})
+        suffix = LATE if point.late else ""
+        return {key: value for key, value in point.values.items() if point.step > steps.get(key + suffix, -1)}
+
+    # ---- sending ---------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Records that the store does not have yet."""
+        return self._waiting
+
+    @property
+    def waiting_values(self) -> int:
+        """Metric values that the store does not have yet."""
+        return self._values
+
+    @property
+    def behind(self) -> bool:
+        """Whether the store lacks anything that ended processes left: what it says of their jobs is out of
+        date."""
+        return self._inherited > 0
+
+    def peek(self, count: int) -> list[Record]:
+        """The oldest records that the store does not have, safe on the disk: what the store has, the log has
+        too, even after a loss of power."""
+        with self._lock:
+            end = self._log.end
+        self.commit()
+        found, at = [], self._sent
+        for after, record in itertools.islice(self._unsent(end), count):
+            found.append(record)
+            at = after
+        self._peeked = (at, len(found), count_values(found))
+        return found
+
+    def _unsent(self, end: int) -> Iterator[tuple[int, Record]]:
+        """Records before an offset that the store does not have, each with the offset of the next line."""
+        for at, text in self._log.lines(self._sent, end):
+            line = decode(text)
+            if not isinstance(line, Head | Written):
+                yield at + len(text), line
+
+    def drop(self) -> None:
+        """Note that the store has what :meth:`peek` gave last."""
+        at, records, values = self._peeked
+        with self._lock:
+            self._sent = at
+            self._waiting -= records
+            self._values -= values
+            self._inherited = max(0, self._inherited - records)
+            self._peeked = (at, 0, 0)
+        with suppress(OSError):  # then it is sent once more, which changes nothing
+            self._note_sent()
+
+    # ---- several logs ----------------------------------------------------------------------------------
+
+    def adopt(self, other: EventLog) -> None:
+        """Append what another log of the same search has and the store has not, and remove that log."""
+        for _, record in other._unsent(other._log.end):
+            if isinstance(record, LogText):
+                self._adopt_text(record)
+            else:
+                self._write(record)
+        if other.waiting:
+            with self._lock:
+                self._inherited = self._waiting
+        for run, steps in other._steps.items():
+            self._write(Written(run, steps))
+        self.commit()
+        other.remove()
+
+    def _adopt_text(self, record: LogText) -> None:
+        """Keep the text, unless this process has a newer one of its path."""
+        with suppress(FileNotFoundError):
+            if not self._beside(record.path).exists():
+                self.text(record.run, record.path, Path(record.file).read_text(encoding="utf-8"))
+
+    def _beside(self, path: str) -> Path:
+        """The file that has the newest form of a text artifact."""
+        return self.path.with_suffix(f".{Path(path).name}")
+
+    def adopt_ended(self) -> None:
+        """Adopt the logs of this run whose processes have ended."""
+        self.shared |= self.others()
+        for log in free_logs(self.path.parent, self.head.parent_id):
+            self.adopt(log)
+
+    def others(self) -> bool:
+        """Whether other processes of this host have logs of this run."""
+        return any(path != self.path for path in _log_files(self.path.parent, self.head.parent_id))
+
+    def describe_unsent(self, cause: str = "") -> str:
+        """What the store does not have, where it is kept and how it is sent; ``cause``: why it is not."""
+        return (
+            f"{self.waiting} records ({self.waiting_values} metric values) are not in {self.head.store} yet"
+            f"{f' ({cause})' if cause else ''}. They are kept in {self.path}; the same command sends them "
+            "when the store answers."
+        )
+
+    def close(self) -> None:
+        """Let go of the log; what it has stays."""
+        self._log.close()
+        os.close(self._sent_file)
+
+    def remove(self) -> None:
+        """Delete the log, which has nothing that the store does not have, and let go of it."""
+        self.path.unlink(missing_ok=True)
+        for beside in self.path.parent.glob(f"{self.path.stem}.*"):
+            beside.unlink(missing_ok=True)
+        self.close()
+
+
+def logs_folder(root: Path, search: str) -> Path:
+    """The folder of a search's event logs."""
+    return search_folder(root, search) / "events"
+
+
+def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -> EventLog:
+    """A log for a search's run, with what ended processes of it left unsent before everything of its own.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in free_logs(
+            folder
+        ):  # those of earlier searches of this name are of no use once they are sent
+            other = left.head.parent_id != head.parent_id
+            left.remove() if other and not left.waiting else left.close()
+        mine = EventLog(_free_number(folder, head), head, now)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: {error.strerror or error}",
+            "What tracking is to send is kept there until the store has it.",
+            "Give tracking.root= a folder that you may write.",
+        ) from error
+    mine.adopt_ended()
+    return mine
+
+
+def _free_number(folder: Path, head: Head) -> LineLog:
+    """The locked file of an ended process, or a new one."""
+    for number in itertools.count():
+        log = LineLog(folder / f"{head.parent_id}-{number}{SUFFIX}", BEGINS)
+        if log.lock(wait=False):
+            return log
+        log.close()
+    raise AssertionError("some number is free")
+
+
+def free_logs(folder: Path, parent_id: str | None = None) -> Iterator[EventLog]:
+    """Logs that no process has open; of one search's run, if given."""
+    for path in _log_files(folder, parent_id):
+        try:
+            log = LineLog(path, BEGINS, make=False)
+        except FileNotFoundError:
+            continue
+        if not log.lock(wait=False):
+            log.close()
+        elif log.end == 0:  # nothing was ever written to it
+            path.unlink(missing_ok=True)
+            path.with_suffix(".sent").unlink(missing_ok=True)
+            log.close()
+        else:
+            yield EventLog(log, NO_HEAD)
+
+
+def _log_files(folder: Path, parent_id: str | None) -> list[Path]:
+    """The files of event logs, whoever has them open; of one search's run, if given."""
+    return sorted(folder.glob(f"{parent_id or '*'}-*{SUFFIX}"))

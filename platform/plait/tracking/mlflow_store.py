@@ -1,0 +1,351 @@
+"""The MLflow store: the few calls that Plait makes of it, on one experiment, and runs as records of jobs.
+
+What a running search writes goes through :class:`StoreSender`, in the writer's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import assert_never
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
+
+from plait.core.lifecycle import JobState
+from plait.core.objectives import Objective
+from plait.tracking import names
+from plait.tracking.board import Board, JobRecord
+from plait.tracking.location import Location
+from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_STUDY, TAG_TRIAL
+from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, SetStatus, resolve_references
+from plait.tracking.values import parameter_value
+from plait.tracking.writer import RefusedError, Request, UpdateRun
+
+ENTRIES_PER_REQUEST = 1000
+PAIRS_PER_REQUEST = 100  # parameters or tags
+PARAMETER_LENGTH = 6000
+TAG_LENGTH = 8000
+PAGE = 1000
+FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
+
+# No news of tables being made, and no traceback of a database that is away: Plait tells that itself.
+logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # so of a server, at each attempt
+
+
+class Store:
+    """One experiment of one MLflow store; every method is one or a few blocking calls.
+
+    Raises:
+        mlflow.exceptions.MlflowException: from every method, where the store refuses or does not answer.
+    """
+
+    def __init__(self, location: Location, experiment: str) -> None:
+        self.location = location
+        self.experiment = experiment
+        self.client = MlflowClient(location.uri)
+        self.experiment_id = self._experiment_id()
+
+    def _experiment_id(self) -> str:
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        # The kind tells MLflow's pages to show training runs and not conversations.
+        tags = {"mlflow.experimentKind": "custom_model_development"}
+        try:
+            return str(self.client.create_experiment(self.experiment, self.location.artifacts, tags))
+        except MlflowException as error:
+            found = self.client.get_experiment_by_name(self.experiment)
+            if error.error_code != "RESOURCE_ALREADY_EXISTS" or found is None:
+                raise
+            return str(found.experiment_id)  # another process made it in between
+
+    # ---- reading ---------------------------------------------------------------------------------------
+
+    def searches(self, name: str | None = None, study: str = "") -> list[Run]:
+        """Runs of searches, newest first; of one name and one study if given."""
+        condition = f"tags.`{TAG_SEARCH}` = '{_quoted(name)}'" if name else f"tags.`{TAG_SEARCH}` IS NOT NULL"
+        if study:
+            condition += f" AND tags.`{TAG_STUDY}` = '{_quoted(study)}'"
+        return list(self._runs(f"{condition} AND tags.`{TAG_TRIAL}` IS NULL"))
+
+    def children(self, parent_id: str) -> dict[int, Run]:
+        """Runs of a search's jobs by trial number; of several for one trial, the newest."""
+        newest_last = reversed(self.all_children(parent_id))
+        return {int(run.data.tags[TAG_TRIAL]): run for run in newest_last}
+
+    def all_children(self, parent_id: str) -> list[Run]:
+        """Runs of a search's jobs, newest first; there may be several for one trial."""
+        return list(self._runs(f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{TAG_TRIAL}` IS NOT NULL"))
+
+    def child(self, parent_id: str, *, trial: int | None = None, job: str | None = None) -> Run | None:
+        """The run of one trial, or of one job's name, if there is one; of several the newest."""
+        key, value = (TAG_JOB, job) if job is not None else (TAG_TRIAL, str(trial))
+        condition = f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{key}` = '{_quoted(value)}'"
+        return next(self._runs(condition, 1), None)
+
+    def _runs(self, condition: str, page_size: int = PAGE) -> Iterator[Run]:
+        token = None
+        while True:
+            page = self.client.search_runs(
+                [self.experiment_id],
+                condition,
+                max_results=page_size,
+                order_by=["attributes.start_time DESC"],
+                page_token=token,
+            )
+            yield from page
+            token = page.token
+            if not token:
+                return
+
+    def run(self, run_id: str) -> Run | None:
+        """The run of an id, if there is one in this experiment."""
+        return next((run for run in self._runs(f"attributes.run_id = '{run_id}'")), None)
+
+    def last_step(self, run_id: str, metric: str) -> int:
+        """The last step of a metric of a run; 0 where there is none."""
+        return max((point.step for point in self.client.get_metric_history(run_id, metric)), default=0)
+
+    def last_steps(self, run: Run) -> dict[str, int]:
+        """The last step of every metric that the run has."""
+        return {key: self.last_step(run.info.run_id, key) for key in run.data.metrics}
+
+    # ---- writing ---------------------------------------------------------------------------------------
+
+    def create_run(self, name: str, tags: Mapping[str, str], time_ms: int) -> str:
+        """A new running run; the id."""
+        shortened = {key: value[:TAG_LENGTH] for key, value in tags.items()}
+        run = self.client.create_run(self.experiment_id, time_ms, shortened, name)
+        return str(run.info.run_id)
+
+    def log_parameters(self, run_id: str, parameters: Mapping[str, str]) -> None:
+        """Log parameters; those that are there already must have the same value."""
+        pairs = list(parameters.items())
+        for start in range(0, len(pairs), PAIRS_PER_REQUEST):
+            part = pairs[start : start + PAIRS_PER_REQUEST]
+            self.client.log_batch(
+                run_id, params=[Param(key, value[:PARAMETER_LENGTH]) for key, value in part]
+            )
+
+    def update(self, run_id: str, points: Iterable[LogPoints], tags: Mapping[str, str]) -> None:
+        """Log metric values and set or replace tags, in as few requests as the limits allow."""
+        metrics = [
+            Metric(key, value, point.time_ms, point.step)
+            for point in points
+            for key, value in point.values.items()
+        ]
+        pairs = [RunTag(key, value[:TAG_LENGTH]) for key, value in tags.items()]
+        while metrics or pairs:
+            some = pairs[:PAIRS_PER_REQUEST]
+            most = ENTRIES_PER_REQUEST - len(some)
+            self.client.log_batch(run_id, metrics=metrics[:most], tags=some)
+            metrics, pairs = metrics[most:], pairs[PAIRS_PER_REQUEST:]
+
+    def log_text(self, run_id: str, path: str, text: str) -> None:
+        """Write a text artifact."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / Path(path).name
+            file.write_text(text, encoding="utf-8")
+            parent = str(Path(path).parent)
+            self.client.log_artifact(run_id, str(file), None if parent == "." else parent)
+
+    def log_folder(self, run_id: str, folder: Path, path: str) -> None:
+        """Copy a folder's files to the run's artifacts."""
+        self.client.log_artifacts(run_id, str(folder), path)
+
+    def download(self, run_id: str, path: str, destination: Path) -> Path:
+        """Copy an artifact to a folder; the path of the copy."""
+        return Path(self.client.download_artifacts(run_id, path, str(destination)))
+
+    def has_artifact(self, run_id: str, path: str) -> bool:
+        """Whether the run has an artifact folder of that name."""
+        return any(item.path == path for item in self.client.list_artifacts(run_id))
+
+    def delete_run(self, run_id: str) -> None:
+        """Hide a run; MLflow keeps it until its own cleaning up."""
+        self.client.delete_run(run_id)
+
+    def set_status(self, run_id: str, status: str, time_ms: int) -> None:
+        """Set a run's status; one that ends does not end before it began, whatever the clock says by now."""
+        if status in ("RUNNING", "SCHEDULED"):
+            self.client.update_run(run_id, status=status)
+            return
+        began = self.client.get_run(run_id).info.start_time
+        self.client.set_terminated(run_id, status, max(time_ms, began))
+
+    # ---- jobs ------------------------------------------------------------------------------------------
+
+    def jobs(self, parent_id: str) -> list[JobRecord]:
+        """A search's jobs; those that are tagged as on the Pareto front are so there."""
+        return [job_record(child) for child in self.children(parent_id).values()]
+
+
+def _quoted(text: str) -> str:
+    return text.replace("'", "''")
+
+
+class StoreSender:
+    """Carries the writer's requests out; knows which MLflow run belongs to which key of a search.
+
+    Args:
+        connect: the store, where requests go; raises where it does not answer.
+        parent_id: MLflow's id of the search's run.
+        ids: MLflow ids of the runs that are known to exist, by key; filled as others are made or found.
+    """
+
+    def __init__(self, connect: Callable[[], Store], parent_id: str, ids: dict[str, str]) -> None:
+        self._connect = connect
+        self._parent_id = parent_id
+        self._ids = ids
+        self._had: dict[str, dict[str, int]] = {}  # last steps of runs of which the event log knew nothing
+
+    def send(self, request: Request) -> None:
+        """Carry one request out.
+
+        Raises:
+            RefusedError: the store will never take it.
+            Exception: the store does not answer, or not now.
+        """
+        try:
+            store = self._connect()
+            if isinstance(request, OpenRun):
+                self._open(store, request)
+            else:
+                self._send(store, self._id(store, request.run), request)
+        except MlflowException as error:
+            if error.error_code in FOR_GOOD:
+                raise RefusedError(f"{request.run}: {error.message}") from error
+            raise
+        except FileNotFoundError as error:
+            raise RefusedError(f"{request.run}: {error}") from error
+
+    def _send(self, store: Store, run_id: str, request: UpdateRun | LogText | LogFolder | SetStatus) -> None:
+        match request:
+            case UpdateRun():
+                store.update(run_id, self._new_points(request), request.tags)
+            case LogText():
+                text = Path(request.file).read_text(encoding="utf-8")
+                store.log_text(run_id, request.path, resolve_references(text, self._ids))
+            case LogFolder():
+                if not Path(request.folder).is_dir():
+                    raise FileNotFoundError(f"{request.folder} is not there to be kept as {request.path}")
+                store.log_folder(run_id, Path(request.folder), request.path)
+            case SetStatus():
+                store.set_status(run_id, request.status, request.time_ms)
+            case _:
+                assert_never(request)
+
+    def _id(self, store: Store, run: str) -> str:
+        """The id of a run that this process, an earlier one or another worker of the search has made."""
+        if run not in self._ids:
+            found = store.child(self._parent_id, job=run)
+            if found is None:
+                raise RefusedError(f"{run}: its run could not be made")
+            self._ids[run] = found.info.run_id
+            if run not in self._had:  # another worker may have trained the job since
+                self._had[run] = store.last_steps(found)
+        return self._ids[run]
+
+    def _open(self, store: Store, request: OpenRun) -> None:
+        """Make the run, or resume the one that is there: from before, from another worker, or from an attempt
+        whose answer got lost on the way."""
+        run = store.child(request.parent_id, trial=request.trial)
+        if run is None:
+            run_id = store.create_run(request.run, request.tags, request.time_ms)
+            parameters = request.parameters
+        else:
+            run_id = run.info.run_id
+            if not request.known:
+                self._had[request.run] = store.last_steps(run)
+            there = run.data.params
+            parameters = {key: value for key, value in request.parameters.items() if key not in there}
+            store.set_status(run_id, "RUNNING", request.time_ms)
+            store.update(run_id, (), request.tags)
+        self._ids[request.run] = run_id
+        store.log_parameters(run_id, parameters)
+
+    def _new_points(self, request: UpdateRun) -> list[LogPoints]:
+        """The points without those that the run had when it was found: a job that is resumed from a
+        checkpoint on another machine, or without its log, repeats some steps, and no step is counted
+        twice."""
+        had = self._had.get(request.run)
+        if not had:
+            return list(request.points)
+        kept = []
+        for point in request.points:
+            fresh = {key: value for key, value in point.values.items() if point.step > had.get(key, -1)}
+            if values := point.values if point.late else fresh:
+                kept.append(replace(point, values=values))
+        return kept
+
+
+def job_record(run: Run) -> JobRecord:
+    """What a job's run says of the job. The step of a job that ended is in a tag; that of another one is the
+    step of its newest point."""
+    tags, metrics = run.data.tags, run.data.metrics
+    step = _step(run)
+    state = JobState(tags[names.TAG_STATE])
+    best = state == JobState.FINISHED and run.data.params.get("train.keep") == "best"
+    return JobRecord(
+        name=tags.get(names.TAG_JOB, run.info.run_name),
+        trial=int(tags[names.TAG_TRIAL]),
+        parameters={key: parameter_value(text) for key, text in run.data.params.items()},
+        state=state,
+        group=tags.get(names.TAG_GROUP, ""),
+        step=step,
+        steps=int(tags.get(names.TAG_STEPS, step)),
+        loss=metrics.get(names.TRAIN_LOSS),
+        eval_loss=metrics.get(names.EVAL_BEST_LOSS if best else names.EVAL_LOSS),
+        best_eval_loss=metrics.get(names.EVAL_BEST_LOSS),
+        best_eval_step=_whole(metrics.get(names.EVAL_BEST_STEP)),
+        accuracy=metrics.get(names.EVAL_ACCURACY),
+        objective=metrics.get(names.OBJECTIVE),
+        tokens=int(metrics.get(names.TRAIN_TOKENS, 0.0)),
+        device_seconds=metrics.get(names.DEVICE_SECONDS, 0.0),
+        completion_seconds=metrics.get(names.COMPLETION_SECONDS),
+        adapter=tags.get(names.TAG_ADAPTER, ""),
+        reason=tags.get(names.TAG_REASON, ""),
+        run_id=run.info.run_id,
+        others=_others(metrics),
+        feasible=tags.get(names.TAG_FEASIBLE) != "false",
+        on_front=tags.get(names.TAG_PARETO) == "true",
+    )
+
+
+def stored_board(run: Run, children: Mapping[int, Run]) -> Board:
+    """All jobs of a search, from its run and theirs."""
+    tags = run.data.tags
+    _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
+    further = tuple(Objective(metric, direction) for metric, direction in others)
+    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
+    for child in children.values():
+        board.add(job_record(child))
+    return board
+
+
+def _step(run: Run) -> int:
+    tags = run.data.tags
+    ended = int(tags.get(names.TAG_STEP, "0"))
+    if JobState(tags[names.TAG_STATE]).ended:
+        return ended
+    # Only as a message does a run tell the steps of its newest points without reading whole histories.
+    points = run.data.to_proto().metrics
+    return max((int(point.step) for point in points), default=ended)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _others(metrics: Mapping[str, float]) -> tuple[float, ...]:
+    """The objectives beyond the first."""
+    named = itertools.takewhile(metrics.__contains__, map(names.objective_name, itertools.count(1)))
+    return tuple(metrics[name] for name in named)

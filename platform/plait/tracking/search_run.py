@@ -1,0 +1,354 @@
+"""The search's own run in MLflow: its beginning, its curves, what it says of all jobs, and its last word.
+
+Each process of a search knows its own jobs and, of the others', what the store had when it last looked. What
+it writes while it trains is its own view; when all trials have ended, the study knows them all, and the last
+process writes from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from filelock import lock_descriptor
+
+from plait.core.errors import StorageError
+from plait.core.lifecycle import STORED_AS, JobResult, JobState
+from plait.core.settings import TrackingSettings
+from plait.tracking import names
+from plait.tracking.board import Board, JobRecord, varying
+from plait.tracking.connection import AwayError, Connection, open_store, storage_errors
+from plait.tracking.event_log import EventLog, logs_folder, time_ms
+from plait.tracking.facts import SearchFacts, run_parameters
+from plait.tracking.leaderboard import to_split_json
+from plait.tracking.location import locate
+from plait.tracking.mlflow_store import Store, stored_board
+from plait.tracking.records import LogPoints, run_reference
+from plait.tracking.unsent import send_logs
+from plait.tracking.values import finite, grown_stride, is_kept
+
+REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
+REFRESH_SHARE = 0.005  # of the time may go into making them
+DIGITS = 20  # of the step of the search's curves, and of the microseconds after it, in their file
+SUMS = (  # over all jobs, those of earlier processes included
+    names.TRAIN_TOKENS,
+    names.DEVICE_SECONDS,
+    names.SEARCH_THROUGHPUT,
+    names.SEARCH_ENDED,
+    names.SEARCH_FAILED,
+)
+
+# ---- the beginning -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What is known, without the store, of a search that was recorded in it before.
+
+    Attributes:
+        run_id: MLflow's id of the search's run.
+        ended: its trials that have ended.
+    """
+
+    run_id: str
+    ended: Sequence[JobResult] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A search's run as the store has it.
+
+    Attributes:
+        made: just now.
+        step, seconds: of the last point of the search's own curves.
+        jobs: all that have a run.
+        notices: what ended processes left and the store did not take.
+        away: the store does not answer; of all this only the id is known.
+    """
+
+    run_id: str
+    made: bool = False
+    step: int = 0
+    seconds: float = 0.0
+    jobs: Sequence[JobRecord] = ()
+    notices: Sequence[str] = ()
+    away: AwayError | None = None
+
+
+def begin_run(
+    connection: Connection, search: SearchFacts, begun: Begun | None, tags: Mapping[str, str], now: int
+) -> FoundRun:
+    """The run of a search that begins or is resumed: asked of the store, which gets what ended processes left
+    first; where it is away, the one that is known from before.
+
+    Raises:
+        AwayError: the store is away, and no run is known.
+        StorageError: it refuses.
+    """
+    try:
+        store = connection.store()
+        notices = send_logs(store, logs_folder(store.location.root, search.name))
+        with storage_errors(store.location):
+            return replace(find_or_make(store, search, tags, now), notices=notices)
+    except AwayError as error:
+        if begun is None or search.fresh:
+            raise
+        return FoundRun(begun.run_id, away=error)
+
+
+def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now: int) -> FoundRun:
+    """The newest run of a search's name and study, or a new one.
+
+    Raises:
+        mlflow.exceptions.MlflowException: the store refuses or does not answer.
+    """
+    runs = [] if search.fresh else store.searches(search.name, search.study)
+    if not runs:
+        run_id = store.create_run(search.name, tags, now)
+        store.log_parameters(run_id, run_parameters(search.settings))
+        return FoundRun(run_id, made=True)
+    run_id = str(runs[0].info.run_id)
+    step = store.last_step(run_id, names.SEARCH_SECONDS)
+    seconds = runs[0].data.metrics.get(names.SEARCH_SECONDS, 0.0)
+    return FoundRun(run_id, step=step, seconds=seconds, jobs=store.jobs(run_id))
+
+
+# ---- while it is running -----------------------------------------------------------------------------
+
+
+class SearchClock:
+    """Steps and seconds of the search's curves: one process writes them at a time, however many train.
+
+    That process holds a lock, which falls with it; then another one goes on where it stood. Processes on
+    other hosts have a folder, and curves, of their own.
+
+    Args:
+        path: the file that is locked, and holds the last step and seconds.
+        found: how the run stands in the store.
+        rising: seconds that only rise.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, path: Path, found: FoundRun, rising: Callable[[], float]) -> None:
+        self._rising = rising
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: {error.strerror or error}",
+                "The processes of a search agree there on who writes its curves.",
+                "Free some space, or make the folder writable.",
+            ) from error
+        self._mine = False
+        step, seconds = self._noted()
+        self._step, self._before = max(found.step, step), max(found.seconds, seconds)
+        self._started = rising()
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the search, those of earlier processes included."""
+        return self._before + self._rising() - self._started
+
+    def next(self) -> tuple[int, float] | None:
+        """The next step and its seconds, if this process writes it."""
+        if self._file is None or not self._take(self._file):
+            return None
+        self._step += 1
+        microseconds = round(self.seconds * 1_000_000)
+        with suppress(OSError):  # a disk that is full: then others begin with what the store has
+            os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self._step, DIGITS, microseconds), 0)
+        return self._step, microseconds / 1_000_000
+
+    def close(self) -> None:
+        """Leave the curves to others."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._mine = None, False
+
+    def _take(self, file: int) -> bool:
+        if not self._mine and lock_descriptor(file, blocking=False):
+            step, seconds = self._noted()
+            self._step = max(self._step, step)
+            self._before += max(seconds - self.seconds, 0.0)  # whatever this process knew: time only rises
+            self._mine = True
+        return self._mine
+
+    def _noted(self) -> tuple[int, float]:
+        """Step and seconds of the last point that a process of this host wrote."""
+        text = b"" if self._file is None else os.pread(self._file, 2 * DIGITS, 0)
+        step, seconds = (int(part) if part.isdigit() else 0 for part in (text[:DIGITS], text[DIGITS:]))
+        return step, seconds / 1_000_000
+
+
+class SearchRun:
+    """Writes the search's run while the search is running.
+
+    Args:
+        log: takes what is written.
+        board: all jobs of the search.
+        clock: of its curves.
+        most: points that a curve is to have.
+
+    Attributes:
+        whole: the board has all jobs that had ended when this process began.
+        front: jobs that are tagged as being on the Pareto front.
+    """
+
+    def __init__(self, log: EventLog, board: Board, clock: SearchClock, most: int) -> None:
+        self.whole = True
+        self.front: set[str] = set()
+        self.clock = clock
+        self._log = log
+        self._key = log.head.parent
+        self._board = board
+        self._most = most
+        self._next = 0.0  # when the leaderboard is written again
+        self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
+
+    def write_point(self, more: Mapping[str, float]) -> None:
+        """One point of the search's curves, with ``more`` values; the last one, without any, is always
+        written. What sums over jobs that are not known yet is left out."""
+        if (point := self.clock.next()) is None:
+            return
+        step, seconds = point
+        if not more or is_kept(step, grown_stride(step, self._most)):
+            values = dict(more) | search_values(self._board, seconds)
+            unknown = () if self.whole else SUMS
+            known = {key: value for key, value in values.items() if key not in unknown}
+            self._log.points(self._key, step, known)
+
+    def write_table(self, path: str, text: str) -> None:
+        """Write an artifact that MLflow shows as a table: JSON with ``columns`` and ``data``."""
+        self._log.text(self._key, path, text)
+        if path not in self._tables:
+            self._tables.append(path)
+            self._log.tags(self._key, self._table_tag())
+
+    def refresh(self, run_id: Callable[[str], str], *, now: bool = False) -> None:
+        """Write leaderboard, Pareto front and best so far, if that is due: it takes the longer the more jobs
+        there are. ``run_id``: MLflow's id of a job's run."""
+        started = time.monotonic()
+        if not now and started < self._next:
+            return
+        board = self._board
+        for record in board.jobs.values():
+            record.run_id = run_id(record.name)
+        rows = [replace(record, run_id=run_reference(record.name)) for record in board.ordered()]
+        self._log.text(self._key, names.LEADERBOARD_FILE, to_split_json(rows))
+        if board.others:
+            self._write_front(rows)
+        note = {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
+        self._log.tags(self._key, self._table_tag() | note)
+        self._next = started + max(REFRESH_SECONDS, (time.monotonic() - started) / REFRESH_SHARE)
+
+    def _write_front(self, rows: Sequence[JobRecord]) -> None:
+        """The Pareto front as a table, and as a tag of each job that is or was on it."""
+        front = {row.name: row for row in rows if row.on_front}
+        keys = varying(rows)
+        self._log.text(self._key, names.PARETO_FILE, to_split_json(list(front.values()), keys))
+        for name in sorted(front.keys() ^ self.front):
+            self._log.tags(name, {names.TAG_PARETO: str(name in front).lower()})
+        self.front = set(front)
+
+    def _table_tag(self) -> dict[str, str]:
+        """The tag by which MLflow's pages know which artifacts are tables."""
+        return {names.TAG_TABLES: json.dumps([{"path": path, "type": "table"} for path in self._tables])}
+
+
+def search_values(board: Board, seconds: float) -> dict[str, float]:
+    """Totals of a search and its best so far, for the search's run."""
+    values: dict[str, float] = {
+        names.TRAIN_TOKENS: board.tokens,
+        names.DEVICE_SECONDS: board.device_seconds,
+        names.SEARCH_SECONDS: seconds,
+        names.SEARCH_RUNNING: board.count(JobState.RUNNING),
+        names.SEARCH_ENDED: sum(job.ended for job in board.jobs.values()),
+        names.SEARCH_FAILED: board.count(JobState.FAILED),
+    }
+    if seconds > 0:
+        values[names.SEARCH_THROUGHPUT] = board.tokens / seconds
+    best = board.best()
+    if best is not None and best.objective is not None:
+        values |= {names.SEARCH_BEST: best.objective, names.SEARCH_BEST_TRIAL: best.trial}
+    if board.others:
+        values[names.SEARCH_FRONT] = len(board.front())
+    return values
+
+
+def best_so_far(board: Board) -> str:
+    """What the search has found, in a line for its run's page; "" where there is nothing to tell."""
+    if board.others:
+        return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
+    best = board.best()
+    if best is None or best.objective is None:
+        return ""
+    return f"Best so far: {best.name}, objective {best.objective:.6g}"
+
+
+# ---- the end -----------------------------------------------------------------------------------------
+
+
+def conclude(settings: TrackingSettings, search: str, study: str, results: Sequence[JobResult]) -> str | None:
+    """End the run of a search whose trials have ended, as :func:`write_final` does, where its last process
+    could not.
+
+    Returns:
+        MLflow's id of the run; None where the store has none.
+
+    Raises:
+        StorageError: the store does not answer or refuses.
+    """
+    location = locate(settings)
+    store = open_store(location, settings.experiment)
+    with storage_errors(location):
+        runs = store.searches(search, study)
+        if not runs:
+            return None
+        run_id = str(runs[0].info.run_id)
+        write_final(store, run_id, results)
+        status = STORED_AS[JobState.FINISHED].mlflow
+        found = runs[0].info.status, runs[0].data.tags.get(names.TAG_STATE)
+        if found != (status, JobState.FINISHED):
+            store.update(run_id, (), {names.TAG_STATE: JobState.FINISHED, names.TAG_REASON: ""})
+            store.set_status(run_id, status, time_ms())
+    return run_id
+
+
+def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Board:
+    """Write leaderboard, Pareto front, best so far and totals of a search whose trials have ended, as the
+    study has them; the rest of each job as the store has it.
+
+    Of several processes only one may do so at a time, after it has sent everything else: then what the last
+    one writes is whole.
+
+    Raises:
+        mlflow.exceptions.MlflowException: the store refuses or does not answer.
+    """
+    run = store.client.get_run(run_id)
+    children = store.children(run_id)
+    board = stored_board(run, children)
+    for result in results:
+        board.take_result(result)
+    rows = board.ordered()
+    store.log_text(run_id, names.LEADERBOARD_FILE, to_split_json(rows))
+    if board.others:
+        front = [row for row in rows if row.on_front]
+        keys = varying(rows)
+        store.log_text(run_id, names.PARETO_FILE, to_split_json(front, keys))
+        for row in rows:
+            was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
+            if row.run_id and was != row.on_front:
+                store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
+    step = store.last_step(run_id, names.SEARCH_SECONDS) + 1
+    values = finite(search_values(board, run.data.metrics.get(names.SEARCH_SECONDS, 0.0)))
+    note = {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
+    store.update(run_id, [LogPoints(run_id, step, time_ms(), values)], note)
+    return board
