@@ -28,15 +28,15 @@ from plait.core.messages import (
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.samples import Split
 from plait.core.settings import RunSettings
+from plait.engine.build import check_engine, open_data
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.devices import choose_device
-from plait.engine.ledger import Worker
-from plait.engine.order import DataOrder, training_batch
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import LocalWorker
+from plait.engine.steps import DataOrder, training_batch
+from plait.engine.worker import Worker
 from plait.models import BaseModel, inspect_model, load_model
 from plait.planner.packing import pack
-from plait.search.engine import check_engine, open_data
 from plait.utils.paths import cache_dir
 from plait.utils.progress import part
 
@@ -69,19 +69,19 @@ class JointSide:
 
     def attach(self, job: JobSpec) -> None:
         """Attach a job to the worker, fresh."""
-        self.worker.handle(Attach(job, self.data.of(job.data).digest))
+        self.worker.execute(Attach(job))
 
     def detach(self, job: JobSpec) -> None:
         """Detach a job from the worker."""
-        self.worker.handle(Detach(job.name))
+        self.worker.execute(Detach(job.name))
 
     def pass_through(self, microbatches: tuple[Microbatch, ...]) -> None:
         """Forward and backward; gradients add up."""
-        self.worker.handle(RunMicrobatches(microbatches))
+        self.worker.execute(RunMicrobatches(microbatches))
 
     def step(self, jobs: Sequence[JobSpec], step: int) -> None:
         """The optimiser step of every job."""
-        self.worker.handle(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
+        self.worker.execute(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
 
     def timed_step(self, jobs: Sequence[JobSpec], microbatches: tuple[Microbatch, ...], step: int) -> float:
         """Seconds of a joint step: forward, backward and every job's optimiser step."""
@@ -116,7 +116,7 @@ class JointSide:
     def initial_weights(self, job: JobSpec, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
         """A and B of each site as a fresh job has them, by way of what Plait exports."""
         with self.attached([job]):
-            self.worker.handle(Export(job.name, folder))
+            self.worker.execute(Export(job.name, folder))
         return {module: (a, b) for module, (a, b) in import_adapter(folder).weights.items()}
 
 

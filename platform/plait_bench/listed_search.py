@@ -13,10 +13,9 @@ from time import perf_counter
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.messages import Event, JobEvaluated
+from plait.core.messages import NANOSECONDS, Event, JobEvaluated
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Space, Value
-from plait.engine.accounting import NANOSECONDS
 from plait.engine.coordinator import Coordinator
 from plait.search.identity import identify
 from plait.search.run import SearchRun

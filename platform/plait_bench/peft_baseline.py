@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from plait.core.jobs import JobSpec
 from plait.core.samples import Sample, Split
 from plait.core.settings import RunSettings
-from plait.engine.order import DataOrder, training_batch
-from plait.engine.rates import learning_rate
+from plait.engine.steps import DataOrder, learning_rate, training_batch
 from plait.models import load_tokeniser
 from plait.models.load import transformers_model
 from plait.models.quiet import quiet

@@ -28,9 +28,8 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.settings import RunSettings
-from plait.engine.admission import WorkerFacts
 from plait.engine.coordinator import Coordinator
-from plait.engine.ledger import Worker
+from plait.engine.worker import Worker, WorkerFacts
 from plait.tracking.facts import git_state, hardware
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
@@ -126,10 +125,10 @@ class Meter:
         """The worker's facts."""
         return self.worker.facts
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
         """Pass a command on, and count its time."""
         began = self.clock()
-        events = self.worker.handle(command)
+        events = self.worker.execute(command)
         spent = self.clock() - began
         self.total += spent
         weights: dict[str, float] = {}

@@ -128,7 +128,7 @@ class ReplayCoordinator:
         """Nothing interrupts a replay."""
         raise AssertionError
 
-    def places(self) -> int:
+    def free_slots(self) -> int:
         """There is room for any job: ``search.parallel`` is the limit."""
         return 1
 

@@ -24,9 +24,9 @@ from plait.adapters.variants import VARIANTS, adapter_bytes, attach
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.engine.build import check_engine
 from plait.models import BaseModel, check_rank, load_model, transformers_model
 from plait.search.checks import check_model
-from plait.search.engine import check_engine
 from plait_kernels import Bank, KernelError, SiteRows, TensorSpec
 
 MODEL = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
@@ -193,11 +193,11 @@ def test_it_resumes_bit_for_bit(variant: Lora, lab: Laboratory) -> None:
         if turn == 3:
             coordinator.stop()
 
-    whole = lab.run(jobs, kernels="grouped", min_fill=0)
-    first = lab.run(jobs, kernels="grouped", min_fill=0, between=stop)
+    whole = lab.run(jobs, kernels="grouped")
+    first = lab.run(jobs, kernels="grouped", between=stop)
     saved = {job.name: first.ended(job.name).checkpoint for job in jobs}
     states = {name: state for name, state in saved.items() if state is not None}
-    rest = lab.run(jobs, kernels="grouped", min_fill=0, resume_from=states)
+    rest = lab.run(jobs, kernels="grouped", resume_from=states)
     for job in jobs:
         assert len(first.losses(job.name)) == 3
         assert first.losses(job.name) + rest.losses(job.name) == whole.losses(job.name)

@@ -24,7 +24,7 @@ import torch
 import transformers
 from disk_operations import Operations
 
-import plait.engine.worker
+import plait.engine.local_worker
 import plait.search.launch
 import plait.tracking
 from plait.cli.main import main
@@ -113,7 +113,7 @@ def serve() -> None:
         print(json.dumps([[life.status, life.lived] for life in lives]), flush=True)
 
 
-IMPORTED = (mlflow, transformers, plait.engine.worker, plait.search.launch, plait.tracking)
+IMPORTED = (mlflow, transformers, plait.engine.local_worker, plait.search.launch, plait.tracking)
 
 if __name__ == "__main__":
     serve()

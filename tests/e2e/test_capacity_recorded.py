@@ -12,8 +12,8 @@ import pytest
 from plait.cli.main import main
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey, profile_path, save_profile
+from plait.engine import build as engine
 from plait.engine.coordinator import Coordinator
-from plait.search import engine
 from plait.utils.paths import cache_dir
 
 Short = tuple[str, ...]

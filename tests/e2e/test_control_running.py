@@ -118,7 +118,7 @@ def test_every_command_against_a_running_sweep(
         assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "train.priority=5", "--warm")
         cloned = trials(folder)[1].params | {"train.lr": 1e-3}
         until(sweep, lambda: trials(folder)[4].params == cloned)
-        assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "state.json").exists()
+        assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "checkpoint.json").exists()
         until(sweep, lambda: "trial-0004" in steps(said("status")))
         until(sweep, lambda: "1 parked" in said("status"))  # trial 3 made room
     # killed: what is asked for now is done when it goes on

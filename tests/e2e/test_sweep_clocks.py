@@ -15,8 +15,8 @@ import pytest
 from mlflow import MlflowClient
 from optuna.trial import FrozenTrial, TrialState
 
-import plait.engine.worker
-import plait.search.engine
+import plait.engine.adapter_store
+import plait.engine.build
 import plait.search.study
 from plait.cli.main import main
 from plait.search.journal import Journal
@@ -39,17 +39,17 @@ def test_a_search_is_the_same_while_the_clocks_jump(
     monkeypatch.setattr(time, "time_ns", lambda: int((real() + next(wall)) * 1e9))
     rising = itertools.count(0.0, HOUR)
     jumping: dict[str, Any] = {"clock": lambda: next(rising)}
-    for place, name in ((plait.search.engine, "Coordinator"), (plait.search.study, "Workers")):
+    for place, name in ((plait.engine.build, "Coordinator"), (plait.search.study, "Workers")):
         monkeypatch.setattr(place, name, partial(getattr(place, name), **jumping))
 
     saved: list[tuple[str, int]] = []
-    write_state = plait.engine.worker.write_state
+    write = plait.engine.adapter_store.write_checkpoint
 
     def noted(directory: Path, *arguments: Any) -> None:
         saved.append((directory.parent.name, int(directory.name.removeprefix("step-"))))
-        write_state(directory, *arguments)
+        write(directory, *arguments)
 
-    monkeypatch.setattr(plait.engine.worker, "write_state", noted)
+    monkeypatch.setattr(plait.engine.adapter_store, "write_checkpoint", noted)
     away, append = iter(range(12)), Journal.append_logs
 
     def sometimes(journal: Journal, logs: Sequence[dict[str, Any]]) -> None:

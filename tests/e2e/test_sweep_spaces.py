@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
 from plait.core.messages import Command, RunMicrobatches, WorkerEvent
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import LocalWorker
 
 Trials = Callable[..., list[FrozenTrial]]
 Leaderboard = Callable[..., list[dict[str, Any]]]
@@ -22,15 +22,15 @@ Short = tuple[str, ...]
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many jobs each training command to the worker had."""
     sizes: list[int] = []
-    real = LocalWorker.handle
+    real = LocalWorker.execute
 
-    def handle(self: LocalWorker, command: Command) -> Sequence[WorkerEvent]:
+    def execute(self: LocalWorker, command: Command) -> Sequence[WorkerEvent]:
         if isinstance(command, RunMicrobatches):
             parts = (segment.job for each in command.microbatches for segment in each.segments)
             sizes.append(len(set(parts)))
         return real(self, command)
 
-    monkeypatch.setattr(LocalWorker, "handle", handle)
+    monkeypatch.setattr(LocalWorker, "execute", execute)
     return sizes
 
 

@@ -18,8 +18,8 @@ from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.run import drive
-from plait.engine.worker import local_worker
+from plait.engine.local_worker import LocalWorker
+from plait.models import load_model
 
 KEPT = Path(__file__).with_name("joint_tiny_run.json")
 # Rounding differs between processors and releases of torch, and training amplifies it.
@@ -59,9 +59,13 @@ def losses(folder: Path) -> dict[str, dict[str, list[float]]]:
         model=ModelSettings(kind="tiny", dtype="float32", seed=1), engine=EngineSettings(capacity=100)
     )
     catalogue = DataCatalogue(data)
-    worker = local_worker(settings, catalogue, cache=folder)
+    worker = LocalWorker(load_model(settings.model, cache=folder), catalogue, settings.engine)
+    coordinator = Coordinator(worker, catalogue, settings, folder=folder)
+    for job in jobs():
+        coordinator.submit(job)
     events: list[Event] = []
-    drive(Coordinator(worker, catalogue, settings, folder=folder), jobs(), on_event=events.append)
+    while not coordinator.idle:
+        events += coordinator.advance()
     found: dict[str, dict[str, list[float]]] = {}
     for event in events:
         if isinstance(event, JobProgress | JobEvaluated):

@@ -8,8 +8,7 @@ from peft import LoraConfig, get_peft_model
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.samples import Sample, Split
 from plait.core.settings import ModelSettings
-from plait.engine.order import DataOrder, training_batch
-from plait.engine.rates import learning_rate
+from plait.engine.steps import DataOrder, learning_rate, training_batch
 from plait.models.load import transformers_model
 from plait_bench.peft_baseline import IGNORED, PaddedBatch, PeftBaseline, lora_weights
 

@@ -38,10 +38,10 @@ def search() -> SearchSettings:
 class SlowWorker(CurveWorker):
     """Takes some time for a step, so that processes that share a search meet."""
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
         if isinstance(command, RunMicrobatches):
             time.sleep(STEP_SECONDS)
-        return super().handle(command)
+        return super().execute(command)
 
 
 @dataclass

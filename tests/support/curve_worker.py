@@ -31,17 +31,16 @@ from plait.core.messages import (
     MicrobatchDone,
     OutOfMemory,
     RunMicrobatches,
+    SaveCheckpoint,
     Saved,
-    SaveState,
     StepDone,
     StepJobs,
     WorkerEvent,
 )
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample, Split, TokenisedData
-from plait.engine.admission import WorkerFacts
-from plait.engine.memory_estimate import ActivationShape
-from plait.engine.saved import HEADER, states
+from plait.engine.checkpoints import HEADER, checkpoints
+from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo
 
 LINEARS = tuple(LinearInfo(f"layers.{i}.{name}", 64, 64) for i in range(2) for name in ("q_proj", "v_proj"))
@@ -114,7 +113,7 @@ class CurveWorker:
     def facts(self) -> WorkerFacts:
         return WorkerFacts(SHAPE, LINEARS, max_length=64, memory_bytes=self.memory_bytes)
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
         self.commands.append(command)
         match command:
             case Attach():
@@ -130,7 +129,7 @@ class CurveWorker:
                 return [self._step(step.job, step.step) for step in command.steps]
             case KeepWeights():
                 return []
-            case SaveState():
+            case SaveCheckpoint():
                 assert command.cursor.step == self.steps[command.job]
                 save(command.directory, command.cursor)
                 seconds = self._spend()
@@ -152,7 +151,7 @@ class CurveWorker:
             return OutOfMemory("no room", self._spend())
         cursor, found = Cursor(), None
         if command.resume_from is not None:
-            found = states(command.resume_from)[0]
+            found = checkpoints(command.resume_from)[0]
             cursor = Cursor(**json.loads((found / HEADER).read_text()))
         self.jobs[name], self.steps[name] = command.job, cursor.step
         return Attached(name, cursor, found, seconds=self._spend())

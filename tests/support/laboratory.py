@@ -22,10 +22,10 @@ from plait.core.messages import (
 )
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
-from plait.engine.admission import WorkerFacts
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import LocalWorker
+from plait.engine.worker import WorkerFacts
 from plait.models import BaseModel
 
 Weights = dict[str, tuple[Tensor, ...]]
@@ -74,11 +74,11 @@ class Recorder:
     def facts(self) -> WorkerFacts:
         return self.worker.facts
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
         if isinstance(command, Detach):
             self.end[command.job] = self._weights(command.job)
         self.before(self.worker, command)
-        events = self.worker.handle(command)
+        events = self.worker.execute(command)
         for name in self.worker.bank.blocks:
             self.start.setdefault(name, self._weights(name))
         return events

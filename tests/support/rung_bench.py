@@ -115,7 +115,7 @@ class Bench:
                 DataCatalogue(load_lengths),
                 run,
                 folder=self.folder,
-                states=source.states_folder,
+                checkpoints=source.states_folder,
                 clock=self.clock,
                 patient=True,
             )

@@ -38,7 +38,7 @@ def test_higher_priority_parks_a_running_job_and_it_comes_back() -> None:
         _job("c", priority=1, arrival=2),
     ]
     found = admit(jobs, available=2, predict=_total)
-    assert (found.training, found.started, found.parked) == (("c", "a"), ("c",), ("b",))
+    assert (found.training, found.started, found.preempted) == (("c", "a"), ("c",), ("b",))
     after = [replace(job, running=job.name in found.training) for job in jobs if job.name != "c"]
     assert admit(after, available=2, predict=_total).training == ("a", "b")
 
@@ -46,7 +46,7 @@ def test_higher_priority_parks_a_running_job_and_it_comes_back() -> None:
 def test_equal_priority_never_parks_an_earlier_job() -> None:
     jobs = [_job("a", arrival=0, size=2, running=True), _job("b", arrival=1, size=1)]
     found = admit(jobs, available=2, predict=_total)
-    assert (found.training, found.parked, found.waiting) == (("a",), (), ("b",))
+    assert (found.training, found.preempted, found.waiting) == (("a",), (), ("b",))
 
 
 def test_room_left_by_a_large_job_is_used_and_given_back() -> None:
@@ -55,7 +55,7 @@ def test_room_left_by_a_large_job_is_used_and_given_back() -> None:
     found = admit([running, large, small], available=3, predict=_total)
     assert found.training == ("first", "small")
     later = admit([large, replace(small, running=True)], available=3, predict=_total)
-    assert (later.training, later.parked) == (("large",), ("small",))
+    assert (later.training, later.preempted) == (("large",), ("small",))
 
 
 def test_job_that_never_fits_is_refused_by_name() -> None:
@@ -91,14 +91,14 @@ def test_never_over_memory_and_nobody_is_lost(
     ]
     found = admit(jobs, available=available, predict=_total, max_jobs=max_jobs)
     by_name = {job.name: job for job in jobs}
-    assert sorted((*found.training, *found.parked, *found.waiting)) == sorted(by_name)
+    assert sorted((*found.training, *found.preempted, *found.waiting)) == sorted(by_name)
     assert found.bytes == sum(by_name[name].adapter_bytes for name in found.training) <= available
     assert max_jobs is None or len(found.training) <= max_jobs
     again = [replace(job, running=job.name in found.training) for job in jobs]
     settled = admit(again, available=available, predict=_total, max_jobs=max_jobs)
     assert settled.training == found.training
-    assert settled.parked == ()
-    for name in (*found.parked, *found.waiting):  # whoever is left out gave way only to those before it
+    assert settled.preempted == ()
+    for name in (*found.preempted, *found.waiting):  # whoever is left out gave way only to those before it
         job = by_name[name]
         before = [
             by_name[other]

@@ -14,13 +14,12 @@ from plait.core.plans import Group, Plan, Replica
 from plait.core.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, RunSettings
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
-from plait.engine.admission import WorkerFacts
-from plait.engine.capacity import LEAST_CAPACITY, choose_capacity
+from plait.engine import build as engine
+from plait.engine.admission import LEAST_CAPACITY, choose_capacity
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.memory_estimate import ActivationShape
+from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models import ModelShape
 from plait.models.targets import LinearInfo
-from plait.search import engine
 
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
 SHAPE = ActivationShape(1, 8, 2, 16, 16, 1000, 4, logit_rows=1000, keep_up_to=256)
@@ -118,5 +117,5 @@ def test_a_setting_that_differs_from_what_was_recorded_is_said(settle) -> None: 
     capacity, said = settle(other)
     assert capacity == 96
     assert [line.partition(";")[0] for line in said] == ["engine.capacity=96", "engine.kernels=reference"]
-    assert "begun with 512" in said[0]
-    assert "begun with grouped" in said[1]
+    assert "started with 512" in said[0]
+    assert "started with grouped" in said[1]

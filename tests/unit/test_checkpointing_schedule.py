@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from plait.core.errors import StorageError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveState
+from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveCheckpoint
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings
 from plait.engine.admission import Demand
-from plait.engine.checkpointing import Checkpointing
-from plait.engine.live import LiveJob
-from plait.engine.order import DataOrder
-from plait.engine.saved import HEADER, prune, state_folder, states
+from plait.engine.checkpoints import HEADER, Checkpointer, checkpoint_name, checkpoints, prune
+from plait.engine.jobs import LiveJob
+from plait.engine.steps import DataOrder
 
 SPLIT = Split.of([Sample(np.ones(4, np.int32), np.ones(4, np.bool_))])
 STEPS = 40
@@ -44,11 +43,11 @@ class Desk:
     full: bool = False
 
     def __post_init__(self) -> None:
-        self.saving = Checkpointing(self.settings, self.folder, self._send, lambda: self.now)
+        self.saving = Checkpointer(self.settings, self.folder, self._send, lambda: self.now)
         self.saving.commit = lambda: self.log.append("commit")
 
     def _send(self, command: Command) -> None:
-        assert isinstance(command, SaveState)
+        assert isinstance(command, SaveCheckpoint)
         if self.full:
             raise StorageError("No space left on device")
         command.directory.mkdir(parents=True)
@@ -77,7 +76,7 @@ def test_by_steps_at_every_multiple_and_never_when_the_budget_is_spent(tmp_path:
     made.saving.admitted(job)
     events = made.walk(job, STEPS)
     assert [event.step for event in events if isinstance(event, JobSaved)] == [8, 16, 24, 32]
-    assert [path.name for path in states(tmp_path / "a")] == ["step-00000032", "step-00000024"]
+    assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000032", "step-00000024"]
 
 
 def test_what_is_recorded_is_durable_before_the_state_is_there(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_job_that_goes_on_counts_from_where_it_went_on(tmp_path: Path) -> None
 def test_asked_for_by_name(tmp_path: Path) -> None:
     made = desk(tmp_path)
     jobs = [live("a", 3), live("b", 3)]
-    made.saving.want("b")
+    made.saving.request("b")
     assert [event.job for event in made.saving.save_due(jobs) if isinstance(event, JobSaved)] == ["b"]
     assert made.saving.save_due(jobs) == []
 
@@ -122,7 +121,7 @@ def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path)
     made.walk(moved, 7)
     found, events = made.saving.save([moved, still, fresh])
     assert found == {
-        "moved": state_folder(tmp_path / "moved", 7),
+        "moved": tmp_path / "moved" / checkpoint_name(7),
         "still": tmp_path / "elsewhere",
     }
     assert [event.job for event in events if isinstance(event, JobSaved)] == ["moved"]
@@ -139,10 +138,10 @@ def test_a_full_disk_stops_nobody_and_is_said_once_for_each_attempt(tmp_path: Pa
         "a could not be saved at step 10",
         "a could not be saved at step 15",
     ]
-    assert all("No space left" in text and "the last state is that of step 5" in text for text in said)
+    assert all("No space left" in text and "its last checkpoint is of step 5" in text for text in said)
     made.full = False
     assert [event.step for event in made.walk(job, 5) if isinstance(event, JobSaved)] == [20]
-    assert [path.name for path in states(tmp_path / "a")] == ["step-00000020", "step-00000005"]
+    assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000020", "step-00000005"]
 
 
 @given(
@@ -157,19 +156,19 @@ def test_the_newest_up_to_the_present_step_are_kept(
     newest = data.draw(st.sampled_from(sorted(present)))
     folder = tmp_path_factory.mktemp("states")
     for step in present:
-        state_folder(folder, step).mkdir()
+        (folder / checkpoint_name(step)).mkdir()
     (folder / ".step-00000031.partial-1").mkdir()
     prune(folder, keep, newest=newest)
     left = sorted((step for step in present if step <= newest), reverse=True)[:keep]
-    assert states(folder) == [state_folder(folder, step) for step in left]
+    assert checkpoints(folder) == [folder / checkpoint_name(step) for step in left]
     assert not list(folder.glob(".*"))
 
 
 def test_states_of_a_place_that_is_not_there() -> None:
-    assert states(Path("nowhere")) == []
+    assert checkpoints(Path("nowhere")) == []
 
 
 def test_a_state_is_a_place_of_its_own(tmp_path: Path) -> None:
-    state_folder(tmp_path, 3).mkdir()
-    (state_folder(tmp_path, 3) / HEADER).touch()
-    assert states(state_folder(tmp_path, 3)) == [state_folder(tmp_path, 3)]
+    (tmp_path / checkpoint_name(3)).mkdir()
+    (tmp_path / checkpoint_name(3) / HEADER).touch()
+    assert checkpoints(tmp_path / checkpoint_name(3)) == [tmp_path / checkpoint_name(3)]

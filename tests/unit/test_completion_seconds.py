@@ -10,7 +10,7 @@ from rung_bench import Bench, KilledError, Notes, halving
 
 from plait.core.lifecycle import JobResult
 from plait.core.messages import Cursor
-from plait.engine.saved import HEADER
+from plait.engine.checkpoints import HEADER
 
 
 @pytest.mark.parametrize("checkpoint_steps", [1, 3])

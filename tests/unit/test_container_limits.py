@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.engine.limits import allowed_cores, free_under_limit
+from plait.engine.devices import allowed_cores, free_under_limit
 
 
 def _group(root: Path, **files: str) -> Path:

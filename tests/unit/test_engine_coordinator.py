@@ -30,14 +30,14 @@ from plait.core.messages import (
     JobSaved,
     Notice,
     RunMicrobatches,
-    SaveState,
+    SaveCheckpoint,
     StepJobs,
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
-from plait.engine.accounting import nanoseconds
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.ledger import nanoseconds
 
 
 @pytest.fixture(autouse=True)
@@ -174,10 +174,10 @@ def test_evaluation_is_joint_at_its_interval_and_at_the_end() -> None:
 
 def test_priority_first_then_arrival_and_places_are_filled_as_they_come_free() -> None:
     made = coordinator(CurveWorker(), max_jobs=2)
-    assert made.places() == 2
+    assert made.free_slots() == 2
     for name, priority, steps in (("a", 0, 1), ("b", 0, 3), ("c", 1, 2), ("d", 0, 1)):
         made.submit(job(name, priority=priority, steps=steps))
-    assert made.places() == 0
+    assert made.free_slots() == 0
     events = drain(made)
     assert [e.job.name for e in of(JobAdmitted, events)] == ["c", "a", "b", "d"]
     assert [e.jobs for e in of(GroupStep, events)] == [("c", "a"), ("c", "b"), ("b", "d"), ("b",)]
@@ -262,11 +262,11 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     made.stop()
     ends = {e.job: e for e in of(JobResult, made.advance())}
     assert made.idle
-    assert made.places() == 0
+    assert made.free_slots() == 0
     assert (ends["a"].state, ends["a"].reason, ends["a"].step) == ("paused", "interrupted", 1)
     assert ends["a"].checkpoint == Path("run/checkpoints/a/step-00000001")
     assert ends["b"].checkpoint is None
-    saved = next(c for c in worker.commands if isinstance(c, SaveState))
+    saved = next(c for c in worker.commands if isinstance(c, SaveCheckpoint))
     assert saved.cursor.step == 1
     assert saved.cursor.device_ns == made.device_ns - nanoseconds(worker.spent[-1])  # all but the saving
     assert nanoseconds(ends["a"].device_seconds) == made.device_ns

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.errors import DataError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.samples import Sample, Split
-from plait.engine.order import DataOrder, permutation, training_batch, validation_batch
+from plait.engine.steps import DataOrder, permutation, training_batch, validation_batch
 
 GOLDEN = (
     [3, 1, 2, 9, 5, 6, 8, 4, 7, 0],

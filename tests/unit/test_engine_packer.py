@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.core.plans import GlobalBatch
-from plait.engine.packer import pack_step
+from plait.engine.iteration import Packer
 from plait.planner.packing import pack
 from plait.planner.subset_sums import bins_bound
 
@@ -19,15 +19,15 @@ def batch(job: str, *lengths: int) -> GlobalBatch:
 def test_a_microbatch_that_first_fit_wastes_is_saved() -> None:
     batches = [batch("a", 4, 4), batch("b", 3, 3, 3, 3)]
     assert len(pack(batches, capacity=10)) == 3
-    packed = pack_step(batches, capacity=10)
-    assert len(packed.microbatches) == 2
-    assert all(microbatch.tokens == 10 for microbatch in packed.microbatches)
-    assert packed.repeats
+    packer = Packer(10)
+    packed = packer.pack(batches)
+    assert [microbatch.tokens for microbatch in packed] == [10, 10]
+    assert packer.repeats
 
 
 def test_where_nothing_is_saved_first_fit_stays() -> None:
     batches = [batch("a", 7, 5, 2), batch("b", 6, 3)]
-    assert pack_step(batches, capacity=12).microbatches == pack(batches, capacity=12)
+    assert Packer(12).pack(batches) == pack(batches, capacity=12)
 
 
 @settings(max_examples=60)
@@ -36,15 +36,15 @@ def test_every_sample_once_within_capacity_and_no_more_microbatches_than_first_f
     lengths: list[list[int]],
 ) -> None:
     batches = [batch(f"job {number}", *each) for number, each in enumerate(lengths)]
-    packed = pack_step(batches, capacity=40)
+    packed = Packer(40).pack(batches)
     held = sorted(
         (segment.job, sample)
-        for microbatch in packed.microbatches
+        for microbatch in packed
         for segment in microbatch.segments
         for sample in segment.samples
     )
     assert held == sorted((each.job, sample) for each in batches for sample in each.samples)
-    assert all(microbatch.tokens <= 40 for microbatch in packed.microbatches)
-    assert bins_bound([each.lengths for each in batches], capacity=40) <= len(packed.microbatches)
-    assert len(packed.microbatches) <= len(pack(batches, capacity=40))
-    assert pack_step(batches, capacity=40) == packed
+    assert all(microbatch.tokens <= 40 for microbatch in packed)
+    assert bins_bound([each.lengths for each in batches], capacity=40) <= len(packed)
+    assert len(packed) <= len(pack(batches, capacity=40))
+    assert Packer(40).pack(batches) == packed

@@ -24,13 +24,13 @@ from plait.core.messages import (
     JobProgress,
     Notice,
     RunMicrobatches,
-    SaveState,
+    SaveCheckpoint,
     WorkerEvent,
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
-from plait.engine.accounting import nanoseconds
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.ledger import nanoseconds
 
 
 def falling(job: JobSpec, step: int) -> float:
@@ -70,10 +70,10 @@ def groups(events: Sequence[Event]) -> list[tuple[str, ...]]:
 class Full(CurveWorker):
     """Whose disk takes the first state and no other."""
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
-        if isinstance(command, SaveState) and command.cursor.step > 1:
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, SaveCheckpoint) and command.cursor.step > 1:
             raise StorageError("no space left")
-        return super().handle(command)
+        return super().execute(command)
 
 
 def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -
     made.submit(job("a"))
     made.advance()
     made.advance()
-    assert made.checkpointing.save([made._find("a")])[0]["a"].name.endswith("1")
+    assert made.checkpointer.save([made._find("a")])[0]["a"].name.endswith("1")
     made.pause("a")
     assert parked(made.settle()) == []
 
@@ -122,7 +122,7 @@ def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -
     made, _ = make()
     made.submit(job("a"), rungs=(2,))
     events = [*made.advance(), *made.advance()]
-    assert made.places() > 0
+    assert made.free_slots() > 0
     made.resume("a", PauseReason.AT_RUNG)
     events += drain(made)
     assert parked(events) == []
@@ -144,7 +144,7 @@ def test_all_jobs_at_a_rung_are_evaluated_together(make: Any) -> None:
     made.advance()
     (command,) = [command for command in worker.commands if isinstance(command, Evaluate)]
     assert {s.job for each in command.microbatches for s in each.segments} == {"a", "b", "c"}
-    assert made.places() > 0
+    assert made.free_slots() > 0
 
 
 def test_parking_and_unparking_by_hand_wherever_the_job_stands(make: Any) -> None:
@@ -264,7 +264,7 @@ def test_a_group_that_ran_out_of_memory_is_not_formed_again_while_its_jobs_train
     for name in "abc":
         made.submit(job(name))
     made.advance()
-    assert made.places() == 0
+    assert made.free_slots() == 0
     made.submit(job("d"))
     for _ in range(4):
         made.advance()
@@ -321,7 +321,7 @@ def test_a_job_for_which_there_is_no_room_waits_until_there_is(make: Any) -> Non
         assert steps(events, name) == [1, 2, 3]
     assert {e.job: e.state for e in events if isinstance(e, JobResult)} == dict.fromkeys("abcd", "finished")
     turned_away = [e.text for e in events if isinstance(e, Notice)]
-    assert turned_away[0] == "c waits for room: out of memory while it was taken in (no room)"
+    assert turned_away[0] == "c waits for room: out of memory while it was attached (no room)"
     assert len(turned_away) <= 3  # once at the start, then after ends, and not in every iteration
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == spent
@@ -333,7 +333,7 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
     for name in "ab":
         made.submit(job(name))
     ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobResult)}
-    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was taken in alone: no room"))
+    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was attached alone: no room"))
 
 
 def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: Any) -> None:

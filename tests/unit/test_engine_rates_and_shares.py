@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.core.jobs import Schedule, TrainSpec
-from plait.engine.accounting import nanoseconds, share
-from plait.engine.rates import learning_rate, warmup_steps
+from plait.engine.ledger import nanoseconds, share
+from plait.engine.steps import learning_rate, warmup_steps
 
 
 def rates(steps: int, **options: object) -> list[float]:

@@ -12,7 +12,7 @@ from plait.core.errors import StorageError
 from plait.core.messages import Cursor
 from plait.core.samples import Split, TokenisedData
 from plait.data import loading
-from plait.engine.checkpoints import Origin, write_state
+from plait.engine.checkpoint_files import Origin, write_checkpoint
 
 
 @pytest.fixture
@@ -52,5 +52,5 @@ def test_tokenised_data(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("full")
 def test_the_state_of_a_job(tmp_path: Path) -> None:
     with pytest.raises(StorageError) as caught:
-        write_state(tmp_path / "state", Origin({}, {}, "m", "d"), Cursor(1, 0), {"w": torch.zeros(2)})
+        write_checkpoint(tmp_path / "state", Origin({}, {}, "m", "d"), Cursor(1, 0), {"w": torch.zeros(2)})
     refused(caught.value, tmp_path)

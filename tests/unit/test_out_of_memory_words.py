@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.core.errors import CheckpointError
-from plait.engine.out_of_memory import attempt, ran_out
+from plait.engine.memory import attempt, ran_out
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_errors_that_say_so(error: Exception) -> None:
 
 def test_others_do_not() -> None:
     assert not ran_out(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not ran_out(CheckpointError("state.json is not what was written"))
+    assert not ran_out(CheckpointError("checkpoint.json is not what was written"))
     assert not ran_out(ValueError("not enough memory"))
 
 

@@ -10,16 +10,23 @@ import torch
 from plait.core.errors import CheckpointError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.messages import Cursor
-from plait.engine.checkpoints import Origin, OriginError, _seal, newest_state, read_state, write_state
-from plait.engine.saved import HEADER, state_folder
+from plait.engine.checkpoint_files import (
+    Origin,
+    OriginError,
+    _seal,
+    newest_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
+from plait.engine.checkpoints import HEADER, checkpoint_name
 
 JOB = JobSpec("job", AdapterSpec(rank=2), TrainSpec(seed=1, batch_size=2, accumulation=2))
 ORIGIN = Origin.of(JOB, model="m", data="d")
 
 
 def save(folder: Path, step: int, origin: Origin = ORIGIN) -> Path:
-    directory = state_folder(folder, step)
-    write_state(directory, origin, Cursor(step), {"w": torch.ones(2)})
+    directory = folder / checkpoint_name(step)
+    write_checkpoint(directory, origin, Cursor(step), {"w": torch.ones(2)})
     return directory
 
 
@@ -35,7 +42,7 @@ def test_a_state_of_another_model_is_refused_and_not_passed_over(tmp_path: Path)
     save(tmp_path, 1)
     save(tmp_path, 2, replace(ORIGIN, model="other"))
     with pytest.raises(OriginError, match="model"):
-        newest_state(tmp_path, ORIGIN)
+        newest_checkpoint(tmp_path, ORIGIN)
 
 
 def test_a_state_of_another_version_is_not_read_however_whole_it_is(tmp_path: Path) -> None:
@@ -44,5 +51,5 @@ def test_a_state_of_another_version_is_not_read_however_whole_it_is(tmp_path: Pa
     del header["sha256"]
     (directory / HEADER).write_text(json.dumps(header | {"sha256": _seal(header)}))
     with pytest.raises(CheckpointError, match="version 99"):
-        read_state(directory, ORIGIN)
-    assert newest_state(tmp_path, ORIGIN).directory is None
+        read_checkpoint(directory, ORIGIN)
+    assert newest_checkpoint(tmp_path, ORIGIN).directory is None

@@ -22,7 +22,7 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
     Notice,
-    SaveState,
+    SaveCheckpoint,
     WorkerEvent,
 )
 from plait.search.control import Orders
@@ -410,12 +410,12 @@ class FullDisk(CurveWorker):
     full: range = range(0)
     tries: int = 0
 
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
-        if isinstance(command, SaveState):
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, SaveCheckpoint):
             type(self).tries += 1
             if type(self).tries in self.full:
                 raise StorageError("no space left on device")
-        return super().handle(command)
+        return super().execute(command)
 
 
 def test_a_job_that_cannot_be_parked_is_said_once_and_keeps_its_place(tmp_path: Path) -> None:

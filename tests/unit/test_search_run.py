@@ -79,7 +79,7 @@ class Engine:
     def settle(self) -> Iterator[Event]:
         return iter(())
 
-    def places(self) -> int:
+    def free_slots(self) -> int:
         return self.most - len(self._live)
 
     def advance(self) -> Iterator[Event]:

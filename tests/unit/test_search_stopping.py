@@ -20,7 +20,7 @@ from plait.core.lifecycle import JobResult
 from plait.core.messages import GroupStep, JobEvaluated, JobPaused, JobProgress
 from plait.core.plans import GlobalBatch
 from plait.core.settings import SearchSettings
-from plait.engine.order import DataOrder, training_batch
+from plait.engine.steps import DataOrder, training_batch
 from plait.planner.packing import pack
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial

@@ -17,7 +17,7 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Space
-from plait.engine.saved import HEADER
+from plait.engine.checkpoints import HEADER
 from plait.search.identity import identify
 from plait.search.prior import Known
 from plait.search.storage import open_storage

@@ -124,7 +124,7 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     other.kill()
     kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
     kept.mkdir(parents=True)
-    (kept / "state.json").touch()
+    (kept / "checkpoint.json").touch()
     assert trials.lost() == set()
     assert [gone.describe() for gone in trials.departed()] == [
         f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "

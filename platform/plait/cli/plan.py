@@ -15,15 +15,15 @@ from rich.table import Table
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.engine.build import check_engine, free_memory, open_data, stored_profile, worker_facts
 from plait.planning.described import plan_described
 from plait.planning.here import plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import ChangeOutlook, Outlook
 from plait.planning.workload import Workload
-from plait.search.checks import check_jobs, check_model, worker_facts
+from plait.search.checks import check_jobs, check_model
 from plait.search.command import SearchCommand
 from plait.search.draw import draw_jobs
-from plait.search.engine import check_engine, free_memory, open_data, stored_profile
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
 
@@ -122,8 +122,7 @@ def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] |
 
 
 def _plan_local(command: SearchCommand) -> Outlook:
-    from plait.engine.admission import Admission
-    from plait.engine.capacity import choose_capacity
+    from plait.engine.admission import Admission, choose_capacity
     from plait.engine.devices import choose_device
 
     settings = command.settings

@@ -23,12 +23,12 @@ from plait.core.settings import RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
 from plait.cost.profiles import ClusterProfile
+from plait.engine.build import ELEMENT_BYTES, free_memory
 from plait.planning.described import RECOMPUTED
 from plait.planning.model_memory import model_memory
 from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
-from plait.search.checks import ELEMENT_BYTES, check_jobs, check_model
+from plait.search.checks import check_jobs, check_model
 from plait.search.command import SearchCommand
-from plait.search.engine import free_memory
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """What coordinator and workers say to each other: picklable, frozen, no tensors.
 
-The coordinator (pure Python) decides; workers (one per rank; the first is in-process) own tensors.
+The coordinator (pure Python) decides; a worker owns the tensors (:class:`plait.engine.worker.Worker`).
 Search, tracking and terminal read events only.
 """
 
@@ -13,19 +13,20 @@ from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, PauseReason
 from plait.core.plans import Microbatch
 
+NANOSECONDS = 1_000_000_000
+
 # ---- commands: coordinator to worker -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Take a job in: fresh, or from a saved state. ``data`` is a digest.
+    """Take a job in: fresh, or from a checkpoint.
 
-    ``resume_from`` is a state's folder, or a folder of states: then the newest that is whole is taken.
-    Where there is none, ``warm_from`` is the folder of an adapter or state whose weights it begins with.
+    ``resume_from`` is a checkpoint, or a folder of them: then the newest that is whole is taken. Where there
+    is none, ``warm_from`` is the folder of an adapter or checkpoint whose weights it begins with.
     """
 
     job: JobSpec
-    data: str
     resume_from: Path | None = None
     warm_from: Path | None = None
 
@@ -77,7 +78,7 @@ class KeepWeights:
 
 @dataclass(frozen=True, slots=True)
 class GenerateJob:
-    """Validation samples of one job whose prompts (the tokens before the first label) are gone on from."""
+    """Validation samples of one job whose prompts (the tokens before the first label) are to be answered."""
 
     job: str
     samples: tuple[int, ...]
@@ -85,7 +86,7 @@ class GenerateJob:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Greedy continuations, of several jobs together."""
+    """Greedy answers, of several jobs together."""
 
     jobs: tuple[GenerateJob, ...]
     max_new_tokens: int
@@ -100,7 +101,7 @@ class Cursor:
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
         best_step, best_loss: of the evaluation whose weights are kept; None where none are.
-        completion_seconds: of a saved state: since the job's submission, in this process and those before.
+        completion_seconds: in a checkpoint: since the job's submission, in this process and those before.
     """
 
     step: int = 0
@@ -110,10 +111,15 @@ class Cursor:
     best_loss: float | None = None
     completion_seconds: float = 0.0
 
+    @property
+    def device_seconds(self) -> float:
+        """Device time attributed to the job."""
+        return self.device_ns / NANOSECONDS
+
 
 @dataclass(frozen=True, slots=True)
-class SaveState:
-    """Write adapter, moments and cursor: all that going on needs."""
+class SaveCheckpoint:
+    """Write adapter, moments and cursor: all that a job needs to resume."""
 
     job: str
     directory: Path
@@ -130,7 +136,7 @@ class Export:
 
 
 Command = (
-    Attach | Detach | RunMicrobatches | StepJobs | Evaluate | KeepWeights | Generate | SaveState | Export
+    Attach | Detach | RunMicrobatches | StepJobs | Evaluate | KeepWeights | Generate | SaveCheckpoint | Export
 )
 
 # ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
@@ -138,14 +144,14 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A job is in, and goes on from ``cursor``: from the start where it is fresh.
+    """A job is in, and resumes from ``cursor``: from the start where it is fresh.
 
-    ``state`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
+    ``checkpoint`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
     """
 
     job: str
     cursor: Cursor
-    state: Path | None = None
+    checkpoint: Path | None = None
     notices: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -202,8 +208,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A loss or gradient was not finite, or the job's data or state cannot be used, or there is no memory for
-    one of its answers; others go on.
+    """A loss or gradient was not finite, or the job's data or checkpoint cannot be used, or there is no
+    memory for one of its answers; others go on.
 
     ``seconds`` are those that no other event has: of a step that was not taken, of taking the job in, or of
     generating.
@@ -227,7 +233,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A state or an exported adapter is complete on disk."""
+    """A checkpoint or an exported adapter is complete on disk."""
 
     job: str
     directory: Path
@@ -315,7 +321,7 @@ class JobGenerated:
 
 @dataclass(frozen=True, slots=True)
 class JobSaved:
-    """A live job's state is whole on disk: after a crash it goes on from ``step``."""
+    """A live job's checkpoint is whole on disk: after a crash it resumes from ``step``."""
 
     job: str
     step: int

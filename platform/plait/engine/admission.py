@@ -1,49 +1,29 @@
-"""Which jobs may train together: predicted memory and the limit on their number."""
+"""Which jobs may train together, and how large a microbatch may be, by predicted memory.
+
+What stays is exact arithmetic: weights, adapters, their gradients and moments. What a microbatch needs on top
+is predicted by a fitted model, with its margin: a stored profile, or what training has shown. Before there is
+either, it is estimated from the model's shape.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec
-from plait.core.settings import RunSettings
+from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
-from plait.engine.memory_estimate import ActivationShape, activation_bytes
+from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo, check_rank
 from plait.planner.admission import GroupMemory
 
 GIB = 2**30
 USUAL_RANK = 16
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """What a worker says of itself: its model and its device.
-
-    Attributes:
-        shape: sizes that memory depends on.
-        linears: every layer that an adapter may target.
-        max_length: longest sample of the model in tokens.
-        memory_bytes: what the device has in all.
-        chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
-        inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
-            known to be shared.
-    """
-
-    shape: ActivationShape
-    linears: tuple[LinearInfo, ...]
-    max_length: int
-    memory_bytes: int
-    chosen: dict[str, str] = field(default_factory=dict, hash=False)
-    inputs: tuple[tuple[frozenset[str], int], ...] = ()
-
-    def inputs_read(self, names: Collection[str]) -> float:
-        """Share of all input features of the linears that these linears read."""
-        inputs = self.inputs or tuple((frozenset({each.name}), each.in_features) for each in self.linears)
-        read = sum(features for readers, features in inputs if not readers.isdisjoint(names))
-        return read / sum(features for _, features in inputs)
+LEAST_CAPACITY = 128  # smaller microbatches are not tried, however little memory there is
+SAVED_COPIES = 2.0  # what backward keeps and what passes through it, for each input and output of a linear
+LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +48,21 @@ class Demand:
 class Admission:
     """Answers whether jobs fit together into the worker's memory.
 
-    What stays is exact arithmetic. What passes is predicted by a fitted model, with its margin: from a stored
-    profile, or from what training has shown (:meth:`learn`). Before there is either, by the estimate of
-    :mod:`plait.engine.memory_estimate`.
-
     Args:
         facts: of the worker.
-        settings: capacity, checkpointing, memory share and the limit on jobs.
+        settings: capacity, checkpointing and memory share.
         profile: stored, of this model, device, dtype and engine options; None where there is none.
     """
 
     def __init__(self, facts: WorkerFacts, settings: RunSettings, profile: Profile | None = None) -> None:
-        self._profile = profile
-        self._learnt: MemoryModel | None = None
-        self._held = 1.0  # bytes that stay for each byte of the adapters themselves
-        self._passing: dict[tuple[bool, int, int], int] = {}  # what is asked again for every place
         self._facts = facts
         self._engine = settings.engine
-        self._planner = settings.planner
+        self._capacity = settings.engine.capacity_or_usual
+        self._memory_share = settings.planner.memory_share
+        self._profile = profile
+        self._learnt: MemoryModel | None = None
+        self._overhead = 1.0  # static bytes for each byte of the adapters themselves
+        self._activations: dict[tuple[bool, int, int], int] = {}  # by fitted or not, longest sample, rank
 
     def demand(self, adapter: AdapterSpec, longest: int) -> Demand:
         """What a job needs.
@@ -94,75 +71,66 @@ class Admission:
             ModelError: a target matches nothing, or the rank is above a layer's size.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
         """
-        limit = min(self._engine.capacity_or_usual, self._facts.max_length)
-        if longest > limit:
+        if longest > min(self._capacity, self._facts.max_length):
             raise CapacityError(
                 f"a sample of {longest} tokens",
-                f"engine.capacity={self._engine.capacity_or_usual}; "
-                f"the model takes {self._facts.max_length} tokens.",
+                f"engine.capacity={self._capacity}; the model takes {self._facts.max_length} tokens.",
                 "Raise engine.capacity, or drop or cut long samples (data.overlong).",
             )
-        names = set(check_rank(adapter, self._facts.linears))
+        names = frozenset(check_rank(adapter, self._facts.linears))
         sites = [linear for linear in self._facts.linears if linear.name in names]
-        size = self._adapter_bytes(adapter, sites)
-        demand = Demand(size, longest, adapter.rank, _last_parts(sites), frozenset(names))
-        if self.predicted([demand]) > self.budget:
+        demand = Demand(self._adapter_bytes(adapter, sites), longest, adapter.rank, _last_parts(sites), names)
+        if (needed := self.predicted([demand])) > self.budget:
             raise CapacityError(
-                f"one job needs about {self.predicted([demand]) / GIB:.2f} GiB",
-                f"{self.budget / GIB:.2f} GiB may be used: planner.memory_share={self._planner.memory_share} "
+                f"one job needs about {needed / GIB:.2f} GiB",
+                f"{self.budget / GIB:.2f} GiB may be used: planner.memory_share={self._memory_share} "
                 f"of {self._facts.memory_bytes / GIB:.2f} GiB.",
                 "Lower engine.capacity or adapter.rank, set engine.checkpointing, or take a smaller model.",
             )
         return demand
 
     @property
-    def holds_for(self) -> str:
-        """Model, device and options that observed peaks hold for, in words."""
+    def valid_for(self) -> str:
+        """Model, device and options that observed peaks are valid for, in words."""
         chosen = sorted(self._facts.chosen.items())
         return repr((self._facts.shape, chosen, self._engine.checkpointing, FEATURES))
 
     @property
     def usual(self) -> Demand:
         """What is assumed where no job is known yet: rank 16 on every linear layer."""
-        size = self._adapter_bytes(AdapterSpec(USUAL_RANK), self._facts.linears)
-        return Demand(size, 0, USUAL_RANK, _last_parts(self._facts.linears))
-
-    def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
-        from plait.adapters.variants import adapter_bytes
-
-        return adapter_bytes(adapter, sites, self._facts.shape.element_bytes)
+        linears = self._facts.linears
+        size = self._adapter_bytes(AdapterSpec(USUAL_RANK), linears)
+        return Demand(size, 0, USUAL_RANK, _last_parts(linears))
 
     @property
     def budget(self) -> int:
         """Bytes that may be used, the base model's weights included."""
-        return int(self._planner.memory_share * self._facts.memory_bytes)
+        return int(self._memory_share * self._facts.memory_bytes)
+
+    def fits(self, demands: Sequence[Demand]) -> bool:
+        """Whether these jobs fit into memory together."""
+        return self.predicted(demands) <= self.budget
 
     def predicted(self, demands: Sequence[Demand]) -> int:
         """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come."""
-        longest = max((demand.longest for demand in demands), default=0) or self._engine.capacity_or_usual
+        longest = max((demand.longest for demand in demands), default=0) or self._capacity
         rank = max((demand.rank for demand in demands), default=0)
         model = self.model_for(demands)
         key = (model is None, longest, rank)
-        if key not in self._passing:
-            self._passing[key] = self._passes(model, longest, rank)
-        return self.staying(demands) + self._passing[key]
+        if key not in self._activations:  # asked again for every slot
+            self._activations[key] = self._activation(model, longest, rank)
+        return self.static(demands) + self._activations[key]
 
-    def staying(self, demands: Iterable[Demand]) -> int:
+    def static(self, demands: Iterable[Demand]) -> int:
         """Bytes of the base model and of these jobs' adapters with all that is kept for them."""
         adapters = sum(demand.adapter_bytes for demand in demands)
-        return self._facts.shape.weight_bytes + int(self._held * adapters)
+        return self._facts.shape.weight_bytes + int(self._overhead * adapters)
 
-    def learn_held(self, static: int, *, adapters: int) -> None:
-        """Take in what stays while adapters of so many bytes train: kernels may keep more for them."""
-        if adapters:
-            self._held = max(1.0, (static - self._facts.shape.weight_bytes) / adapters)
-
-    def _passes(self, model: MemoryModel | None, longest: int, rank: int) -> int:
+    def _activation(self, model: MemoryModel | None, longest: int, rank: int) -> int:
         """Bytes that a microbatch takes at the most."""
-        capacity = self._engine.capacity_or_usual
         if model is None:
-            return self.estimate(capacity, longest)
-        memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)
+            return self.estimate(self._capacity, longest)
+        memory = GroupMemory(model, 0, self._capacity, longest, self._facts.shape.keep_up_to)
         return int(memory([Demand(0, longest, rank)]))
 
     def estimate(self, tokens: int, longest: int) -> int:
@@ -182,19 +150,83 @@ class Admission:
     def learn(self, model: MemoryModel) -> None:
         """Predict with this model from now on."""
         self._learnt = model
-        self._passing.clear()
+        self._activations.clear()
 
-    def fits(self, demands: Sequence[Demand]) -> bool:
-        """Whether these jobs may train together."""
-        most = self._planner.max_jobs
-        return (most is None or len(demands) <= most) and self.predicted(demands) <= self.budget
+    def learn_overhead(self, static: int, *, adapters: int) -> None:
+        """Take in the static bytes seen with adapters of so many bytes: kernels may keep more for them."""
+        if adapters:
+            self._overhead = max(1.0, (static - self._facts.shape.weight_bytes) / adapters)
 
-    def room(self, taken: Sequence[Demand], each: Demand, most: int) -> int:
-        """How many more jobs like ``each`` fit beside ``taken``; at most ``most``."""
-        number = 0
-        while number < most and self.fits([*taken, *[each] * (number + 1)]):
-            number += 1
-        return number
+    def _adapter_bytes(self, adapter: AdapterSpec, sites: Iterable[LinearInfo]) -> int:
+        from plait.adapters.variants import adapter_bytes  # imports torch, which the coordinator does not
+
+        return adapter_bytes(adapter, sites, self._facts.shape.element_bytes)
+
+
+def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:
+    """Bytes that a full microbatch needs at its peak: an estimate.
+
+    Args:
+        model: its shape.
+        capacity: tokens of the microbatch.
+        longest: tokens of the longest sample: bounds Σℓ² of those that keep their attention probabilities.
+        checkpointing: only the layers' inputs are kept, and one layer's insides.
+    """
+    tokens = capacity * model.element_bytes
+    insides = SAVED_COPIES * (model.linear_features + 2 * model.layers * model.hidden) * tokens
+    insides += SAVED_COPIES * model.layers * model.heads * min(longest, model.keep_up_to) * tokens
+    if checkpointing:
+        insides = insides / model.layers + model.layers * model.hidden * tokens
+    loss = min(capacity, model.logit_rows) * model.vocabulary * 4 * LOSS_COPIES
+    return int(insides) + loss
+
+
+def choose_capacity(
+    settings: RunSettings,
+    facts: WorkerFacts,
+    profile: Profile | None,
+    jobs: Collection[tuple[AdapterSpec, int]],
+    recorded: int | None = None,
+) -> int:
+    """The capacity of a run: the one given, else the one recorded, else the profile's, else the usual one.
+
+    One that is not given is at least the longest sample, and is halved while a job does not fit into memory.
+
+    Args:
+        settings: of the run; ``engine.capacity`` is None where it is left open.
+        facts: of the worker.
+        profile: stored, of this model on this device, or None.
+        jobs: each adapter with the tokens of the longest sample that it is trained on.
+        recorded: what the search was started with.
+    """
+    if settings.engine.capacity is not None:
+        return settings.engine.capacity
+    longest = max((length for _, length in jobs), default=0)
+    if recorded is not None:
+        return max(recorded, longest)
+    least = max(longest, LEAST_CAPACITY)
+    tried = max(profile.capacity if profile is not None else USUAL_CAPACITY, longest)
+    while tried > least and not _each_fits(tried, settings, facts, profile, jobs):
+        tried = max(tried // 2, least)
+    return tried
+
+
+def _each_fits(
+    capacity: int,
+    settings: RunSettings,
+    facts: WorkerFacts,
+    profile: Profile | None,
+    jobs: Collection[tuple[AdapterSpec, int]],
+) -> bool:
+    """Whether each job fits into memory by itself."""
+    engine = replace(settings.engine, capacity=capacity)
+    admission = Admission(facts, replace(settings, engine=engine), profile)
+    try:
+        for adapter, longest in jobs:
+            admission.demand(adapter, longest)
+    except CapacityError:
+        return False
+    return True
 
 
 def _last_parts(linears: Iterable[LinearInfo]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Data sets in use, each loaded once: found by what a job asks for, or by their digest."""
+"""Data sets in use, each loaded once, found by what a job asks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Judge = Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]]
 
 
 class DataCatalogue:
-    """Loads each data set once and keeps it; shared by the coordinator and an in-process worker.
+    """Loads each data set once and keeps it.
+
+    An in-process worker shares the coordinator's; one in another process has its own.
 
     Args:
         load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
@@ -32,22 +34,17 @@ class DataCatalogue:
         self.generation_limit = generation_limit
         self._judge = judge
         self._by_spec: dict[DataSpec, TokenisedData] = {}
-        self._by_digest: dict[str, TokenisedData] = {}
 
     def of(self, spec: DataSpec) -> TokenisedData:
         """The data of a spec."""
         if spec not in self._by_spec:
-            loaded = self._load(spec)
-            self._by_spec[spec] = self._by_digest.setdefault(loaded.digest, loaded)
+            self._by_spec[spec] = self._load(spec)
         return self._by_spec[spec]
 
     def longest(self, spec: DataSpec) -> int:
         """Tokens of the longest sample of a spec, in training or validation."""
         data = self.of(spec)
         return max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
-
-    def __getitem__(self, digest: str) -> TokenisedData:
-        return self._by_digest[digest]
 
     def scores(self, spec: DataSpec, data: TokenisedData, answers: Generated) -> Sequence[float]:
         """The judge's scores of answers to validation samples.

@@ -1,170 +1,212 @@
-"""Saved states of jobs: whole tensors under PEFT's names, so that no layout of devices is baked in.
+"""When the checkpoints of live jobs are taken, where they are, and which are kept. No tensor is touched here.
 
-A state is a folder with ``state.safetensors`` (weights and both moments, float32) and ``state.json``
-(job, model, data, cursor, and digests of both). It is complete or absent: it is written beside its place
-and renamed into it, and read only when the digests agree. Random state is not among it, for there is none:
-data order and dropout masks follow from seed and step.
+A checkpoint is taken at the start of an iteration: by then everything that happened before has been handed to
+whoever follows the run, and ``commit`` makes that durable before the checkpoint is published. So a checkpoint
+on disk means that every step up to it is recorded: after a crash none is missing, and what is trained again
+is recorded once.
 
-The states of a job lie in one folder, each named after its step (``plait.engine.saved``).
+A job's checkpoints are in one folder, each named after its step; :mod:`plait.engine.checkpoint_files` writes
+and reads one.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from plait.core.errors import StorageError
+from plait.core.messages import Command, Event, JobSaved, Notice, SaveCheckpoint
+from plait.core.settings import EngineSettings
+from plait.engine.jobs import LiveJob
 
-from plait.core.errors import CheckpointError, StorageError
-from plait.core.jobs import JobSpec
-from plait.core.messages import Cursor
-from plait.engine.saved import HEADER, states
-from plait.utils.files import new_folder
-
-VERSION = 2
-TENSORS = "state.safetensors"
-_ORDER = ("seed", "batch_size", "accumulation")  # of TrainSpec: what gives a step its samples
+HEADER = "checkpoint.json"  # written last: a folder with it is a checkpoint
+PREFIX = "step-"
+RETRY_SECONDS = 10.0  # until a job that is to be paused, and could not be saved, is tried again
 
 
-class OriginError(CheckpointError):
-    """A saved state is whole, but belongs to another adapter, data order, model or data."""
+# ---- folders ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a state belongs to: going on is only right with the same.
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint after ``step`` steps, in a job's folder of checkpoints."""
+    return f"{PREFIX}{step:08d}"
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints at a path, newest first: the path itself, or what a job's folder of them holds.
+
+    They have been written, which does not say that they can still be read.
+    """
+    if (path / HEADER).exists():
+        return [path]
+    try:
+        found = [child for child in path.iterdir() if _step(child) is not None]
+    except OSError:  # not there, or no folder
+        return []
+    return sorted(found, key=lambda child: _step(child) or 0, reverse=True)
+
+
+def newest_step(path: Path | None) -> int:
+    """After how many steps the newest checkpoint at a path was taken; 0 where there is none."""
+    found = [] if path is None else checkpoints(path)
+    return (_step(found[0]) or 0) if found else 0
+
+
+def prune(folder: Path, keep: int, *, newest: int) -> None:
+    """Remove all but ``keep`` checkpoints up to step ``newest``, and what a killed process left half written.
+
+    A checkpoint beyond ``newest`` was passed over as damaged when the job resumed from an earlier one.
+    Nothing is raised: a checkpoint that cannot be removed takes room, and no more.
+    """
+    found = checkpoints(folder)
+    beyond = [path for path in found if (_step(path) or 0) > newest]
+    _remove([*beyond, *found[len(beyond) + keep :]])
+    _remove(folder.glob(".*"))
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove all checkpoints of a job that has ended; nothing is raised."""
+    _remove([folder])
+
+
+def _step(path: Path) -> int | None:
+    digits = path.name.removeprefix(PREFIX)
+    return int(digits) if path.name.startswith(PREFIX) and digits.isdecimal() else None
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- schedule -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _SaveRecord:
+    """What is known of one job's checkpoints.
 
     Attributes:
-        adapter: the AdapterSpec as a mapping.
-        order: seed and sizes that give a step its samples.
-        model: digest of the base model.
-        data: digest of the data.
+        tried_at: time of the last attempt; minutes count from it.
+        tried_step: step of the last attempt; steps count from it.
+        step: that the last checkpoint was taken at.
+        folder: of the last checkpoint.
+        failed_at: time of the last attempt, where it failed.
     """
 
-    adapter: dict[str, Any]
-    order: dict[str, Any]
-    model: str
-    data: str
-
-    @classmethod
-    def of(cls, job: JobSpec, *, model: str, data: str) -> Origin:
-        """The origin of a job's state."""
-        adapter = json.loads(json.dumps(asdict(job.adapter)))
-        return cls(adapter, {key: getattr(job.train, key) for key in _ORDER}, model, data)
+    tried_at: float
+    tried_step: int = 0
+    step: int = 0
+    folder: Path | None = None
+    failed_at: float | None = None
 
 
-def write_state(directory: Path, origin: Origin, cursor: Cursor, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state so that ``directory`` never holds part of one; an older one is replaced by renaming.
+class Checkpointer:
+    """Takes checkpoints of the jobs that are due.
 
-    Raises:
-        StorageError: the folder cannot be written.
+    Args:
+        settings: ``checkpoint_steps``, ``checkpoint_minutes``, ``checkpoint_keep``.
+        folder: for the jobs' folders of checkpoints.
+        send: carries a command out.
+        clock: seconds, rising.
+
+    Attributes:
+        commit: makes durable what was recorded so far.
     """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        folder: Path,
+        send: Callable[[Command], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self.commit: Callable[[], None] = lambda: None
+        self._settings = settings
+        self._folder = folder
+        self._send = send
+        self._clock = clock
+        self._records: dict[str, _SaveRecord] = {}
+        self._requested: set[str] = set()
+
+    def admitted(self, job: LiveJob, checkpoint: Path | None = None) -> None:
+        """A job starts, or resumes from a checkpoint: the next is counted from here."""
+        self._records[job.name] = _SaveRecord(self._clock(), job.step, job.step, checkpoint)
+
+    def ended(self, job: str) -> None:
+        """Forget a job."""
+        self._records.pop(job, None)
+        self._requested.discard(job)
+
+    def request(self, job: str) -> None:
+        """Save a job at the next boundary, whatever the schedule says."""
+        self._requested.add(job)
+
+    def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
+        """Save the jobs whose time has come."""
+        due = [job for job in jobs if self._due(job)]
+        self._requested.clear()
+        return list(self._save(due))
+
+    def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
+        """Save those of these jobs that have trained since their last checkpoint.
+
+        A job without steps has none: it starts afresh. Unless it is ``urgent``, a job that could not be saved
+        a moment ago is left for later.
+
+        Returns:
+            the last checkpoint of each job that has one, by name, and what happened.
+        """
+        asked = list(jobs)
+        changed = [job for job in asked if job.step > self._record(job).step]
+        events = list(self._save([job for job in changed if urgent or not self._just_failed(job)]))
+        found = {job.name: self._record(job).folder for job in asked}
+        return {name: folder for name, folder in found.items() if folder is not None}, events
+
+    def _record(self, job: LiveJob) -> _SaveRecord:
+        return self._records.setdefault(job.name, _SaveRecord(self._clock()))
+
+    def _just_failed(self, job: LiveJob) -> bool:
+        failed_at = self._record(job).failed_at
+        return failed_at is not None and self._clock() - failed_at < RETRY_SECONDS
+
+    def _due(self, job: LiveJob) -> bool:
+        record = self._record(job)
+        if job.done or job.step <= record.step:
+            return False
+        every, minutes = self._settings.checkpoint_steps, self._settings.checkpoint_minutes
+        by_steps = every is not None and job.step // every > record.tried_step // every
+        by_time = minutes is not None and self._clock() - record.tried_at >= 60 * minutes
+        return by_steps or by_time or job.name in self._requested
+
+    def _save(self, jobs: list[LiveJob]) -> Iterator[Event]:
+        """One commit for all, then each checkpoint. One that cannot be written harms no job: those before it
+        stay, and the next is tried when it is due."""
+        if not jobs:
+            return
+        trouble = _trouble(self.commit)
+        for job in jobs:
+            record, folder = self._record(job), self._folder / job.name
+            record.tried_step, record.tried_at = job.step, self._clock()
+            directory = folder / checkpoint_name(job.step)
+            command = SaveCheckpoint(job.name, directory, job.cursor_at(self._clock()))
+            if reason := trouble or _trouble(partial(self._send, command)):
+                record.failed_at = self._clock()
+                last = f"its last checkpoint is of step {record.step}" if record.step else "it has none yet"
+                yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {last}")
+                continue
+            record.step, record.folder, record.failed_at = job.step, directory, None
+            prune(folder, self._settings.checkpoint_keep, newest=job.step)
+            yield JobSaved(job.name, job.step, directory)
+
+
+def _trouble(action: Callable[[], object]) -> str:
+    """Do something; what went wrong with the disk, if anything did."""
     try:
-        with new_folder(directory) as folder:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
-            header = {
-                "version": VERSION,
-                "origin": asdict(origin),
-                "cursor": asdict(cursor),
-                "tensors": _digest(folder / TENSORS),
-            }
-            sealed = header | {"sha256": _seal(header)}
-            (folder / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{directory}: {error}",
-            "A job's state must be written whole.",
-            "Free space or give a writable folder (tracking.root).",
-        ) from error
-
-
-def read_state(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, Tensor]]:
-    """The cursor and tensors of a complete state of this very origin.
-
-    Raises:
-        OriginError: of another job, model or data.
-        CheckpointError: missing, cut short or altered.
-    """
-    try:
-        header = json.loads((directory / HEADER).read_text())
-        if header["version"] != VERSION:
-            raise _damaged(directory, f"version {header['version']}; this release reads {VERSION}")
-        seal = header.pop("sha256")
-        found = Origin(**header["origin"])
-        cursor = Cursor(**header["cursor"])
-        for name, is_right in (
-            (HEADER, seal == _seal(header)),
-            (TENSORS, header["tensors"] == _digest(directory / TENSORS)),
-        ):
-            if not is_right:
-                raise _damaged(directory, f"{name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(directory, f"{type(error).__name__}: {error}") from error
-    if found != origin:
-        raise OriginError(
-            f"{directory}: {_difference(found, origin)}",
-            "A job goes on only with the adapter, data order, model and data that it was saved with.",
-            "Give the same settings, or start the job afresh.",
-        )
-    return cursor, load_file(directory / TENSORS)
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A whole state that was found, and what was wrong with newer ones.
-
-    ``directory`` is None, and there are no tensors, where there is none: the job starts afresh.
-    """
-
-    directory: Path | None
-    cursor: Cursor
-    tensors: Mapping[str, Tensor]
-    troubles: tuple[str, ...]
-
-
-def newest_state(place: Path | None, origin: Origin) -> Found:
-    """The newest whole state of a place: of a state, or of a folder of them.
-
-    Raises:
-        OriginError: a state is whole, but of another job, model or data.
-    """
-    troubles: list[str] = []
-    for directory in states(place) if place is not None else ():
-        try:
-            cursor, tensors = read_state(directory, origin)
-        except OriginError:
-            raise
-        except CheckpointError as error:
-            troubles.append(error.value)
-        else:
-            return Found(directory, cursor, tensors, tuple(troubles))
-    return Found(None, Cursor(), {}, tuple(troubles))
-
-
-def _seal(header: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
-
-
-def _damaged(directory: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{directory}: {what}",
-        "A saved state must be complete and unaltered.",
-        "Use an earlier state, or start the job afresh.",
-    )
-
-
-def _difference(found: Origin, wanted: Origin) -> str:
-    theirs, ours = asdict(found), asdict(wanted)
-    keys = [key for key in ours if theirs[key] != ours[key]]
-    return "; ".join(f"{key} was {theirs[key]}, is {ours[key]}" for key in keys)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        action()
+    except StorageError as error:
+        return error.value
+    return ""

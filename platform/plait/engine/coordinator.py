@@ -1,12 +1,13 @@
 """The coordinator: decides which jobs train, what goes through the model together, and when each steps.
 
-Pure Python. It owns no tensor: it sends commands to a worker and turns what comes back into events.
+Pure Python. It owns no tensor: it sends commands to a worker, which it knows by
+:class:`~plait.engine.worker.Worker` alone, and turns what comes back into events.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from plait.core.messages import (
     Command,
     Detach,
     Event,
+    GroupStep,
     JobAdmitted,
     JobPaused,
+    JobProgress,
     Notice,
     RunMicrobatches,
     StepJob,
@@ -30,18 +33,14 @@ from plait.core.settings import RunSettings
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.checkpointing import Checkpointing
-from plait.engine.evaluation import evaluate
-from plait.engine.finishing import Finishing
-from plait.engine.iteration import Iteration, Packer, progress
-from plait.engine.ledger import Ledger, Outcome, Worker
-from plait.engine.live import LiveJob
-from plait.engine.order import DataOrder
+from plait.engine.checkpoints import Checkpointer, checkpoint_name
+from plait.engine.iteration import Finishing, Packer, evaluate
+from plait.engine.jobs import LiveJob, Roster
+from plait.engine.ledger import Ledger, Outcome, Tally
 from plait.engine.predictions import Expected, Predictions
-from plait.engine.roster import Roster
-from plait.engine.saved import state_folder
+from plait.engine.steps import DataOrder
+from plait.engine.worker import Worker
 
-GROUP = "group-0"
 INTERRUPTED = "interrupted"
 
 
@@ -54,13 +53,17 @@ class Coordinator:
 
     Args:
         worker: owns model and adapters.
-        data: the jobs' data sets; an in-process worker shares it.
+        data: where jobs find their data.
         settings: of the run.
-        folder: where finished adapters (``adapters/``) and saved states (``checkpoints/``) go.
-        states: folder for saved states instead of ``checkpoints/``.
+        folder: where finished adapters (``adapters/``) and checkpoints (``checkpoints/``) go.
+        checkpoints: folder for checkpoints instead of ``checkpoints/``.
         profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
         patient: whether a finished job waits for a disk that cannot take its adapter.
+        group: name of the group that it trains.
+
+    Attributes:
+        checkpointer: takes the jobs' checkpoints.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class Coordinator:
         settings: RunSettings,
         *,
         folder: Path,
-        states: Path | None = None,
+        checkpoints: Path | None = None,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
         patient: bool = False,
+        group: str = "group-0",
     ) -> None:
+        self._group = group
         self._ledger = Ledger(worker)
         self._admission = Admission(worker.facts, settings, profile)
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
@@ -84,8 +89,8 @@ class Coordinator:
         self._capacity = settings.engine.capacity_or_usual
         self._packer = Packer(self._capacity)
         self._clock = clock
-        self.checkpointing = Checkpointing(
-            settings.engine, states or folder / "checkpoints", self._send, clock
+        self.checkpointer = Checkpointer(
+            settings.engine, checkpoints or folder / "checkpoints", self._send, clock
         )
         self._arrivals = count()
         self._iterations = count(1)
@@ -93,7 +98,7 @@ class Coordinator:
         self._joined: list[str] = []
         self._chosen = dict(worker.facts.chosen)
 
-    # ---- what is asked from outside -------------------------------------------------------------------
+    # ---- commands of the search ------------------------------------------------------------------------
 
     def submit(
         self,
@@ -104,13 +109,12 @@ class Coordinator:
         rungs: Collection[int] = (),
         measured: bool = False,
     ) -> None:
-        """Queue a job, fresh or from a saved state.
+        """Queue a job, fresh or from a checkpoint.
 
         Args:
             job: to train.
-            resume_from: saved state.
-            warm_from: where there is no state yet, the folder of an adapter or state whose weights it begins
-                with.
+            resume_from: a checkpoint, or a folder of them.
+            warm_from: adapter or checkpoint whose weights it begins with where there is no checkpoint yet.
             rungs: steps after which it waits until ``resume(job, AT_RUNG)`` lets it past.
             measured: whether the validation loss is wanted at every rung.
 
@@ -122,8 +126,7 @@ class Coordinator:
             raise ConfigError(f"job {job.name!r}", "A job's name is its own while it waits or trains.")
         data = self._data.of(job.data)
         order = DataOrder.of(job.train, len(data.train))
-        longest = max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
-        demand = self._admission.demand(job.adapter, longest)
+        demand = self._admission.demand(job.adapter, self._data.longest(job.data))
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
         new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from
         self._roster.queue(new)
@@ -164,12 +167,12 @@ class Coordinator:
         """At the next boundary, save every live job and end all as paused, with the reason "interrupted"."""
         self._stopping = True
 
-    def places(self, most: int = 1024) -> int:
-        """How many more jobs would start at once, were they as large as the largest known; at most ``most``.
+    def free_slots(self, most: int = 1024) -> int:
+        """How many more jobs would start at once if they were as large as the largest known, up to ``most``.
 
-        At least 1 while none wants a place, so that submitting one says what is wrong with it.
+        At least 1 while none wants a slot, so that submitting one says what is wrong with it.
         """
-        return 0 if self._stopping else self._roster.room(most)
+        return 0 if self._stopping else self._roster.free_slots(most)
 
     def plan(self) -> Plan:
         """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
@@ -197,7 +200,7 @@ class Coordinator:
     def settle(self) -> list[Event]:
         """Act on what was asked for since the last boundary: ends what was cancelled, pauses what waits.
 
-        Part of :meth:`advance`; apart, so that whoever fills the free places knows by then what ended.
+        Part of :meth:`advance`; apart, so that whoever fills the free slots knows by then what ended.
         """
         if self._stopping:
             return []
@@ -205,8 +208,8 @@ class Coordinator:
         events = [self._end(job, *job.cancelled) for job in roster.all() if job.cancelled is not None]
         for job in [*roster.live.values(), *roster.waiting]:
             if job.holds:
-                events += self._pause(job, min(job.holds), roster.park)  # at a rung before by order
-        for job in list(roster.parked.values()):
+                events += self._pause(job, min(job.holds), roster.pause)  # at a rung before by order
+        for job in list(roster.paused.values()):
             if not job.holds:
                 roster.queue(job)
         return events
@@ -215,7 +218,7 @@ class Coordinator:
         """One iteration: end what was stopped, admit what fits, train one step of every live job."""
         if self._stopping:
             return self._interrupt()
-        events = self.checkpointing.save_due(self._live.values())
+        events = self.checkpointer.save_due(self._live.values())
         events += [*self.settle(), *self._admit(), *self._train()]
         return [*events, *self._evaluate(), *self._finish()]
 
@@ -226,16 +229,16 @@ class Coordinator:
         return self._roster.live
 
     def _admit(self) -> list[Event]:
-        """Fill the free places; a job of higher priority takes that of a lower one."""
+        """Fill the free slots; a job of higher priority preempts one of lower."""
         if not self._roster.waiting:
             return []
         chosen = self._roster.choose()
         jobs = {job.name: job for job in self._roster.all()}
         events: list[Event] = []
-        for name in chosen.parked:
+        for name in chosen.preempted:
             events += self._pause(jobs[name], PauseReason.PREEMPTED, self._roster.queue)
-        if any(name in self._live for name in chosen.parked):
-            return events  # one could not be saved, so its place is not free
+        if any(name in self._live for name in chosen.preempted):
+            return events  # one could not be saved and keeps its slot
         for name in chosen.started:
             events += self._attach(jobs[name])
             if jobs[name] in self._roster.waiting:
@@ -244,30 +247,30 @@ class Coordinator:
 
     def _attach(self, job: LiveJob) -> list[Event]:
         self._roster.start(job)
-        outcome = self._send(Attach(job.spec, job.data.digest, job.resume_from, job.warm_from))
+        outcome = self._send(Attach(job.spec, job.resume_from, job.warm_from))
         if outcome.out_of_memory is not None:
             return self._turn_away(job, outcome.out_of_memory)
         events: list[Event] = []
         if job.name in outcome.attached:
             attached = outcome.attached[job.name]
-            job.go_on_from(attached.cursor)
+            job.resume_at(attached.cursor)
             self._ledger.charge(job, attached.seconds)
-            self.checkpointing.admitted(job, attached.state)
+            self.checkpointer.admitted(job, attached.checkpoint)
             events += [Notice(f"{job.name}: {text}") for text in attached.notices]
             if job.name not in self._joined:
                 self._joined.append(job.name)
-            events.append(JobAdmitted(job.spec, job.step, job.order.steps, GROUP))
+            events.append(JobAdmitted(job.spec, job.step, job.order.steps, self._group))
         return [*events, *self._end_failed(outcome.failures)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
-        """Memory ran out while a job was taken in: it waits until fewer train; where none does, it fails."""
+        """Memory ran out while a job was attached: it waits until fewer train; where none does, it fails."""
         alone = len(self._live) == 1
         if not alone:
             self._roster.shrink()
         self._roster.queue(job)
         if alone:
-            return [self._end(job, JobState.FAILED, f"out of memory while it was taken in alone: {detail}")]
-        return [Notice(f"{job.name} waits for room: out of memory while it was taken in ({detail})")]
+            return [self._end(job, JobState.FAILED, f"out of memory while it was attached alone: {detail}")]
+        return [Notice(f"{job.name} waits for room: out of memory while it was attached ({detail})")]
 
     def _pause(
         self, job: LiveJob, reason: PauseReason, move: Callable[[LiveJob], None], *, urgent: bool = False
@@ -276,11 +279,11 @@ class Coordinator:
         if job.name not in self._live:
             move(job)
             return [JobPaused(job.name, job.step, reason)]
-        found, events = self.checkpointing.save([job], urgent=urgent)
-        state = found.get(job.name)
-        if job.step > 0 and (state is None or state.name != state_folder(state, job.step).name):
-            return events  # an older state would lose steps
-        job.resume_from = state
+        saved, events = self.checkpointer.save([job], urgent=urgent)
+        checkpoint = saved.get(job.name)
+        if job.step > 0 and (checkpoint is None or checkpoint.name != checkpoint_name(job.step)):
+            return events  # an older checkpoint would lose steps
+        job.resume_from = checkpoint
         self._send(Detach(job.name))
         move(job)
         return [*events, JobPaused(job.name, job.step, reason)]
@@ -290,7 +293,7 @@ class Coordinator:
 
     def _interrupt(self) -> list[Event]:
         jobs = self._roster.all()
-        saved, events = self.checkpointing.save(jobs)
+        saved, events = self.checkpointer.save(jobs)
         ends = [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
         return [*events, *ends]
 
@@ -306,8 +309,8 @@ class Coordinator:
         if job.name in self._live:
             self._send(Detach(job.name))
         self._roster.end(job)
-        self.checkpointing.left(job.name)
-        self._finishing.left(job.name)
+        self.checkpointer.ended(job.name)
+        self._finishing.ended(job.name)
         return job.ended(state, reason, self._clock(), adapter=adapter, checkpoint=checkpoint)
 
     # ---- one iteration --------------------------------------------------------------------------------
@@ -319,14 +322,14 @@ class Coordinator:
         """One global batch of every live job through the model, then each one's step."""
         started = self._clock()
         events: list[Event] = []
-        while jobs := [job for job in self._live.values() if job.trains]:
-            iteration = self._packer.iteration(jobs)
+        while jobs := {name: job for name, job in self._live.items() if job.trains}:
+            microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
             events += self._packer.notices()
-            expected = self._predictions.expect(iteration.microbatches, self._live)
-            run = self._send(RunMicrobatches(iteration.microbatches))
+            expected = self._predictions.expect(microbatches, self._live)
+            run = self._send(RunMicrobatches(microbatches))
             if run.out_of_memory is None:
-                return [*events, *self._step(iteration, run, started, expected)]
-            events += self._make_room(jobs, run.out_of_memory)
+                return [*events, *self._step(jobs, run, started, expected)]
+            events += self._make_room(list(jobs.values()), run.out_of_memory)
         return events
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
@@ -343,9 +346,10 @@ class Coordinator:
             ]
         return [self._end(last, JobState.FAILED, f"out of memory while it trained alone: {detail}")]
 
-    def _step(self, iteration: Iteration, run: Outcome, started: float, expected: Expected) -> list[Event]:
+    def _step(
+        self, jobs: Mapping[str, LiveJob], run: Outcome, started: float, expected: Expected
+    ) -> list[Event]:
         """The optimiser's steps after a group's microbatches, and what came of them."""
-        jobs = iteration.jobs
         due = [
             StepJob(name, job.step + 1, job.next_rate())
             for name, job in jobs.items()
@@ -358,21 +362,54 @@ class Coordinator:
             if step.job in stepped.steps:
                 job, tally = jobs[step.job], run.tallies[step.job]
                 job.advance(tally.tokens)
-                events.append(progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
+                events.append(_progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
         number = next(self._iterations)
-        events.append(self._packer.group_step(GROUP, number, iteration, run, expected, seconds))
+        events.append(self._group_step(number, jobs, run, expected, seconds))
         return [*events, *self._predictions.learn(expected, run, seconds, number)]
+
+    def _group_step(
+        self, number: int, jobs: Iterable[str], run: Outcome, expected: Expected, seconds: float
+    ) -> GroupStep:
+        names = tuple(jobs)
+        return GroupStep(
+            group=self._group,
+            iteration=number,
+            jobs=names,
+            microbatches=run.microbatches,
+            tokens=run.tokens,
+            seconds=seconds,
+            peak_bytes=run.peak_bytes,
+            capacity=self._capacity,
+            job_tokens=tuple(run.tallies[name].tokens for name in names),
+            predicted_seconds=expected.seconds,
+            predicted_bytes=expected.bytes,
+            bytes_by_rule=expected.by_rule,
+        )
 
     def _evaluate(self) -> list[Event]:
         """Validation losses of all jobs that are due, in joint forward passes."""
         due = [job for job in self._live.values() if job.evaluation_due]
-        measured, failed = evaluate(due, self._send, self._packer.pack)
+        measured, failed = evaluate(due, self._send, self._packer)
         return [*self._packer.notices(), *self._end_failed(failed), *measured]
 
     def _finish(self) -> list[Event]:
-        """Generate with, export and let go every job whose budget is spent."""
+        """End every job whose budget is spent."""
         events, finished = self._finishing.finish([job for job in self._live.values() if job.done])
         ends = [
             self._end(each.job, JobState.FINISHED, each.reason, adapter=each.adapter) for each in finished
         ]
         return [*events, *ends]
+
+
+def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
+    """The event of a job's step that was taken in an iteration of ``seconds``."""
+    return JobProgress(
+        job=job.name,
+        step=job.step,
+        loss=tally.mean,
+        grad_norm=grad_norm,
+        lr=rate,
+        tokens=job.cursor.tokens,
+        device_seconds=job.cursor.device_seconds,
+        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
+    )

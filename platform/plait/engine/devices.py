@@ -1,18 +1,22 @@
-"""Which device and which kernels: what the settings name, or what is found."""
+"""What this machine offers: its device and kernels, its memory, and what a container allows of them."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import psutil
 import torch
 
 from plait.adapters.variants import VARIANTS
 from plait.core.errors import ConfigError, choices
 from plait_kernels import KernelError, choose_backend
 from plait_kernels.backends import BACKENDS, check_backend, find_backend
+
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(device: str) -> torch.device:
@@ -93,3 +97,36 @@ def device_kind(device: str) -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine() or "cpu")
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory that this process may count on: all of a GPU; on a CPU what is free and what it has already."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    free, left = psutil.virtual_memory().available, free_under_limit()
+    return int((free if left is None else min(free, left)) + psutil.Process().memory_info().rss)
+
+
+def free_under_limit(root: Path = CGROUP) -> int | None:
+    """Bytes that the processes of this container may still take; None where nothing limits them.
+
+    Pages of files that were read count as free: the kernel gives them back. Control groups of version 2, as
+    the container sees its own; others are taken as no limit.
+
+    Args:
+        root: of the control groups.
+    """
+    with suppress(OSError, ValueError):
+        limit = int((root / "memory.max").read_text())  # "max" where there is none
+        used = int((root / "memory.current").read_text())
+        facts = dict(line.split(maxsplit=1) for line in (root / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(facts.get("inactive_file", 0)))
+    return None
+
+
+def allowed_cores(root: Path = CGROUP) -> int | None:
+    """Whole processor cores that the container's quota comes to, at least one; None where there is none."""
+    with suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
+    return None

@@ -1,37 +1,52 @@
-"""One iteration of a group: who takes part, what goes through the model, and the events that tell of it."""
+"""The steps of a group's iteration: packing, validation, and what follows a job's last step.
+
+An engine of one stage gains nothing from a least full microbatch that is emptier, so only the number of
+microbatches counts. The lower bound settles almost every packing at once; the exact packer is asked for the
+others, with limits that count rounds and nodes: the same batches make the same microbatches on every machine,
+in every run and after a restart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from plait.core.messages import Event, GroupStep, JobProgress, Notice
+from plait.core.errors import StorageError
+from plait.core.messages import (
+    Command,
+    Evaluate,
+    Event,
+    Export,
+    Generate,
+    GenerateJob,
+    JobEvaluated,
+    JobGenerated,
+    KeepWeights,
+    Notice,
+)
 from plait.core.plans import GlobalBatch, Microbatch
-from plait.engine.accounting import NANOSECONDS
-from plait.engine.ledger import Outcome, Tally
-from plait.engine.live import LiveJob
-from plait.engine.packer import pack_step
-from plait.engine.predictions import Expected
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.jobs import LiveJob
+from plait.engine.ledger import Outcome
+from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
+from plait.planner.packing_exact import PackingLimits, packed_batches
+from plait.planner.subset_sums import bins_bound
 
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """What is to be trained.
-
-    Attributes:
-        jobs: that take part, by name.
-        microbatches: their next global batches.
-    """
-
-    jobs: dict[str, LiveJob]
-    microbatches: tuple[Microbatch, ...]
+# A step takes a tenth of a second at the least; what may be spent on saving one microbatch is a few
+# milliseconds. ``gap=1``: the least full microbatch is good as it is.
+STEP_LIMITS = PackingLimits(exact_samples=0, nodes=20, gap=1.0, seconds=2.0, variables=400)
+RETRY_SECONDS = 10.0  # until an adapter that could not be written is tried again
+SPENT = "budget spent"
+Send = Callable[[Command], Outcome]
 
 
 class Packer:
-    """Makes the microbatches of a group.
+    """Packs global batches of different jobs into microbatches: as few as the exact packer finds.
 
     Args:
-        capacity: most tokens of one.
+        capacity: most tokens of a microbatch. It bounds memory, and no engine stores padding rows: the
+            kernels' partial tiles cost none, so that P is 1 here.
 
     Attributes:
         repeats: whether packing the same again gives the same; False once the clock stopped the solver.
@@ -40,54 +55,161 @@ class Packer:
     def __init__(self, capacity: int) -> None:
         self.repeats = True
         self._capacity = capacity
-        self._said = False
-
-    def iteration(self, jobs: Sequence[LiveJob]) -> Iteration:
-        """The next global batch of each of these jobs."""
-        return Iteration({job.name: job for job in jobs}, self.pack([job.next_batch() for job in jobs]))
+        self._announced = False
 
     def pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
-        """All of these global batches."""
-        packed = pack_step(batches, capacity=self._capacity)
-        self.repeats = self.repeats and packed.repeats
-        return packed.microbatches
+        """Microbatches that hold all samples of these batches.
+
+        Raises:
+            CapacityError: a sample alone is longer than the capacity.
+        """
+        check_fits(batches, capacity=self._capacity)
+        lengths = [batch.lengths for batch in batches]
+        simple = first_fit_decreasing(lengths, capacity=self._capacity)
+        first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))
+        if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=self._capacity):
+            return first.microbatches()
+        better = packed_batches(batches, capacity=self._capacity, limits=STEP_LIMITS)
+        self.repeats = self.repeats and better.limit_hit != "time"
+        return (better if len(better.bins) < len(simple) else first).microbatches()
 
     def notices(self) -> list[Event]:
-        """What is to be said of packings, once."""
-        if self.repeats or self._said:
+        """What the user should know of packings, once."""
+        if self.repeats or self._announced:
             return []
-        self._said = True
+        self._announced = True
         return [Notice("the time limit ended a packing: another run may pack its steps otherwise")]
 
-    def group_step(
-        self, group: str, number: int, iteration: Iteration, run: Outcome, expected: Expected, seconds: float
-    ) -> GroupStep:
-        """The event of an iteration that was taken."""
-        return GroupStep(
-            group=group,
-            iteration=number,
-            jobs=tuple(iteration.jobs),
-            microbatches=run.microbatches,
-            tokens=run.tokens,
-            seconds=seconds,
-            peak_bytes=run.peak_bytes,
-            capacity=self._capacity,
-            job_tokens=tuple(run.tallies[name].tokens for name in iteration.jobs),
-            predicted_seconds=expected.seconds,
-            predicted_bytes=expected.bytes,
-            bytes_by_rule=expected.by_rule,
-        )
+
+def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:
+    """Evaluate jobs in joint forward passes; where memory runs out, in two parts.
+
+    Jobs that keep their best weights keep those of an evaluation that is the best so far.
+
+    Returns:
+        what was measured, and why the other jobs failed, by name.
+    """
+    if not due:
+        return [], {}
+    outcome = send(Evaluate(packer.pack([job.validation_batch() for job in due])))
+    if outcome.out_of_memory is not None:
+        if len(due) == 1:
+            return [], {due[0].name: f"out of memory while it was evaluated alone: {outcome.out_of_memory}"}
+        half = len(due) // 2
+        first, failed = evaluate(due[:half], send, packer)
+        others, failed_too = evaluate(due[half:], send, packer)
+        return [*first, *others], failed | failed_too
+    measured: list[JobEvaluated] = []
+    best: list[str] = []
+    for job in due:
+        if job.name not in outcome.failures:
+            tally = outcome.tallies[job.name]
+            best += [job.name] if job.evaluate(tally.mean) else []
+            measured.append(JobEvaluated(job.name, job.step, tally.mean, tally.tokens))
+    if best:
+        send(KeepWeights(tuple(best)))
+    return measured, outcome.failures
 
 
-def progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:
-    """The event of a job's step that was taken in an iteration of ``seconds``."""
-    return JobProgress(
-        job=job.name,
-        step=job.step,
-        loss=tally.mean,
-        grad_norm=grad_norm,
-        lr=rate,
-        tokens=job.cursor.tokens,
-        device_seconds=job.cursor.device_ns / NANOSECONDS,
-        tokens_per_s=tally.tokens / seconds if seconds > 0 else 0.0,
+@dataclass(slots=True)
+class _Progress:
+    """How far the finishing of a job has come.
+
+    Attributes:
+        unjudged: why its answers were not judged.
+        failed_at: time of the last attempt to write its adapter, where that failed.
+    """
+
+    unjudged: str = ""
+    failed_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job whose adapter is whole on disk, and the reason that its end gives."""
+
+    job: LiveJob
+    adapter: Path
+    reason: str
+
+
+class Finishing:
+    """Finishes jobs whose budget is spent: judges their answers and writes their adapters.
+
+    Args:
+        data: whose verifiers judge answers.
+        folder: for adapters, one folder each.
+        send: carries a command out.
+        clock: seconds, rising.
+        patient: whether a job waits, on the worker, for a disk that cannot take its adapter.
+    """
+
+    def __init__(
+        self, data: DataCatalogue, folder: Path, send: Send, clock: Callable[[], float], *, patient: bool
+    ) -> None:
+        self._data = data
+        self._folder = folder
+        self._send = send
+        self._clock = clock
+        self._patient = patient
+        self._progress: dict[str, _Progress] = {}
+
+    def ended(self, job: str) -> None:
+        """Forget a job."""
+        self._progress.pop(job, None)
+
+    def finish(self, done: Sequence[LiveJob]) -> tuple[list[Event], list[Finished]]:
+        """Generate with and export jobs that have taken all their steps.
+
+        Raises:
+            StorageError: an adapter cannot be written, and nobody wants to wait until it can.
+        """
+        events = self._judge([job for job in done if job.name not in self._progress])
+        finished = []
+        for job in done:
+            progress = self._progress[job.name]
+            if progress.failed_at is not None and self._clock() - progress.failed_at < RETRY_SECONDS:
+                continue
+            adapter = self._folder / job.name
+            try:
+                self._send(Export(job.name, adapter, job.cursor.best_step))
+            except StorageError as error:
+                if not self._patient:
+                    raise
+                if progress.failed_at is None:
+                    events.append(Notice(_retried(job.name, error.value)))
+                progress.failed_at = self._clock()
+            else:
+                if progress.failed_at is not None:
+                    events.append(Notice(f"{job.name}: its adapter is written now"))
+                unjudged = f"; its answers were not judged: {progress.unjudged}" if progress.unjudged else ""
+                finished.append(Finished(job, adapter, SPENT + unjudged))
+        return events, finished
+
+    def _judge(self, jobs: Sequence[LiveJob]) -> list[Event]:
+        """Judge answers to the validation prompts of every job that asks for them, generated together."""
+        self._progress |= {job.name: _Progress() for job in jobs}
+        asking: dict[int, list[LiveJob]] = {}
+        for job in jobs:
+            limit = self._data.generation_limit(job.spec.data)
+            if limit is not None and len(job.data.validation) > 0:
+                asking.setdefault(limit, []).append(job)
+        events: list[Event] = []
+        for limit, group in asking.items():
+            wanted = [GenerateJob(job.name, tuple(range(len(job.data.validation)))) for job in group]
+            outcome = self._send(Generate(tuple(wanted), limit))
+            for job in group:
+                if trouble := outcome.failures.get(job.name):
+                    self._progress[job.name].unjudged = trouble
+                    events.append(Notice(f"{job.name}: its answers could not be generated: {trouble}"))
+                    continue
+                scores = self._data.scores(job.spec.data, job.data, outcome.generated[job.name])
+                events.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))
+        return events
+
+
+def _retried(job: str, trouble: str) -> str:
+    return (
+        f"{job}: its adapter could not be written ({trouble}); trying again every {RETRY_SECONDS:.0f} s "
+        "while the others train"
     )

@@ -1,12 +1,16 @@
-"""Sends commands to a worker and books what comes back: losses, failures and every nanosecond."""
+"""Sends commands to a worker and books what comes back: losses, failures and every nanosecond.
+
+Every nanosecond of the device belongs to one job, and the sums are exact: whole nanoseconds, because sums of
+floating-point shares drift away from the total.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from plait.core.messages import (
+    NANOSECONDS,
     Attach,
     Attached,
     Command,
@@ -19,22 +23,9 @@ from plait.core.messages import (
     RunMicrobatches,
     Saved,
     StepDone,
-    WorkerEvent,
 )
-from plait.engine.accounting import nanoseconds, share
-from plait.engine.admission import WorkerFacts
-from plait.engine.live import LiveJob
-
-
-class Worker(Protocol):
-    """Owns the tensors: carries out commands and says what happened."""
-
-    @property
-    def facts(self) -> WorkerFacts:
-        """Its model and its device."""
-
-    def handle(self, command: Command) -> Sequence[WorkerEvent]:
-        """Carry out one command to its end."""
+from plait.engine.jobs import LiveJob
+from plait.engine.worker import Worker
 
 
 @dataclass(slots=True)
@@ -80,7 +71,7 @@ class Outcome:
 class Ledger:
     """The way to the worker. A microbatch's seconds are shared out to its jobs by their tokens.
 
-    Whatever else the worker does for a job, it pays for: to be taken in and saved, a step that is not taken.
+    A job pays for all that the worker does for it: to attach and save it, a step that is not taken.
 
     Args:
         worker: carries out the commands.
@@ -93,7 +84,7 @@ class Ledger:
     def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
         """Carry out a command and book it on ``jobs``, which must hold every job that it concerns."""
         outcome = Outcome()
-        for event in self._worker.handle(command):
+        for event in self._worker.execute(command):
             match event:
                 case MicrobatchDone():
                     self._microbatch(event, jobs, outcome)
@@ -148,3 +139,28 @@ class Ledger:
             tally.loss_sum += loss.loss_sum
             tally.labelled += loss.labelled
             tally.tokens += loss.tokens
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds as whole nanoseconds."""
+    return round(seconds * NANOSECONDS)
+
+
+def share(total: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """``total`` split in proportion to ``weights`` (at least 0), by largest remainder; the sum is ``total``.
+
+    Equal shares where all weights are 0. Ties go to the earlier entry.
+
+    Raises:
+        ValueError: no weights, or one of them negative.
+    """
+    if not weights or min(weights) < 0:
+        raise ValueError(f"weights {tuple(weights)}: at least one is needed and none may be negative")
+    if sum(weights) == 0:
+        weights = [1] * len(weights)
+    whole = sum(weights)
+    shares = [total * weight // whole for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return tuple(shares)

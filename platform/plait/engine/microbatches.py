@@ -1,4 +1,7 @@
-"""From a planned microbatch to arrays: token ids, sample boundaries, dropout counters, labelled rows."""
+"""From a planned microbatch to arrays: token ids, sample boundaries, dropout counters, labelled rows.
+
+A seam: every worker, and each stage of a pipeline, loads a microbatch in this one way.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,9 @@ def load_microbatch(
         checkpointing: recompute activations in backward.
     """
     splits = [split_of(segment) for segment in microbatch.segments]
-    places = [_places(segment, split) for segment, split in zip(microbatch.segments, splits, strict=True)]
-    tokens = _join([split.tokens[where] for split, where in zip(splits, places, strict=True)])
-    labels = [split.labels[where] for split, where in zip(splits, places, strict=True)]
+    rows = [_rows(segment, split) for segment, split in zip(microbatch.segments, splits, strict=True)]
+    tokens = _join([split.tokens[where] for split, where in zip(splits, rows, strict=True)])
+    labels = [split.labels[where] for split, where in zip(splits, rows, strict=True)]
     counts = [int(np.count_nonzero(label)) for label in labels]
     labelled = np.flatnonzero(np.concatenate(labels))
     weights = np.repeat([segment.loss_weight for segment in microbatch.segments], counts)
@@ -88,7 +91,7 @@ def load_microbatch(
     )
 
 
-def _places(segment: Segment, split: Split) -> Int64:
+def _rows(segment: Segment, split: Split) -> Int64:
     """Where the segment's tokens lie in its split (tokens,)."""
     lengths = np.asarray(segment.lengths)
     starts = split.offsets[np.asarray(segment.samples)]

@@ -2,36 +2,40 @@
 
 Seconds: non-negative least squares on relative error over what an iteration consists of. Bytes:
 the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
-on. Both start from a stored profile where there is one, and are fitted anew as observations come in: when
+on. Both start from a stored profile where there is one, and are fitted again as observations come in: when
 depends on their number alone, never on the clock.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from plait.core.errors import StorageError
 from plait.core.messages import ModelFitted
 from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
 from plait.cost.time import EMPTY, MicrobatchShape
-from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.admission import Admission
+from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
-from plait.engine.live import LiveJob
-from plait.engine.peaks_kept import read_peaks, write_peaks
+from plait.engine.worker import WorkerFacts
+from plait.utils.files import write_text
 
 TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
 FIRST_SECONDS = 8  # iterations before seconds are fitted
 FIRST_PEAKS = 12  # microbatches before bytes are fitted
 GROWTH, MOST_BETWEEN = 1.25, 64  # a fit waits for a quarter more observations, or for so many
 KEPT = 256  # newest iterations that seconds are fitted to
-PEAKS_FILE = "peaks.json"  # below the search's folder: a restart goes on with them
+PEAKS_FILE = "peaks.json"  # below the search's folder: a restart starts from them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Predictions:
         self, facts: WorkerFacts, admission: Admission, profile: Profile | None, folder: Path
     ) -> None:
         self._facts = facts
-        self._read: dict[frozenset[frozenset[str]], float] = {}  # share of input features, by targets
+        self._inputs_read: dict[frozenset[frozenset[str]], float] = {}  # share of input features, by targets
         self._logit_rows = facts.shape.logit_rows
         self._admission = admission
         self._profile = profile
@@ -81,7 +85,7 @@ class Predictions:
         self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration pays for what is made once
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
         self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
-        if kept := read_peaks(self._path, admission.holds_for):
+        if kept := _read_peaks(self._path, admission.valid_for):
             self._take_peaks(kept)
             self._fit_bytes()
             self._wait("bytes")
@@ -101,12 +105,12 @@ class Predictions:
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
         model = self._admission.model_for([job.demand for job in jobs.values()])
         if model is not None:
-            passing = max(model.dynamic(shape) for shape in memory.values())
+            activation = max(model.dynamic(shape) for shape in memory.values())
         else:
-            passing = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
-        staying = self._admission.staying([job.demand for job in jobs.values()])
+            activation = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
+        static = self._admission.static([job.demand for job in jobs.values()])
         seconds = self._expect_seconds(terms, shapes)
-        return Expected(seconds, int(staying + passing), terms, memory, by_rule=model is None)
+        return Expected(seconds, int(static + activation), terms, memory, by_rule=model is None)
 
     def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
         if self._time is not None:
@@ -123,13 +127,13 @@ class Predictions:
             for each in microbatch.segments
         ]
         together = frozenset(linears.values())
-        if together not in self._read:
-            self._read[together] = self._facts.inputs_read(frozenset().union(*together))
+        if together not in self._inputs_read:
+            self._inputs_read[together] = self._facts.inputs_read(frozenset().union(*together))
         return MemoryShape.of(
             [length for _, lengths in parts for length in lengths],
             labelled=_labelled(microbatch, jobs),
             ranks=[rank for rank, lengths in parts for _ in lengths],
-            inputs_read=self._read[together],
+            inputs_read=self._inputs_read[together],
             keep_up_to=self._facts.shape.keep_up_to,
         )
 
@@ -150,7 +154,7 @@ class Predictions:
             self._take_seconds(expected, seconds)
         if outcome.peak_bytes is not None:
             static = max(peak.static for peak in outcome.peaks.values())
-            self._admission.learn_held(static, adapters=int(expected.terms[-1]))
+            self._admission.learn_overhead(static, adapters=int(expected.terms[-1]))
             error = (expected.bytes - outcome.peak_bytes) / (outcome.peak_bytes - static)
             self._ahead["bytes"].append(abs(error))
         self._take_peaks(
@@ -162,7 +166,7 @@ class Predictions:
             fitted.append(self._fit_seconds(iteration))
         if self._is_due("bytes"):
             model = self._fit_bytes()
-            write_peaks(self._path, self._admission.holds_for, self._peaks)
+            _write_peaks(self._path, self._admission.valid_for, self._peaks)
             fitted.append(self._fitted_bytes(model, iteration))
         return fitted
 
@@ -248,3 +252,39 @@ def _labelled(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> int:
 
 def _longest(microbatch: Microbatch) -> int:
     return max(length for segment in microbatch.segments for length in segment.lengths)
+
+
+def _write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) -> None:
+    """Write observations for the next process, which starts from them. Peaks not written are observed again.
+
+    Args:
+        of: what they hold for: model and options in words.
+    """
+    rows = [
+        {"shape": asdict(each.shape), "peaks": dict(each.peaks), "static": each.static}
+        for each in observations
+    ]
+    with suppress(OSError):
+        write_text(path, json.dumps({"of": of, "observations": rows}), durable=False)
+
+
+def _read_peaks(path: Path, of: str) -> list[MemoryObservation]:
+    """The observations kept, oldest first; none where there is no file, or one of another model.
+
+    Raises:
+        StorageError: the file is not one of :func:`_write_peaks`.
+    """
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        rows = kept["observations"] if kept["of"] == of else []
+        return [
+            MemoryObservation(MemoryShape(**each["shape"]), each["peaks"], each["static"]) for each in rows
+        ]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            f"{path}: {error!r}",
+            "The search's folder keeps the peaks of memory that were observed.",
+            "Remove the file: they are observed again.",
+        ) from error

@@ -1,7 +1,7 @@
 """Which jobs train now (mLoRA §3.4): priority, then arrival, as far as predicted memory goes.
 
 Pure functions over plain data. They are asked at the end of an iteration; a job that has to make room is
-parked with its state and goes on later from where it was.
+preempted: saved, and resumed later from where it was.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Applicant:
     """One job that wants to train.
 
     Attributes:
-        arrival: order of submission; a parked job keeps its own.
+        arrival: order of submission; a paused job keeps its own.
         running: it trains at present.
     """
 
@@ -50,14 +50,14 @@ class Admission:
 
     Attributes:
         started: of those, the ones that did not run before.
-        parked: ran before and must make room.
+        preempted: ran before and must make room.
         waiting: did not run and still do not.
         bytes: predicted peak of the group.
     """
 
     training: tuple[str, ...]
     started: tuple[str, ...]
-    parked: tuple[str, ...]
+    preempted: tuple[str, ...]
     waiting: tuple[str, ...]
     bytes: float
 
@@ -102,7 +102,7 @@ def admit(
 
     Jobs are taken by priority, then arrival; one that does not fit beside those before it is passed over,
     and later ones may use the room. A job passed over comes first again next time, so whoever took its room
-    is parked as soon as it fits: nobody waits for ever behind later jobs.
+    is preempted as soon as it fits: nobody waits for ever behind later jobs.
 
     Args:
         predict: peak bytes of a group; must not fall when a job joins.
@@ -124,7 +124,7 @@ def admit(
     return Admission(
         training=tuple(job.name for job in chosen),
         started=tuple(job.name for job in chosen if not job.running),
-        parked=tuple(job.name for job in ordered if job.running and job.name not in names),
+        preempted=tuple(job.name for job in ordered if job.running and job.name not in names),
         waiting=tuple(job.name for job in ordered if not job.running and job.name not in names),
         bytes=predict(chosen),
     )

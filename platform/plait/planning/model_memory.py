@@ -14,9 +14,9 @@ from plait.core.settings import EngineSettings
 from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
+from plait.engine.build import ELEMENT_BYTES
 from plait.models.targets import LinearInfo, check_rank
 from plait.planning.workload import Workload
-from plait.search.checks import ELEMENT_BYTES
 from plait.simulate.report import RunMemory
 
 PROBED = 2048  # tokens of the largest microbatch that is looked at

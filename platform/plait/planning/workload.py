@@ -12,7 +12,7 @@ from plait.core.errors import CapacityError
 from plait.core.jobs import JobSpec
 from plait.core.plans import GlobalBatch
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.order import DataOrder, training_batch
+from plait.engine.steps import DataOrder, training_batch
 
 MOST_STEPS = 64  # optimiser steps of a wave's jobs that are planned sample by sample
 LEAST_STEPS = 8  # of each phase of a wave that has many

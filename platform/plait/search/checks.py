@@ -9,15 +9,13 @@ from plait.core.jobs import JobSpec
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
 from plait.data import check_data
-from plait.engine.admission import Admission, WorkerFacts
+from plait.engine.admission import Admission
+from plait.engine.build import worker_facts
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.memory_estimate import ActivationShape
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
     from plait.models import ModelShape
-
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:
@@ -68,23 +66,3 @@ def check_memory(
     admission = Admission(worker_facts(settings.model, shape, memory_bytes), settings, profile)
     for job in jobs:
         admission.demand(job.adapter, data.longest(job.data))
-
-
-def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
-    """What a worker with this model would say of itself."""
-    from plait.models.attention import KEEP_UP_TO
-    from plait_kernels.loss import CHUNK_LOGITS
-
-    element_bytes = ELEMENT_BYTES[settings.dtype]
-    activations = ActivationShape(
-        layers=shape.layer_count,
-        hidden=shape.hidden_size,
-        heads=shape.heads,
-        vocabulary=shape.vocabulary,
-        linear_features=sum(linear.in_features + linear.out_features for linear in shape.linears),
-        weight_bytes=shape.parameters * element_bytes,
-        element_bytes=element_bytes,
-        logit_rows=max(1, CHUNK_LOGITS // shape.vocabulary),
-        keep_up_to=KEEP_UP_TO,
-    )
-    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes)

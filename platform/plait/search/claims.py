@@ -11,7 +11,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.lifecycle import JobState
-from plait.engine.saved import newest_step
+from plait.engine.checkpoints import newest_step
 from plait.search.trial_records import OWNER, STATE, trainer_of
 from plait.search.workers import Owner, Workers
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from optuna.trial import FrozenTrial, TrialState
 
-from plait.engine.saved import remove_states, states
+from plait.engine.checkpoints import checkpoints, remove_checkpoints
 from plait.search.control.weights import remove_copy
 from plait.search.trial_records import CHECKPOINT, WARM
 from plait.search.trials import Trial
@@ -33,7 +33,7 @@ class Kept:
         places = [] if self.states is None else [self.states / Trial(item.number).name]
         if saved := item.user_attrs.get(CHECKPOINT):
             places.append(Path(saved))
-        return next((place for place in places if states(place)), None)
+        return next((place for place in places if checkpoints(place)), None)
 
     def warm_from(self, item: FrozenTrial) -> Path | None:
         """The weights that it begins with; None for fresh ones."""
@@ -44,7 +44,7 @@ class Kept:
         """The trial is over: what was kept for it goes. The weights that a failed one began with stay, since
         it may be tried again. Nothing is raised."""
         if self.states is not None and self._control is not None:
-            remove_states(self.states / trial.name)
+            remove_checkpoints(self.states / trial.name)
             if not failed:
                 remove_copy(self._control, trial.warm_from)
 

@@ -19,15 +19,7 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState
 from plait.core.settings import ClusterSettings, TrackingSettings
-from plait.engine.coordinator import Coordinator
-from plait.search.attend import Attend
-from plait.search.checks import check_jobs, check_memory, check_model
-from plait.search.command import SearchCommand
-from plait.search.control.desk import Clerk
-from plait.search.control.mailbox import Mailbox
-from plait.search.control.status import describe_status, status_facts
-from plait.search.control.weights import copy_of, keep_weights
-from plait.search.engine import (
+from plait.engine.build import (
     PLAN_FILE,
     LoadedData,
     build_coordinator,
@@ -38,6 +30,14 @@ from plait.search.engine import (
     stored_profile,
     write_plan,
 )
+from plait.engine.coordinator import Coordinator
+from plait.search.attend import Attend
+from plait.search.checks import check_jobs, check_memory, check_model
+from plait.search.command import SearchCommand
+from plait.search.control.desk import Clerk
+from plait.search.control.mailbox import Mailbox
+from plait.search.control.status import describe_status, status_facts
+from plait.search.control.weights import copy_of, keep_weights
 from plait.search.forget import no_trace
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
@@ -285,7 +285,7 @@ class _Launch:
         coordinator = build_coordinator(self._settings, data.catalogue, folder, self._source.states_folder)
         _tell(self._console, [_chosen(coordinator.plan().choices)])
         with Tracker(self._settings.tracking) as tracker:
-            coordinator.checkpointing.commit = tracker.commit
+            coordinator.checkpointer.commit = tracker.commit
             tracker.others, tracker.over, tracker.orphaned = self._others, self._over, self._orphaned
             with self._source.patience.holding(lambda: self._source.exclusive("run")):  # one for all
                 run_id = tracker.start_search(self._facts(), self._begun())
@@ -368,7 +368,7 @@ class _Launch:
             record = tracker.board.jobs.get(Trial(number).name)
             if record is None or not record.live or record.step == 0:
                 return False
-            coordinator.checkpointing.want(record.name)
+            coordinator.checkpointer.request(record.name)
             return True
 
         mailbox = Mailbox(control)

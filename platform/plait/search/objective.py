@@ -12,7 +12,6 @@ from plait.core.lifecycle import JobResult
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import SearchSettings
 from plait.data import generation_limit, parse_options
-from plait.engine.evaluation import check_keep
 from plait.search.rungs import rung_metric
 
 # Metrics that can be an objective (named in ``plait.tracking.names``); each is judged by its last value.
@@ -68,7 +67,33 @@ def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
     """
     rungs = search.stopping.active and rung_metric(search).metric.startswith("eval/")
     for job in jobs:
-        check_keep(job, validation=parse_options(job.data).validation != 0, at_rungs=rungs)
+        _check_keep(job, validation=parse_options(job.data).validation != 0, at_rungs=rungs)
+
+
+def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> None:
+    """Whether a job's best evaluation can be kept: there is one before its end.
+
+    Args:
+        job: to be trained.
+        validation: whether it has validation samples.
+        at_rungs: whether it is evaluated at rungs.
+
+    Raises:
+        ConfigError: ``train.keep=best`` without evaluations.
+    """
+    if job.train.keep != "best":
+        return
+    rule = "The best evaluation is that of the lowest validation loss."
+    if not validation:
+        raise ConfigError(
+            "train.keep=best with data.validation=0", rule, "Give data.validation=0.1, or train.keep=last."
+        )
+    if job.train.eval_every == 0 and not at_rungs:
+        raise ConfigError(
+            "train.keep=best with train.eval_every=0",
+            f"{rule} There is only one, after the last step.",
+            "Give train.eval_every=10, or train.keep=last.",
+        )
 
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:

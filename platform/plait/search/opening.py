@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Space
-from plait.engine.saved import remove_states
+from plait.engine.checkpoints import remove_checkpoints
 from plait.search.identity import Identity
 from plait.search.prior import check_prior
 from plait.search.signature import TOKEN, check_problem, create
@@ -76,7 +76,7 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None, workers: Wo
                 "End that process first, or choose another search.name.",
             )
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
-        remove_states(folder / "checkpoints" / token)
+        remove_checkpoints(folder / "checkpoints" / token)
     optuna.delete_study(study_name=study.study_name, storage=storage)
 
 

@@ -40,7 +40,7 @@ class Coordinator(Protocol):
     def stop(self) -> None:
         """At the next ``advance``, save every job and end it as paused."""
 
-    def places(self) -> int:
+    def free_slots(self) -> int:
         """How many more jobs could be admitted now."""
 
     def advance(self) -> Iterable[Event]:

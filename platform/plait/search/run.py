@@ -17,7 +17,7 @@ from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobEvaluated, JobPaused, Notice
 from plait.core.settings import SearchSettings
-from plait.engine.finishing import SPENT
+from plait.engine.iteration import SPENT
 from plait.search.control.orders import Orders
 from plait.search.objective import Observed
 from plait.search.outlook import Outlook
@@ -138,7 +138,7 @@ class SearchRun:
             self._end_left_over()
         if self._orders.mode in ("paused", "cancelling"):
             return
-        while len(self._live) < self.settings.parallel and self.coordinator.places() > 0:
+        while len(self._live) < self.settings.parallel and self.coordinator.free_slots() > 0:
             if self._returning:
                 self._come_back(self._first_returning)
                 continue

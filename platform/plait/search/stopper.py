@@ -21,7 +21,7 @@ from plait.core.lifecycle import JobResult
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.order import DataOrder
+from plait.engine.steps import DataOrder
 from plait.search.objective import Observed
 from plait.search.patience import Patience
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric

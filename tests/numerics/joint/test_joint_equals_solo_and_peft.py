@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import ModelSettings
-from plait.engine.order import DataOrder
-from plait.engine.rates import learning_rate
+from plait.engine.steps import DataOrder, learning_rate
 from plait.models import resolve_targets, transformers_model
 
 STEPS = 20

@@ -27,8 +27,8 @@ from plait.core.messages import JobProgress, Notice
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.finishing import RETRY_SECONDS
-from plait.engine.worker import LocalWorker
+from plait.engine.iteration import RETRY_SECONDS
+from plait.engine.local_worker import LocalWorker
 from plait.models import BaseModel
 from plait.search.identity import identify
 from plait.search.run import SearchRun

@@ -25,12 +25,11 @@ from plait.core.messages import (
     GenerateJob,
     JobFailed,
     KeepWeights,
-    SaveState,
+    SaveCheckpoint,
 )
 from plait.core.settings import EngineSettings
-from plait.engine.answers import Answers
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import Answers, LocalWorker
 
 STEPS = 10
 Tensors = dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -115,11 +114,12 @@ def test_a_state_without_its_best_weights_is_refused(laboratory: Any, tmp_path: 
     lab = laboratory("llama")
     data, best = DataCatalogue(random_data), overfitting(lab, 0, "best")
     worker = LocalWorker(lab.model, data, EngineSettings(kernels="reference"))
-    digest = data.of(best.data).digest
-    worker.handle(Attach(best, digest))
-    worker.handle(SaveState(best.name, tmp_path / "state", Cursor(2, 10, 0, best_step=2, best_loss=1.0)))
-    worker.handle(Detach(best.name))
-    (failed,) = worker.handle(Attach(best, digest, tmp_path / "state"))
+    worker.execute(Attach(best))
+    worker.execute(
+        SaveCheckpoint(best.name, tmp_path / "state", Cursor(2, 10, 0, best_step=2, best_loss=1.0))
+    )
+    worker.execute(Detach(best.name))
+    (failed,) = worker.execute(Attach(best, tmp_path / "state"))
     assert isinstance(failed, JobFailed)
     assert "best weights" in failed.reason
 
@@ -130,8 +130,8 @@ def test_answers_are_those_of_the_kept_weights(laboratory: Any, monkeypatch: pyt
     worker = LocalWorker(lab.model, data, EngineSettings(kernels="reference"))
     jobs = [overfitting(lab, at, "best") for at in (0, 5)]
     for job in jobs:
-        worker.handle(Attach(job, data.of(job.data).digest))
-    worker.handle(KeepWeights((jobs[0].name,)))
+        worker.execute(Attach(job))
+    worker.execute(KeepWeights((jobs[0].name,)))
     kept = {job.name: _copy(worker, job.name) for job in jobs}
     for job in jobs:
         for pair in worker.bank.weights(job.name).values():
@@ -145,7 +145,7 @@ def test_answers_are_those_of_the_kept_weights(laboratory: Any, monkeypatch: pyt
         return {each.job: Answers(("a",), 1) for each in command.jobs}
 
     monkeypatch.setattr(worker_module, "answer", answer)
-    worker.handle(Generate(tuple(GenerateJob(job.name, (0,)) for job in jobs), 4))
+    worker.execute(Generate(tuple(GenerateJob(job.name, (0,)) for job in jobs), 4))
     assert same(seen[jobs[0].name], kept[jobs[0].name])
     assert same(seen[jobs[1].name], now[jobs[1].name])
     assert all(same(_copy(worker, job.name), now[job.name]) for job in jobs)

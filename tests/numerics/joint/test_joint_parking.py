@@ -10,12 +10,11 @@ import pytest
 import torch
 from laboratory import History, Laboratory
 
-import plait.engine.worker as engine_worker
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import PauseReason
 from plait.core.messages import Command, Evaluate, GroupStep, JobPaused, Notice, RunMicrobatches
 from plait.engine.coordinator import Coordinator
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import LocalWorker
 from plait_kernels import Bank
 
 STEPS = 6
@@ -152,7 +151,7 @@ def _fail_once(worker: LocalWorker, *, after: int) -> None:
     worker.__dict__["_forward"] = failing
 
 
-@pytest.mark.parametrize("planted", ["attach", "initialise"])
+@pytest.mark.parametrize("planted", ["attach", "block"])
 def test_a_job_that_runs_out_of_memory_as_it_is_taken_in_comes_later(
     lab: Laboratory,
     jobs: list[JobSpec],
@@ -161,19 +160,18 @@ def test_a_job_that_runs_out_of_memory_as_it_is_taken_in_comes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before its block is there, or when it is: nothing of it stays, and the others go on."""
-    home = {"attach": (Bank, "attach"), "initialise": (engine_worker, "initialise")}[planted]
-    whole, planted_for = getattr(*home), {jobs[2].name}
+    whole, planted_for = getattr(Bank, planted), {jobs[2].name}
 
-    def failing(*arguments: Any, **more: Any) -> None:
+    def failing(*arguments: Any, **more: Any) -> Any:
         if named := planted_for.intersection(argument for argument in arguments if isinstance(argument, str)):
             planted_for.difference_update(named)
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
-        whole(*arguments, **more)
+        return whole(*arguments, **more)
 
-    monkeypatch.setattr(*home, failing)
+    monkeypatch.setattr(Bank, planted, failing)
     together = lab.run(jobs)
     notices = [event.text for event in together.events if isinstance(event, Notice)]
-    said = f"{jobs[2].name} waits for room: out of memory while it was taken in (tried to allocate 20.00 GiB)"
+    said = f"{jobs[2].name} waits for room: out of memory while it was attached (tried to allocate 20.00 GiB)"
     assert notices == [said]
     _same_as_alone(alone, jobs, together)
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from plait.core.errors import CheckpointError
 from plait.core.messages import Cursor, JobAdmitted, Notice
-from plait.engine.checkpoints import TENSORS, Origin, read_state
-from plait.engine.saved import HEADER
+from plait.engine.checkpoint_files import TENSORS, Origin, read_checkpoint
+from plait.engine.checkpoints import HEADER
 
 
 def interrupted(
@@ -150,11 +150,11 @@ def test_a_state_of_another_job_is_refused_with_the_difference(laboratory: Any) 
     _, states = interrupted(lab, [job], after=1)
     state = states[job.name]
     own = Origin.of(job, model=lab.model.config_digest, data=lab.data(job).digest)
-    cursor, _ = read_state(state, own)
+    cursor, _ = read_checkpoint(state, own)
     assert cursor.step == 1
     other = replace(job, train=replace(job.train, batch_size=7))
     with pytest.raises(CheckpointError, match=r"'batch_size': 1.*'batch_size': 7"):
-        read_state(state, Origin.of(other, model=own.model, data=own.data))
+        read_checkpoint(state, Origin.of(other, model=own.model, data=own.data))
     with pytest.raises(CheckpointError, match="model was"):
-        read_state(state, replace(own, model="another"))
+        read_checkpoint(state, replace(own, model="another"))
     assert Cursor() != cursor

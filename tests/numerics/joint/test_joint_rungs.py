@@ -22,8 +22,8 @@ from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.order import DataOrder, training_batch
-from plait.engine.worker import LocalWorker
+from plait.engine.local_worker import LocalWorker
+from plait.engine.steps import DataOrder, training_batch
 from plait.models import BaseModel
 from plait.planner.packing import pack
 from plait.search.identity import identify

@@ -14,14 +14,24 @@ from safetensors.torch import load_file
 from plait.adapters.variants import adapter_bytes
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
-from plait.core.messages import Attach, Generate, GenerateJob, GroupStep, JobFailed, JobGenerated, Notice
+from plait.core.lifecycle import JobResult
+from plait.core.messages import (
+    Attach,
+    Event,
+    Generate,
+    GenerateJob,
+    GroupStep,
+    JobFailed,
+    JobGenerated,
+    Notice,
+)
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.engine.build import build_coordinator, open_data
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device, choose_kernels
+from plait.engine.local_worker import LocalWorker
 from plait.engine.microbatches import load_microbatch
-from plait.engine.order import DataOrder, training_batch
-from plait.engine.run import train_jobs
-from plait.engine.worker import LocalWorker
+from plait.engine.steps import DataOrder, training_batch
 from plait.models import transformers_model
 from plait.models.generate import generate
 from plait.planner.packing import pack
@@ -33,7 +43,7 @@ def attached(lab: Any, jobs: list[JobSpec]) -> tuple[LocalWorker, DataCatalogue]
     data = DataCatalogue(lambda spec: lab.data(JobSpec("any", data=spec)))
     worker = LocalWorker(lab.model, data, EngineSettings(capacity=256))
     for job in jobs:
-        worker.handle(Attach(job, data.of(job.data).digest))
+        worker.execute(Attach(job))
     return worker, data
 
 
@@ -81,8 +91,8 @@ def test_answers_of_a_batch_are_those_of_each_job_alone(laboratory: Any) -> None
             b.normal_(generator=torch.Generator().manual_seed(job.train.seed))
     worker.bank.refresh()
     asked = tuple(GenerateJob(job.name, (0, 1, 2)) for job in jobs)
-    together = worker.handle(Generate(asked, 6))
-    alone = [worker.handle(Generate((each,), 6))[0] for each in asked]
+    together = worker.execute(Generate(asked, 6))
+    alone = [worker.execute(Generate((each,), 6))[0] for each in asked]
     assert [answers.texts for answers in together] == [answers.texts for answers in alone]
     assert len({answers.texts for answers in together}) == 3
     assert all(answers.seconds > 0 for answers in together)
@@ -96,7 +106,7 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     jobs = lab.group()[:3]
     worker, _ = attached(lab, jobs)
     asked = Generate(tuple(GenerateJob(job.name, (0, 1, 2)) for job in jobs), 6)
-    whole = worker.handle(asked)
+    whole = worker.execute(asked)
     at_once: list[int] = []
     never = ""
 
@@ -106,13 +116,13 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
             raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
         return generate(base, prompts, *arguments, **more)
 
-    monkeypatch.setattr("plait.engine.answers.generate", short)
-    found = worker.handle(asked)
+    monkeypatch.setattr("plait.engine.local_worker.generate", short)
+    found = worker.execute(asked)
     assert [each.texts for each in found] == [each.texts for each in whole]
     assert at_once[-4:] == [2, 2, 2, 1]
 
     never = jobs[1].name
-    first, second, third = worker.handle(asked)
+    first, second, third = worker.execute(asked)
     assert (first.texts, third.texts) == (whole[0].texts, whole[2].texts)
     assert isinstance(second, JobFailed)
     assert second.job == never
@@ -178,7 +188,7 @@ def test_backends_and_devices_are_checked_by_name() -> None:
             choose_device("cuda")
 
 
-def test_a_whole_run_in_one_call(tmp_path: Path) -> None:
+def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real data, tiny model: two jobs, answers judged, adapters on disk."""
     spec = DataSpec.of(
         "reasoning_gym", task="chain_sum", size=24, validation=4, generate=True, max_new_tokens=3
@@ -192,11 +202,15 @@ def test_a_whole_run_in_one_call(tmp_path: Path) -> None:
         )
         for rank in (2, 5)
     ]
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
     settings = RunSettings(model=TINY, engine=EngineSettings(capacity=512))
-    events: list[object] = []
-    ended = train_jobs(
-        jobs, settings, folder=tmp_path / "run", cache=tmp_path / "cache", on_event=events.append
-    )
+    coordinator = build_coordinator(settings, open_data(settings, 512, jobs).catalogue, tmp_path / "run")
+    for job in jobs:
+        coordinator.submit(job)
+    events: list[Event] = []
+    while not coordinator.idle:
+        events += coordinator.advance()
+    ended = [event for event in events if isinstance(event, JobResult)]
     assert [(end.job, end.state, end.step) for end in ended] == [
         ("rank-2", "finished", 8),
         ("rank-5", "finished", 8),

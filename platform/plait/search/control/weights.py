@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.core.errors import StorageError
-from plait.engine.saved import states
+from plait.engine.checkpoints import checkpoints
 from plait.utils.files import new_folder
 
 ADAPTER = "adapter_model.safetensors"
@@ -55,4 +55,4 @@ def remove_copy(control: Path, copy: Path | None) -> None:
 
 
 def _weights(place: Path) -> list[Path]:
-    return [place] if (place / ADAPTER).exists() else states(place)
+    return [place] if (place / ADAPTER).exists() else checkpoints(place)

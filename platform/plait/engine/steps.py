@@ -1,14 +1,16 @@
-"""The order in which a job meets its data: a pure function of seed, batch size and budget.
+"""What each optimiser step of a job takes, as a pure function of its number: samples and learning rate.
 
 The training samples form an endless stream: one seeded permutation of the split after another. A global
 batch is the next slice of that stream, so it may hold the end of one epoch and the start of the next.
-Packing has no say in it, and any step can be reached without walking through those before it.
+Packing has no say in it, and any step can be reached without walking through those before it. The rate is
+constant, or decays linearly or by a cosine, after a linear warm-up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import cos, pi
 
 import numpy as np
 
@@ -80,11 +82,11 @@ class DataOrder:
         if not 1 <= step <= self.steps:
             raise IndexError(f"step {step} of a budget of {self.steps}")
         first = (step - 1) * self.batch
-        places = range(first, min(first + self.batch, self.stream))
-        draws = tuple(place // self.samples for place in places)
+        positions = range(first, min(first + self.batch, self.stream))
+        draws = tuple(at // self.samples for at in positions)
         samples = tuple(
-            int(permutation(self.seed, draw, self.samples)[place % self.samples])
-            for place, draw in zip(places, draws, strict=True)
+            int(permutation(self.seed, draw, self.samples)[at % self.samples])
+            for at, draw in zip(positions, draws, strict=True)
         )
         return samples, draws
 
@@ -119,3 +121,29 @@ def _batch(
         loss_weight=1.0 / labelled if labelled else 0.0,
         split=name,
     )
+
+
+def warmup_steps(train: TrainSpec, steps: int) -> int:
+    """Warm-up in whole steps: a value below 1 is a share of all ``steps``."""
+    wanted = train.warmup_steps * steps if train.warmup_steps < 1 else train.warmup_steps
+    return min(round(wanted), steps)
+
+
+def learning_rate(train: TrainSpec, step: int, steps: int) -> float:
+    """Rate of optimiser step ``step`` of ``steps``, counted from 1.
+
+    Step s of W warm-up steps has s / W of the peak. Afterwards the share of the remaining budget that is
+    already spent before this step sets the decay, so the first step after the warm-up has the peak and
+    the last one is still above zero: no step is without effect.
+    """
+    warmup = warmup_steps(train, steps)
+    if step <= warmup:
+        return train.lr * step / warmup
+    spent = (step - 1 - warmup) / (steps - warmup)
+    match train.schedule:
+        case "constant":
+            return train.lr
+        case "linear":
+            return train.lr * (1.0 - spent)
+        case "cosine":
+            return train.lr * 0.5 * (1.0 + cos(pi * spent))

@@ -1,4 +1,7 @@
-"""Builds the engine of this process: data, frozen model, worker and coordinator."""
+"""Builds the engine of this process: data, frozen model, worker and coordinator; and keeps its choices.
+
+A search that is resumed takes the capacity and the kernels that it was started with, from its plan.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Plan
 from plait.core.samples import TokenisedData
-from plait.core.settings import RunSettings
+from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data import generation_limit, load_data, score, summary
-from plait.engine.capacity import choose_capacity
+from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.search.checks import worker_facts
+from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from plait.models import ModelShape
 
 PLAN_FILE = "plan.json"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SLOW_ON_CPU = "float16"  # of the types of a model
 
 
@@ -47,7 +51,7 @@ def open_data(
     Args:
         settings: of the run.
         max_length: longest sample that the model takes.
-        jobs: that may be asked for.
+        jobs: that the search may ask for.
         cluster: described cluster whose devices set engine.capacity; "": the user did.
 
     Raises:
@@ -78,8 +82,7 @@ def open_data(
 
 def free_memory(settings: RunSettings) -> int:
     """Bytes that the run's device has, as its worker will count them."""
-    from plait.engine.devices import choose_device
-    from plait.engine.peaks import device_bytes
+    from plait.engine.devices import choose_device, device_bytes
 
     return device_bytes(choose_device(settings.engine.device))
 
@@ -104,19 +107,17 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
 def settle_engine(
     settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
 ) -> tuple[RunSettings, tuple[str, ...]]:
-    """The settings with the capacity that the run takes, and what is to be said of it.
-
-    A search that goes on takes the capacity and the kernels that it was begun with where they are left open.
+    """The settings with the capacity that the run takes, and what the user should know about it.
 
     Args:
         settings: of the run.
         shape: of its model.
         data: of all jobs.
-        jobs: that may be asked for.
+        jobs: that the search may ask for.
         folder: of the search, where its plan is.
     """
     facts = worker_facts(settings.model, shape, free_memory(settings))
-    plan = None if settings.search.fresh else read_plan(folder)
+    plan = None if settings.search.fresh else _read_plan(folder)
     before = {} if plan is None else plan.choices
     recorded = before.get("capacity")
     capacity = choose_capacity(
@@ -130,7 +131,7 @@ def settle_engine(
     if settings.engine.kernels != "auto":
         asked["kernels"] = settings.engine.kernels
     said = tuple(
-        f"engine.{name}={value}; this search was begun with {before[name]}, so that sums may round otherwise."
+        f"engine.{name}={value}; this search was started with {before[name]}, so sums may round differently."
         for name, value in asked.items()
         if name in before and before[name] != value
     )
@@ -141,15 +142,35 @@ def settle_engine(
 
 
 def _slow_here(settings: RunSettings) -> tuple[str, ...]:
-    """What is to be said of a type that the device has no arithmetic for."""
+    """A warning of a type that the device has no arithmetic for."""
     from plait.engine.devices import choose_device
 
     if settings.model.dtype != SLOW_ON_CPU or choose_device(settings.engine.device).type != "cpu":
         return ()
     return (
         f"model.dtype={SLOW_ON_CPU} is many times slower on a CPU than model.dtype=float32 or "
-        "model.dtype=bfloat16: take one of these.",
+        "model.dtype=bfloat16: use one of these.",
     )
+
+
+def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
+    """What a worker with this model will say of itself, before its weights are loaded."""
+    from plait.models.attention import KEEP_UP_TO
+    from plait_kernels.loss import CHUNK_LOGITS
+
+    element_bytes = ELEMENT_BYTES[settings.dtype]
+    activations = ActivationShape(
+        layers=shape.layer_count,
+        hidden=shape.hidden_size,
+        heads=shape.heads,
+        vocabulary=shape.vocabulary,
+        linear_features=sum(linear.in_features + linear.out_features for linear in shape.linears),
+        weight_bytes=shape.parameters * element_bytes,
+        element_bytes=element_bytes,
+        logit_rows=max(1, CHUNK_LOGITS // shape.vocabulary),
+        keep_up_to=KEEP_UP_TO,
+    )
+    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes)
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
@@ -168,48 +189,48 @@ def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
 
 
 def build_coordinator(
-    settings: RunSettings, data: DataCatalogue, folder: Path, states: Path | None = None
+    settings: RunSettings, data: DataCatalogue, folder: Path, checkpoints: Path | None = None
 ) -> Coordinator:
     """Load the model and put the engine together.
 
     Args:
         settings: of the run.
         data: shared by coordinator and worker.
-        folder: for finished adapters, and saved states where ``states`` is None.
-        states: for saved states.
+        folder: for finished adapters, and checkpoints where ``checkpoints`` is None.
+        checkpoints: for checkpoints.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
     from plait.engine.devices import choose_device
-    from plait.engine.worker import LocalWorker
+    from plait.engine.local_worker import LocalWorker
     from plait.models import load_model
 
     device = choose_device(settings.engine.device)
     model = load_model(settings.model, cache=cache_dir(), device=device)
     kernels = settings.engine.kernels
     if not settings.search.fresh:
-        kernels = same_kernels(kernels, device, model.dtype, folder)
+        kernels = _same_kernels(kernels, device, model.dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
-    parallel = settings.search.parallel  # beyond these, a job of higher priority displaces another
+    parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
         LocalWorker(model, data, engine),
         data,
         replace(settings, planner=planner),
         folder=folder,
-        states=states,
+        checkpoints=checkpoints,
         profile=stored_profile(settings, model.config_digest),
         patient=True,
     )
 
 
-def same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:
-    """The kernels that a search was begun with, where they are left to be chosen by measurement: it goes on
-    with them, whatever would be measured now. Those that the settings name otherwise."""
+def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:
+    """The kernels that the search was started with, where they are left to be chosen by measurement, whatever
+    would be measured now; else those that the settings name."""
     from plait.engine.devices import check_kernels
 
-    plan = read_plan(folder)
+    plan = _read_plan(folder)
     if kernels != "auto" or plan is None or plan.choices.get("device") != str(device):
         return kernels
     try:
@@ -237,8 +258,8 @@ def write_plan(folder: Path, plan: Plan) -> str:
     return text
 
 
-def read_plan(folder: Path) -> Plan | None:
-    """The plan that a search was trained by before; None where there is none that this release reads."""
+def _read_plan(folder: Path) -> Plan | None:
+    """The plan that the search was trained by before; None where there is none that this release reads."""
     try:
         return Plan.from_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):

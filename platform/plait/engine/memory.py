@@ -1,26 +1,65 @@
-"""Peak memory of microbatches, phase by phase, above what stays; and when it is looked at.
+"""Memory of the worker's device: peaks of microbatches, phase by phase, and what running out looks like.
 
-On CUDA the allocator tells, for nothing. On a CPU live tensor storage is counted, operation by operation
-(:mod:`plait.cost.storage_counter`); the resident size of the process would tell of the allocator and of
-everything else in it. Counting slows a microbatch down, so there only a sample is counted.
+On CUDA the allocator tells the peak, for nothing. On a CPU live tensor storage is counted, operation by
+operation (:mod:`plait.cost.storage_counter`); the resident size of the process would tell of the allocator
+and of everything else in it. Counting slows a microbatch down, so there only a sample is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
-import psutil
 import torch
 
 from plait.core.messages import ObservedPeak
 from plait.cost.storage_counter import StorageCounter
-from plait.engine.limits import free_under_limit
+
+Result = TypeVar("Result")
 
 FIRST = 4  # iterations that are observed in any case
 ENOUGH = 12  # microbatches observed, with which bytes can be fitted
 SAMPLED_EARLY, SAMPLED_EVERY = 8, 64  # one iteration in so many, before and after that
 LARGER = 1.1  # a microbatch by so much larger than any that was observed is observed
+
+# Known by their words alone: the CPU's allocator, CUDA where it is not torch's own allocator that finds no
+# room (a kernel that is loaded), and cuBLAS for its workspace.
+_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that the device, or the host, has no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """What an action gives, and None; or None, and the first line that said that memory had run out.
+
+    By then the error is gone, whose traceback would keep alive what the action had made.
+
+    Raises:
+        Exception: the action's, where it is another one.
+    """
+    try:
+        return action(), None
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        return None, str(error).partition("\n")[0] or type(error).__name__
+
+
+def release_unused(device: torch.device) -> None:
+    """Let the device's allocator return what it keeps for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class PeakSampler:
@@ -118,11 +157,3 @@ class PeakObserver:
         peak = self._counter.peak
         self._counter.restart()
         return peak
-
-
-def device_bytes(device: torch.device) -> int:
-    """Memory that this process may count on: all of a GPU; on a CPU what is free and what it has already."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    free, left = psutil.virtual_memory().available, free_under_limit()
-    return int((free if left is None else min(free, left)) + psutil.Process().memory_info().rss)

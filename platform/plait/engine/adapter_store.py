@@ -1,0 +1,169 @@
+"""The adapters that one worker holds: taken in, saved, kept at their best, exported.
+
+A seam: how a worker runs microbatches is its own affair (:mod:`plait.engine.local_worker` does it on one
+device); what becomes of an adapter's tensors before and after is here, for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.adapters.peft_folder import export_adapter
+from plait.adapters.variants import attach, checkpoint_tensors, named_tensors
+from plait.core.errors import CheckpointError
+from plait.core.jobs import AdapterSpec, JobSpec
+from plait.core.messages import Cursor
+from plait.engine.checkpoint_files import Found, Origin, newest_checkpoint, warm_start, write_checkpoint
+from plait.models import BaseModel, check_rank
+from plait_kernels import Bank
+
+BEST = "best."  # prefix of the best weights' names in a checkpoint
+
+
+class AdapterStore:
+    """Weights, gradients and moments of jobs in a bank, and copies of the weights of their best evaluations.
+
+    ``train.keep=best`` exports such a copy in place of the last weights. The coordinator says when an
+    evaluation is the best so far; the copy is in main memory. What is trained is not touched, so losses and
+    checkpoints are those of ``train.keep=last``; a checkpoint holds the copy too.
+
+    Args:
+        model: the frozen base.
+
+    Attributes:
+        bank: the tensors that are trained.
+    """
+
+    def __init__(self, model: BaseModel) -> None:
+        self.bank = Bank(model.sites, device=model.device, compute_dtype=model.dtype)
+        self._model = model
+        self._specs: dict[str, AdapterSpec] = {}
+        self._origins: dict[str, Origin] = {}
+        self._best: dict[str, dict[str, Tensor]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors on the device."""
+        for job in self._specs:
+            yield from self.bank.block(job).tensors()
+
+    def attach(
+        self, job: JobSpec, data: str, resume_from: Path | None = None, warm_from: Path | None = None
+    ) -> Found:
+        """Take a job in: from the newest whole checkpoint that there is, else fresh, or with weights of
+        another.
+
+        Args:
+            job: to be trained.
+            data: digest of its data.
+            resume_from: a checkpoint, or a folder of them.
+            warm_from: an adapter or checkpoint whose weights it begins with.
+
+        Raises:
+            CheckpointError: its checkpoint is not that of this job; it is attached all the same.
+        """
+        self._specs[job.name] = job.adapter
+        self._origins[job.name] = origin = Origin.of(job, model=self._model.config_digest, data=data)
+        sites = check_rank(job.adapter, self._model.linears)
+        weight_of = self._model.frozen_weight
+        attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)
+        found = newest_checkpoint(resume_from, origin)
+        if found.directory is not None:
+            self._restore(job.name, found)
+        elif warm_from is not None:
+            warm_start(warm_from, named_tensors(self.bank, job.name))
+        self.bank.refresh([job.name])
+        return found
+
+    def detach(self, job: str) -> None:
+        """Let a job go, also one that was only partly taken in."""
+        self._specs.pop(job, None)
+        self._origins.pop(job, None)
+        self._best.pop(job, None)
+        if job in self.bank.blocks:
+            self.bank.detach(job)
+
+    def save(self, job: str, directory: Path, cursor: Cursor) -> None:
+        """Write a job's checkpoint.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        tensors = {name: tensor.cpu() for name, tensor in checkpoint_tensors(self.bank, job).items()}
+        tensors |= {BEST + name: tensor for name, tensor in self._best.get(job, {}).items()}
+        write_checkpoint(directory, self._origins[job], cursor, tensors)
+
+    def export(self, job: str, directory: Path, kept_step: int | None) -> None:
+        """Write a job's adapter as a PEFT folder: the best weights, of ``kept_step``, where they are kept.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with self.at_best([job]):
+            export_adapter(
+                directory,
+                self._specs[job],
+                self.bank.weights(job),
+                base=self._model.identity.name,
+                linears=self._model.linears,
+                revision=self._model.identity.revision,
+                kept_step=kept_step,
+            )
+
+    def keep(self, job: str) -> None:
+        """Copy a job's weights as they are now: they are its best."""
+        weights = named_tensors(self.bank, job)
+        self._best[job] = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
+
+    @contextmanager
+    def at_best(self, jobs: Sequence[str]) -> Iterator[None]:
+        """Put the best weights that these jobs have into the bank, and those trained back afterwards."""
+        kept = [job for job in jobs if job in self._best]
+        trained = {job: _copied(named_tensors(self.bank, job)) for job in kept}
+        try:
+            self._fill({job: self._best[job] for job in kept})
+            yield
+        finally:
+            self._fill(trained)
+
+    def _restore(self, job: str, found: Found) -> None:
+        """Fill a job's tensors from its checkpoint.
+
+        Raises:
+            CheckpointError: the tensors are not those of this adapter, or of its best weights.
+        """
+        names = [name for name in found.tensors if name.startswith(BEST)]
+        best = {name.removeprefix(BEST): found.tensors[name] for name in names}
+        expected = _shapes(named_tensors(self.bank, job)) if found.cursor.best_step is not None else {}
+        if _shapes(best) != expected:
+            raise CheckpointError(f"{found.directory}: its best weights are not those of the adapter")
+        if best:
+            self._best[job] = best
+        trained = checkpoint_tensors(self.bank, job)
+        saved = {name: each for name, each in found.tensors.items() if name not in names}
+        if _shapes(saved) != _shapes(trained):
+            raise CheckpointError(f"{found.directory}: its tensors are not those of the adapter")
+        for name, tensor in trained.items():
+            tensor.copy_(saved[name])
+
+    def _fill(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for job, tensors in weights.items():
+                for name, tensor in named_tensors(self.bank, job).items():
+                    tensor.copy_(tensors[name])
+        self.bank.refresh(list(weights))
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

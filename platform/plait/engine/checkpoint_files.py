@@ -1,0 +1,200 @@
+"""What one checkpoint holds: whole tensors under PEFT's names, so that no layout of devices is baked in.
+
+A checkpoint is a folder with ``checkpoint.safetensors`` (weights and both moments, float32) and
+``checkpoint.json`` (job, model, data, cursor, and digests of both). It is complete or absent: it is written
+beside its place and renamed into it, and read only when the digests agree. Random state is not in it, for
+there is none: data order and dropout masks follow from seed and step.
+
+A seam: any worker writes and reads these, and :mod:`plait.engine.checkpoints`, which needs no torch, says
+    when
+and where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from plait.adapters.peft_folder import WEIGHTS
+from plait.core.errors import CheckpointError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.messages import Cursor
+from plait.engine.checkpoints import HEADER, checkpoints
+from plait.utils.files import new_folder
+
+VERSION = 3
+TENSORS = "checkpoint.safetensors"
+_ORDER = ("seed", "batch_size", "accumulation")  # of TrainSpec: what gives a step its samples
+
+
+class OriginError(CheckpointError):
+    """A checkpoint is whole, but belongs to another adapter, data order, model or data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint belongs to: a job resumes rightly only with the same.
+
+    Attributes:
+        adapter: the AdapterSpec as a mapping.
+        order: seed and sizes that give a step its samples.
+        model: digest of the base model.
+        data: digest of the data.
+    """
+
+    adapter: dict[str, Any]
+    order: dict[str, Any]
+    model: str
+    data: str
+
+    @classmethod
+    def of(cls, job: JobSpec, *, model: str, data: str) -> Origin:
+        """The origin of a job's checkpoints."""
+        adapter = json.loads(json.dumps(asdict(job.adapter)))
+        return cls(adapter, {key: getattr(job.train, key) for key in _ORDER}, model, data)
+
+
+def write_checkpoint(directory: Path, origin: Origin, cursor: Cursor, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint so that ``directory`` never holds part of one; an older one is replaced by renaming.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    try:
+        with new_folder(directory) as folder:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+            header = {
+                "version": VERSION,
+                "origin": asdict(origin),
+                "cursor": asdict(cursor),
+                "tensors": _digest(folder / TENSORS),
+            }
+            sealed = header | {"sha256": _seal(header)}
+            (folder / HEADER).write_text(json.dumps(sealed, indent=2, sort_keys=True))
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"{directory}: {error}",
+            "A job's checkpoint must be written whole.",
+            "Free space or give a writable folder (tracking.root).",
+        ) from error
+
+
+def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, Tensor]]:
+    """The cursor and tensors of a complete checkpoint of this very origin.
+
+    Raises:
+        OriginError: of another job, model or data.
+        CheckpointError: missing, incomplete or altered.
+    """
+    try:
+        header = json.loads((directory / HEADER).read_text())
+        if header["version"] != VERSION:
+            raise _damaged(directory, f"version {header['version']}; this release reads {VERSION}")
+        seal = header.pop("sha256")
+        found = Origin(**header["origin"])
+        cursor = Cursor(**header["cursor"])
+        for name, is_right in (
+            (HEADER, seal == _seal(header)),
+            (TENSORS, header["tensors"] == _digest(directory / TENSORS)),
+        ):
+            if not is_right:
+                raise _damaged(directory, f"{name} is not what was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(directory, f"{type(error).__name__}: {error}") from error
+    if found != origin:
+        raise OriginError(
+            f"{directory}: {_difference(found, origin)}",
+            "A job resumes only with the adapter, data order, model and data that it was saved with.",
+            "Give the same settings, or start the job afresh.",
+        )
+    return cursor, load_file(directory / TENSORS)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A whole checkpoint that was found, and what was wrong with newer ones.
+
+    ``directory`` is None, and there are no tensors, where there is none: the job starts afresh.
+    """
+
+    directory: Path | None
+    cursor: Cursor
+    tensors: Mapping[str, Tensor]
+    troubles: tuple[str, ...]
+
+
+def newest_checkpoint(path: Path | None, origin: Origin) -> Found:
+    """The newest whole checkpoint at a path: a checkpoint's, or that of a folder of them.
+
+    Raises:
+        OriginError: a checkpoint is whole, but of another job, model or data.
+    """
+    troubles: list[str] = []
+    for directory in checkpoints(path) if path is not None else ():
+        try:
+            cursor, tensors = read_checkpoint(directory, origin)
+        except OriginError:
+            raise
+        except CheckpointError as error:
+            troubles.append(error.value)
+        else:
+            return Found(directory, cursor, tensors, tuple(troubles))
+    return Found(None, Cursor(), {}, tuple(troubles))
+
+
+def warm_start(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Fill an adapter's weights from a saved adapter or checkpoint.
+
+    Args:
+        path: PEFT folder or checkpoint.
+        weights: the adapter's, by PEFT's names, to be filled in place.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds an adapter of other modules or another rank.
+    """
+    file = next((path / name for name in (WEIGHTS, TENSORS) if (path / name).exists()), path / WEIGHTS)
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file}: {error}", "A warm start begins with the weights of a saved adapter."
+        ) from error
+    for name, tensor in weights.items():
+        if name not in found or found[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{file}: {name} is not there, or not of shape {tuple(tensor.shape)}",
+                "A warm start needs the same rank and the same target modules.",
+            )
+    for name, tensor in weights.items():
+        tensor.copy_(found[name])
+
+
+def _seal(header: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+
+def _damaged(directory: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{directory}: {what}",
+        "A checkpoint must be complete and unaltered.",
+        "Use an earlier checkpoint, or start the job afresh.",
+    )
+
+
+def _difference(found: Origin, wanted: Origin) -> str:
+    theirs, ours = asdict(found), asdict(wanted)
+    keys = [key for key in ours if theirs[key] != ours[key]]
+    return "; ".join(f"{key} was {theirs[key]}, is {ours[key]}" for key in keys)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,307 @@
+"""What the coordinator knows of its jobs: how far each has come, and which have a slot.
+
+Plain and mutable, without a tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Cursor
+from plait.core.plans import GlobalBatch
+from plait.core.samples import TokenisedData
+from plait.engine.admission import Admission, Demand
+from plait.engine.steps import DataOrder, learning_rate, training_batch, validation_batch
+from plait.planner.admission import Admission as Chosen
+from plait.planner.admission import Applicant, admit
+
+
+@dataclass(slots=True, eq=False)
+class LiveJob:
+    """A job from its submission to its end.
+
+    Attributes:
+        arrival: its number in the order of submissions.
+        submitted: time of submission, on the coordinator's clock.
+        earlier: seconds from submission to the last checkpoint in earlier processes.
+        cursor: how far it has come.
+        eval_loss: of the last evaluation.
+        cancelled: the state in which it is to end, and why; None while it may train.
+        rungs: steps after which it waits until it is let past.
+        measured: whether the validation loss is wanted at every rung.
+        passed: the last rung that it was let past.
+        holds: why it may not train now; empty while it may.
+        evaluated: step of the last evaluation.
+        warm_from: folder of the weights that it begins with; None for fresh ones.
+        started: whether this process has trained it.
+    """
+
+    spec: JobSpec
+    data: TokenisedData
+    order: DataOrder
+    demand: Demand
+    arrival: int
+    submitted: float
+    earlier: float = field(default=0.0, kw_only=True)
+    resume_from: Path | None = None
+    cursor: Cursor = field(default_factory=Cursor)
+    eval_loss: float | None = None
+    cancelled: tuple[JobState, str] | None = None
+    rungs: frozenset[int] = frozenset()
+    measured: bool = False
+    passed: int = 0
+    holds: set[PauseReason] = field(default_factory=set)
+    evaluated: int | None = None
+    warm_from: Path | None = None
+    started: bool = False
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.spec.name
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.cursor.step
+
+    @property
+    def done(self) -> bool:
+        """Whether the budget is spent."""
+        return self.step >= self.order.steps
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether the validation loss is wanted after the step just done."""
+        if len(self.data.validation) == 0 or self.evaluated == self.step:
+            return False
+        every = self.spec.train.eval_every
+        at_rung = self.measured and self.step in self.rungs
+        return self.done or at_rung or (every > 0 and self.step > 0 and self.step % every == 0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether its next step may be taken."""
+        return not self.done and not self.holds
+
+    @property
+    def wants_slot(self) -> bool:
+        """Whether it will want a slot after the next boundary."""
+        return not self.holds and self.cancelled is None
+
+    @property
+    def standing(self) -> tuple[int, int]:
+        """Whoever has less is served first: higher priority, then earlier arrival."""
+        return -self.spec.train.priority, self.arrival
+
+    def next_batch(self) -> GlobalBatch:
+        """The global batch of the step to come."""
+        return training_batch(self.spec, self.order, self.data.train, self.step + 1)
+
+    def validation_batch(self) -> GlobalBatch:
+        """The validation split, after the steps done."""
+        return validation_batch(self.spec, self.data.validation, self.step)
+
+    def next_rate(self) -> float:
+        """Learning rate of the step to come."""
+        return learning_rate(self.spec.train, self.step + 1, self.order.steps)
+
+    def reach(self) -> None:
+        """Wait here if this is a rung that it was not let past."""
+        if self.step in self.rungs and self.step > self.passed and not self.done:
+            self.holds.add(PauseReason.AT_RUNG)
+
+    def release(self, hold: PauseReason) -> None:
+        """No longer wait for this reason."""
+        self.holds.discard(hold)
+        if hold == PauseReason.AT_RUNG:
+            self.passed = self.step
+
+    def resume_at(self, cursor: Cursor) -> None:
+        """Continue where a checkpoint says.
+
+        The checkpoint has the device time up to its saving. This process's account has that too if it trained
+        the job before, with what was spent since; else only what was spent on attaching it in vain.
+        """
+        before = self.cursor.device_ns
+        spent = max(before, cursor.device_ns) if self.started else before + cursor.device_ns
+        if not self.started:
+            self.earlier = cursor.completion_seconds
+        self.cursor, self.started = replace(cursor, device_ns=spent), True
+        self.reach()
+
+    def completion_seconds(self, now: float) -> float:
+        """Since its submission, in all processes."""
+        return self.earlier + now - self.submitted
+
+    def cursor_at(self, now: float) -> Cursor:
+        """How far it has come, for a checkpoint taken now."""
+        return replace(self.cursor, completion_seconds=self.completion_seconds(now))
+
+    def charge(self, device_ns: int) -> None:
+        """Add device time."""
+        self.cursor = replace(self.cursor, device_ns=self.cursor.device_ns + device_ns)
+
+    def advance(self, tokens: int) -> None:
+        """Count one optimiser step over ``tokens`` real tokens."""
+        self.cursor = replace(self.cursor, step=self.step + 1, tokens=self.cursor.tokens + tokens)
+        self.reach()
+
+    def evaluate(self, loss: float) -> bool:
+        """Take in an evaluation after the steps done; whether its weights are to be kept: the best so far.
+
+        Of equal losses the first is best. A job that resumes may be evaluated at its checkpoint again.
+        """
+        self.eval_loss, self.evaluated = loss, self.step
+        best = self.cursor.best_loss
+        if self.spec.train.keep != "best" or (best is not None and loss >= best):
+            return False
+        self.cursor = replace(self.cursor, best_step=self.step, best_loss=loss)
+        return True
+
+    def ended(
+        self,
+        state: JobState,
+        reason: str,
+        now: float,
+        *,
+        adapter: Path | None = None,
+        checkpoint: Path | None = None,
+    ) -> JobResult:
+        """How it ended. A finished job's validation loss is that of its adapter."""
+        best = self.cursor.best_loss if state == JobState.FINISHED else None
+        return JobResult(
+            job=self.name,
+            state=state,
+            step=self.step,
+            reason=reason,
+            eval_loss=self.eval_loss if best is None else best,
+            tokens=self.cursor.tokens,
+            device_seconds=self.cursor.device_seconds,
+            completion_seconds=self.completion_seconds(now),
+            adapter=adapter,
+            checkpoint=checkpoint,
+        )
+
+
+class Roster:
+    """The jobs of one worker, and which of them train next.
+
+    Args:
+        admission: predicts the memory of a group.
+        max_jobs: most jobs that train at once; None leaves it to memory.
+
+    Attributes:
+        waiting: for a slot, by priority, then arrival.
+        live: on the worker, by name.
+        paused: saved and not on the worker; they ask for no slot until nothing holds them.
+    """
+
+    def __init__(self, admission: Admission, max_jobs: int | None) -> None:
+        self._admission = admission
+        self._asked_for = self._max_jobs = max_jobs
+        self._every = 1  # ends, after which a group that is larger by one is tried, once memory ran out
+        self._ends_left: int | None = None  # until then; None where memory never ran out
+        self._tried = False  # since memory ran out last
+        self.waiting: list[LiveJob] = []
+        self.live: dict[str, LiveJob] = {}
+        self.paused: dict[str, LiveJob] = {}
+
+    def all(self) -> list[LiveJob]:
+        """Every job that has not ended."""
+        return [*self.live.values(), *self.waiting, *self.paused.values()]
+
+    def find(self, name: str) -> LiveJob | None:
+        """The job of this name, live or not."""
+        return next((job for job in self.all() if job.name == name), None)
+
+    def queue(self, job: LiveJob) -> None:
+        """Let a job wait for a slot; it keeps its arrival."""
+        self.remove(job)
+        self.waiting.append(job)
+        self.waiting.sort(key=lambda each: each.standing)
+
+    def start(self, job: LiveJob) -> None:
+        """Give a job a slot."""
+        self.remove(job)
+        self.live[job.name] = job
+
+    def pause(self, job: LiveJob) -> None:
+        """Set a job aside until nothing holds it."""
+        self.remove(job)
+        self.paused[job.name] = job
+
+    def remove(self, job: LiveJob) -> None:
+        """Take a job out, if it is here."""
+        self.live.pop(job.name, None)
+        self.paused.pop(job.name, None)
+        self.waiting = [each for each in self.waiting if each is not job]
+
+    def end(self, job: LiveJob) -> None:
+        """Take out a job that has ended."""
+        self.remove(job)
+        if self._ends_left is None or self._max_jobs is None or self._max_jobs == self._asked_for:
+            return
+        self._ends_left -= 1
+        if self._ends_left == 0:
+            self._max_jobs += 1
+            self._ends_left, self._tried = self._every, True
+
+    def choose(self) -> Chosen:
+        """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
+
+        A job that was accepted can always train alone, whatever has been learned since.
+        """
+        jobs = {job.name: job for job in [*self.live.values(), *self.waiting]}
+
+        def predict(group: Iterable[Applicant]) -> float:
+            return self._admission.predicted([jobs[each.name].demand for each in group])
+
+        applicants = [
+            Applicant(
+                name,
+                job.spec.train.priority,
+                job.arrival,
+                job.demand.adapter_bytes,
+                job.spec.adapter.rank,
+                name in self.live,
+            )
+            for name, job in jobs.items()
+        ]
+        alone = max((predict([each]) for each in applicants), default=0.0)
+        return admit(
+            applicants,
+            available=max(self._admission.budget, alone),
+            predict=predict,
+            max_jobs=self._max_jobs,
+        )
+
+    def free_slots(self, most: int) -> int:
+        """How many more jobs would start at once, if they were as large as the largest that wants a slot.
+
+        At least 1 where none does: a job that was accepted can train alone.
+        """
+        taken = [job.demand for job in self.all() if job.wants_slot]
+        largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
+        # Memory only grows with the jobs, so the first number that does not fit is found by halving.
+        beyond = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits([*taken, *[largest] * n]))
+        return max(beyond, 0 if taken else 1)
+
+    def shrink(self) -> None:
+        """The live group ran out of memory, whatever was predicted: none as large is formed for a while.
+
+        Other jobs may fit where these did not, so it is tried with one more after some have ended: after one
+        the first time, then after 2, 4, 8. Where memory stays short, a search so runs out of it about as
+        often as the number of its jobs can be halved.
+        """
+        self._max_jobs = len(self.live) - 1
+        self._every *= 2 if self._tried else 1
+        self._ends_left, self._tried = self._every, False
+
+    def _fits(self, demands: list[Demand]) -> bool:
+        return (self._max_jobs is None or len(demands) <= self._max_jobs) and self._admission.fits(demands)

@@ -1,0 +1,370 @@
+"""The in-process worker: runs microbatches, optimiser steps and generation on one device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from plait.core.errors import CheckpointError
+from plait.core.jobs import JobSpec
+from plait.core.messages import (
+    Attach,
+    Attached,
+    Command,
+    Detach,
+    Evaluate,
+    Export,
+    Generate,
+    Generated,
+    JobFailed,
+    KeepWeights,
+    MicrobatchDone,
+    OutOfMemory,
+    RunMicrobatches,
+    SaveCheckpoint,
+    Saved,
+    StepDone,
+    StepJob,
+    StepJobs,
+    WorkerEvent,
+)
+from plait.core.plans import Microbatch, Segment
+from plait.core.samples import Split, TokenisedData
+from plait.core.settings import EngineSettings
+from plait.engine.adapter_store import AdapterStore
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.devices import allowed_cores, choose_kernels, device_bytes
+from plait.engine.memory import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, attempt, release_unused
+from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.models import BaseModel
+from plait.models.attention import KEEP_UP_TO
+from plait.models.generate import Prompt, batch_size, generate
+from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
+from plait_kernels.loss import CHUNK_LOGITS
+
+
+class LocalWorker:
+    """A :class:`~plait.engine.worker.Worker` in this process, on one device.
+
+    Args:
+        model: the frozen base; its linear layers become adapter-aware.
+        data: where jobs find their data.
+        settings: backend, threads, checkpointing.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        data: DataCatalogue,
+        settings: EngineSettings,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        threads = settings.threads or min(torch.get_num_threads(), allowed_cores() or torch.get_num_threads())
+        torch.set_num_threads(threads)
+        self._adapters = AdapterStore(model)
+        self.bank = self._adapters.bank
+        self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
+        model.install(backend=self._backend)
+        self._model = model
+        self._data = data
+        self._checkpointing = settings.checkpointing
+        self._capacity = settings.capacity_or_usual
+        self._clock = clock
+        self._observer = PeakObserver(model.device, self._static)
+        self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
+        self._jobs: dict[str, JobSpec] = {}
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """Its model and its device."""
+        model = self._model
+        shape = ActivationShape(
+            layers=model.layer_count,
+            hidden=model.hidden_size,
+            heads=int(model.config.num_attention_heads),
+            vocabulary=model.vocabulary,
+            linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
+            weight_bytes=model.weight_bytes,
+            element_bytes=model.dtype.itemsize,
+            logit_rows=max(1, CHUNK_LOGITS // model.vocabulary),
+            keep_up_to=KEEP_UP_TO,
+        )
+        return WorkerFacts(
+            shape,
+            model.linears,
+            max_length=model.max_length,
+            memory_bytes=device_bytes(model.device),
+            chosen={"kernels": self._backend, "device": str(model.device)},
+            inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
+        )
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        """Carry out one command to its end.
+
+        Raises:
+            StorageError: a checkpoint or an adapter cannot be written.
+        """
+        match command:
+            case Attach():
+                return [self._attach(command)]
+            case Detach(job):
+                del self._jobs[job]
+                self._adapters.detach(job)
+                return []
+            case RunMicrobatches(microbatches):
+                return self._run_all(microbatches, training=True)
+            case Evaluate(microbatches):
+                return self._run_all(microbatches, training=False)
+            case KeepWeights(jobs):
+                for job in jobs:
+                    self._adapters.keep(job)
+                return []
+            case StepJobs(steps):
+                return self._step(steps)
+            case Generate():
+                return self._generate(command)
+            case SaveCheckpoint(job, directory, cursor):
+                started = self._clock()
+                self._adapters.save(job, directory, cursor)
+                return [Saved(job, directory, cursor.step, exported=False, seconds=self._clock() - started)]
+            case Export(job, directory, kept_step):
+                started = self._clock()
+                self._adapters.export(job, directory, kept_step)
+                return [Saved(job, directory, 0, exported=True, seconds=self._clock() - started)]
+
+    # ---- jobs -----------------------------------------------------------------------------------------
+
+    def _attach(self, command: Attach) -> WorkerEvent:
+        """Take a job in; where memory runs out, nothing of it stays."""
+        started = self._clock()
+        name = command.job.name
+        event, detail = attempt(lambda: self._take_in(command, started))
+        if event is not None:
+            return event
+        self._jobs.pop(name, None)
+        self._adapters.detach(name)
+        release_unused(self._model.device)
+        return OutOfMemory(detail or "", self._clock() - started)
+
+    def _take_in(self, command: Attach, started: float) -> WorkerEvent:
+        job = command.job
+        self._jobs[job.name] = job
+        data = self._data.of(job.data).digest
+        try:
+            found = self._adapters.attach(job, data, command.resume_from, command.warm_from)
+        except CheckpointError as error:
+            return JobFailed(job.name, 0, str(error), self._clock() - started)
+        resumes = f"passed over; it resumes from step {found.cursor.step}"
+        notices = tuple(f"{trouble}: {resumes}" for trouble in found.troubles)
+        return Attached(job.name, found.cursor, found.directory, notices, self._clock() - started)
+
+    def _data_of(self, job: str) -> TokenisedData:
+        return self._data.of(self._jobs[job].data)
+
+    def _split_of(self, segment: Segment) -> Split:
+        data = self._data_of(segment.job)
+        return data.train if segment.split == "train" else data.validation
+
+    def _static(self) -> Iterator[Tensor]:
+        """Tensors that stay: weights and adapters."""
+        yield from self._model.tensors()
+        yield from self._adapters.tensors()
+
+    # ---- training -------------------------------------------------------------------------------------
+
+    def _run_all(self, microbatches: Sequence[Microbatch], *, training: bool) -> list[WorkerEvent]:
+        """One after another; where memory runs out, nothing is left of what they began."""
+        events: list[WorkerEvent] = []
+        observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
+        started = self._clock()
+
+        def run_all() -> None:
+            nonlocal started, events
+            for microbatch in microbatches:
+                started = self._clock()
+                events += self._run(microbatch, training=training, observed=observed)
+
+        _, detail = attempt(run_all)
+        if detail is None:
+            return events
+        self.bank.zero_gradients()
+        release_unused(self._model.device)
+        return [*events, OutOfMemory(detail, self._clock() - started)]
+
+    def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
+        """Forward, and backward when training; gradients add up in the bank."""
+        started = self._clock()
+        with self._observer.watch(observed) as meter:
+            loaded = load_microbatch(
+                microbatch,
+                self._split_of,
+                self.bank,
+                training=training,
+                checkpointing=training and self._checkpointing,
+            )
+            with torch.set_grad_enabled(training):
+                loss, nll = self._forward(loaded, meter)
+            if training and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            meter.end("backward")
+        losses = loaded.losses(nll)  # waits for the device
+        seconds = self._clock() - started
+        done = MicrobatchDone(microbatch.index, losses, seconds, meter.observed, evaluation=not training)
+        failed = [
+            JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
+            for each in losses
+            if not math.isfinite(each.loss_sum)
+        ]
+        return [done, *failed]
+
+    def _forward(self, loaded: LoadedMicrobatch, meter: PeakMeter) -> tuple[Tensor, Tensor]:
+        """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""
+        model = self._model
+        hidden = model.embed(loaded.context)
+        for index in range(model.layer_count):
+            hidden = model.layer(index, hidden, loaded.context)
+        meter.end("forward")
+        head = model.head_parameters()
+        loss, nll = labelled_cross_entropy(
+            model.final_norm(hidden.index_select(0, loaded.rows)),
+            head.weight,
+            head.bias,
+            loaded.targets,
+            loaded.weights,
+            softcap=head.softcap,
+            scale=head.scale,
+        )
+        meter.end("loss")
+        return loss, nll
+
+    def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
+        """One call of the optimiser for all jobs that are due; its time is shared out by adapter size."""
+        started = self._clock()
+        results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
+        seconds = self._clock() - started
+        sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
+        own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}
+        return [
+            JobFailed(step.job, step.step, f"gradient norm is {result.grad_norm}", own[step.job])
+            if result.skipped
+            else StepDone(step.job, step.step, result.grad_norm, own[step.job])
+            for step, result in zip(steps, results, strict=True)
+        ]
+
+    def _adapter_step(self, step: StepJob) -> AdapterStep:
+        train = self._jobs[step.job].train
+        return AdapterStep(
+            adapter=step.job,
+            step=step.step,
+            lr_a=step.lr,
+            lr_b=step.lr * train.lora_plus_ratio,
+            betas=train.betas,
+            eps=train.eps,
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+        )
+
+    def _generate(self, command: Generate) -> list[WorkerEvent]:
+        """Answers of all jobs together; the time is shared out by tokens."""
+        started = self._clock()
+        splits = {each.job: self._data_of(each.job).validation for each in command.jobs}
+        with self._adapters.at_best([each.job for each in command.jobs]):
+            answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
+        seconds = self._clock() - started
+        whole = sum(each.tokens for each in answers.values())
+        events: list[WorkerEvent] = []
+        for each in command.jobs:
+            own = answers[each.job]
+            spent = seconds * (own.tokens / whole if whole else 1 / len(answers))
+            if own.trouble:
+                events.append(JobFailed(each.job, 0, own.trouble, spent))
+            else:
+                events.append(Generated(each.job, each.samples, own.texts, spent))
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One job's answers, in the order of the samples asked for, and the tokens that went through.
+
+    ``trouble`` says why there are none.
+    """
+
+    texts: tuple[str, ...]
+    tokens: int
+    trouble: str = ""
+
+
+def answer(
+    command: Generate, splits: Mapping[str, Split], model: BaseModel, bank: Bank, *, capacity: int
+) -> dict[str, Answers]:
+    """Answers by job. Where memory runs out, fewer prompts are in work at a time, down to one; a job of which
+    one alone is too much has no answers, and the others go on.
+
+    Args:
+        command: jobs and samples.
+        splits: the samples of each job.
+        model: the frozen base.
+        bank: holds the jobs' adapters.
+        capacity: most tokens in work at a time.
+    """
+    room = command.max_new_tokens
+    prompts = [
+        Prompt(_prompt(splits[each.job], sample), each.job)
+        for each in command.jobs
+        for sample in each.samples
+    ]
+    found: dict[int, tuple[int, ...]] = {}
+    troubles: dict[str | None, str] = {}
+    left, most = list(range(len(prompts))), len(prompts)
+    while left:
+        part = left[: min(most, batch_size([prompts[index] for index in left], room, capacity))]
+        chosen = [prompts[index] for index in part]
+        new, detail = attempt(partial(generate, model, chosen, bank, max_new_tokens=room, capacity=capacity))
+        if new is not None:
+            found |= dict(zip(part, new, strict=True))
+            left = left[len(part) :]
+            continue
+        release_unused(model.device)
+        most = len(part) // 2
+        if most == 0:
+            most, job = 1, chosen[0].adapter
+            troubles[job] = f"out of memory for a prompt of {len(chosen[0].tokens)} tokens alone: {detail}"
+            left = [index for index in left if prompts[index].adapter != job]
+    return _by_job(command, prompts, found, troubles, model)
+
+
+def _by_job(
+    command: Generate,
+    prompts: Sequence[Prompt],
+    found: Mapping[int, tuple[int, ...]],
+    troubles: Mapping[str | None, str],
+    model: BaseModel,
+) -> dict[str, Answers]:
+    made: dict[str, Answers] = {}
+    start = 0
+    for each in command.jobs:
+        own = range(start, start + len(each.samples))
+        start = own.stop
+        tokens = sum(len(prompts[index].tokens) + len(found[index]) for index in own if index in found)
+        if each.job in troubles:
+            made[each.job] = Answers((), tokens, troubles[each.job])
+            continue
+        texts = [model.tokeniser.decode(list(found[index]), skip_special_tokens=True) for index in own]
+        made[each.job] = Answers(tuple(map(str, texts)), tokens)
+    return made
+
+
+def _prompt(split: Split, sample: int) -> tuple[int, ...]:
+    """What stands before the first label."""
+    tokens, labels = split[sample]
+    return tuple(tokens[: int(labels.argmax())].tolist())
