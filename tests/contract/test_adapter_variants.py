@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from frozen_a import FrozenA
 from laboratory import NARROW, Laboratory, random_texts
 from peft import PeftModel
 from torch import Tensor
@@ -33,27 +34,6 @@ MODEL = ModelSettings(kind="tiny", family="llama", dtype="float32", seed=3)
 LOSS_TOLERANCE = 1e-5  # relative, every step, as in the joint tests
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 STEPS = 8
-
-
-class FrozenA(Lora):
-    """LoRA of which B alone trains. PEFT has no word for it: its folder is one of plain LoRA."""
-
-    name = "frozen_a"
-    fused = False
-
-    def tensors(self, in_features: int, out_features: int, rank: int) -> tuple[TensorSpec, ...]:
-        a, b = super().tensors(in_features, out_features, rank)
-        return replace(a, trains=False), b
-
-    def backward(self, rows: SiteRows, saved: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None) -> None:
-        (s,), (a, b), (grad_b,) = saved, rows.tensors, rows.gradients
-        dh = rows.scale * grad
-        grad_b += dh.T @ s
-        if dx is not None:
-            dx += rows.drop(dh @ b @ a)
-
-    def rejects(self, config: Mapping[str, Any], /) -> str:
-        return f"peft_type={config['peft_type']!r}"
 
 
 class Dora(Lora):
