@@ -54,7 +54,7 @@ def test_a_measured_profile_is_kept_and_predicts(cache: Path, capsys: pytest.Cap
     plan = _planned(capsys, "adapter.target_modules=[q_proj,up_proj]")
     assert "measured by `plait profile`" in plan["profile"]
     assert 0 < plan["device_seconds"] == plan["predicted_seconds"] <= plan["device_seconds_alone"]
-    assert plan["replicas"][0]["bytes_source"] == "by the stored profile"
+    assert plan["replicas"][0]["bytes_source"] == "from the stored profile"
     # Without weights the same key keeps what was measured.
     computed = _profile(capsys, "--without-weights")
     assert (computed["how"], computed["time"], computed["path"]) == ("computed", None, None)

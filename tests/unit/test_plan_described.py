@@ -132,7 +132,7 @@ def test_what_memory_made_of_a_capacity_is_said_and_bytes_are_predicted() -> Non
     assert all(size is not None and 8 * GIB < size < 64 * GIB for size in sizes)
     unknown = planned(profile, RunSettings())
     assert [group.predicted_bytes for group in unknown.groups] == [None]
-    assert any("Bytes are unknown" in line for line in unknown.assumptions)
+    assert any("Memory is unknown" in line for line in unknown.assumptions)
 
 
 # ---- seconds ----------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ TIMELINE = "--timeline"
 KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 LOG_WIDTH = 140  # columns where output is not a terminal
 UNKNOWN = "unknown"
+NO_PROFILE = "No profile yet: run `plait profile` for time estimates"
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
 
 
@@ -89,7 +90,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
 
 
 def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] | None = None) -> Outlook:
-    """Draw the search's trials and plan them, on this machine or on the cluster that is described.
+    """Suggest the search's trials and plan them, on this machine or on the described cluster.
 
     Args:
         on_wave: is given the forecast of each wave that is simulated.
@@ -131,7 +132,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     shape = check_model(settings.model, command.probes)
     jobs = draw_jobs(replace(command, settings=settings))
     data = open_data(settings, shape.max_length, jobs).catalogue
-    # A search that is not begun yet: what an earlier one of this name took is `plait sweep`'s to go on with.
+    # A search that is not begun yet: `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
     memory = free_memory(settings)
     facts = worker_facts(settings.model, shape, memory)
@@ -203,7 +204,8 @@ def model_name(settings: ModelSettings) -> str:
 def show(outlook: Outlook, console: Console) -> None:
     """Print a plan: replicas, groups, totals with and without Plait, assumptions."""
     console.print(f"{outlook.cluster}: {outlook.devices}", markup=False, highlight=False)
-    console.print(f"profile: {outlook.profile}", markup=False, highlight=False)
+    profile = f"profile: {outlook.profile}" if outlook.profile else NO_PROFILE
+    console.print(profile, markup=False, highlight=False)
     console.print(_replicas(outlook), _groups(outlook), _totals(outlook))
     if outlook.simulated:
         console.print(_simulated(outlook))
@@ -215,7 +217,7 @@ def show(outlook: Outlook, console: Console) -> None:
 
 def _replicas(outlook: Outlook) -> Table:
     table = Table(title="Replicas")
-    for heading in ("replicas", "tp", "pp", "capacity", "layers by stage", "bytes on a device"):
+    for heading in ("replicas", "tp", "pp", "capacity", "layers per stage", "memory per device"):
         table.add_column(heading, justify="right")
     for each in outlook.replicas:
         table.add_row(
@@ -233,7 +235,7 @@ def _groups(outlook: Outlook) -> Table:
     table = Table(title="Groups")
     table.add_column("wave", justify="right")
     table.add_column("jobs", overflow="fold")
-    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds", "bytes on a device"):
+    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds", "memory per device"):
         table.add_column(heading, justify="right")
     for each in outlook.groups:
         table.add_row(
@@ -249,8 +251,8 @@ def _groups(outlook: Outlook) -> Table:
 
 
 def _totals(outlook: Outlook) -> Table:
-    """Plait beside the same jobs without it."""
-    table = Table(title="In all")
+    """Plait next to the same jobs without it."""
+    table = Table(title="Totals")
     for heading in ("", "microbatches", "device-seconds", "saved with Plait"):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_row("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
@@ -260,7 +262,7 @@ def _totals(outlook: Outlook) -> Table:
     table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(alone), _saved(outlook, alone))
     if outlook.gap is not None:
         table.caption = (
-            f"Deployment within {100 * outlook.gap:.2f} % of the proved bound: "
+            f"Deployment within {100 * outlook.gap:.2f} % of the proven bound: "
             f"{_seconds(outlook.step_seconds)} a step, {_seconds(outlook.equal_step_seconds)} "
             f"with the best equal replicas, {outlook.equal_replicas}"
         )
@@ -274,7 +276,7 @@ def _saved(outlook: Outlook, without: float | None) -> str:
 
 
 def _simulated(outlook: Outlook) -> Table:
-    """What the simulator measured of each wave."""
+    """The simulator's figures for each wave."""
     table = Table(title="Simulated")
     for heading in (
         "wave", "tokens/s", "mean completion", "idle", "fill, drain, waits", "uneven stages",
@@ -295,14 +297,14 @@ def _simulated(outlook: Outlook) -> Table:
 
 
 def _changes(outlook: Outlook) -> Table:
-    """Whether each later wave, whose jobs are others, gets a deployment of its own."""
-    table = Table(title="Changes of the deployment")
+    """Whether each later wave gets a deployment of its own."""
+    table = Table(title="Deployment changes")
     for heading in (
         "before wave",
         "steps",
-        "a step so far",
+        "step now",
         "replicas",
-        "a step then",
+        "step after",
         "saved",
         "pays after",
     ):
@@ -314,7 +316,7 @@ def _changes(outlook: Outlook) -> Table:
             "does not fit" if each.step_seconds is None else _seconds(each.step_seconds),
             _then(each),
             ("" if each.replicas else "at least ") + _seconds(each.new_step_seconds),
-            "needed" if each.saved is None else _seconds(each.saved),
+            "required" if each.saved is None else _seconds(each.saved),
             "" if each.break_even is None else f"{each.break_even:,} steps",
         )
     return table
@@ -322,8 +324,8 @@ def _changes(outlook: Outlook) -> Table:
 
 def _then(change: ChangeOutlook) -> str:
     if change.replicas is None:
-        return "as before: no others can pay"
-    return change.replicas if change.changed else f"as before, {change.replicas} would not pay"
+        return "unchanged: no other would pay"
+    return change.replicas if change.changed else f"unchanged: {change.replicas} would not pay"
 
 
 def _bytes(value: int | None) -> str:
@@ -331,7 +333,7 @@ def _bytes(value: int | None) -> str:
 
 
 def say(line: str) -> None:
-    """What is going on, on standard error."""
+    """Prints a line of progress on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -39,6 +39,12 @@ SHOWN = 24  # configurations in the table, best first
 STEPS = 8  # global batches of each job that are simulated
 
 
+JSON = "--json"
+WITHOUT_WEIGHTS = "--without-weights"
+MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
+LOG_WIDTH = 140  # columns where output is not a terminal
+
+
 def compare_configurations(
     command: SearchCommand, console: Console, *, as_json: bool, say: Callable[[str], None]
 ) -> int:
@@ -124,12 +130,6 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
     return table
 
 
-JSON = "--json"
-WITHOUT_WEIGHTS = "--without-weights"
-MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
-LOG_WIDTH = 140  # columns where output is not a terminal
-
-
 def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
     """Profile what a command asks for and print it; the exit status.
 
@@ -153,7 +153,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
         print(json.dumps(mapping(made) | {"path": None if path is None else str(path)}, indent=2))
         return EXIT_DONE
     show(made, console)
-    kept = "not kept: there is a measured one" if path is None else f"kept in {path}"
+    kept = "not saved: a measured profile exists" if path is None else f"saved to {path}"
     console.print(kept, markup=False, highlight=False)
     return EXIT_DONE
 
@@ -247,14 +247,14 @@ def show(made: Made, console: Console) -> None:
 
 
 def _memory(profile: Profile) -> Table:
-    table = Table(title="Memory: bytes above weights and adapters, the highest moment counts")
-    table.add_column("moment")
+    table = Table(title="Memory above weights and adapters, in bytes (the highest phase counts)")
+    table.add_column("phase")
     coefficients = {name: asdict(phase.coefficients) for name, phase in profile.memory.phases.items()}
     shown = list(next(iter(coefficients.values())))
     for name in shown:
         table.add_column("fixed" if name == "fixed" else f"each {name}", justify="right")
-    for moment, values in coefficients.items():
-        table.add_row(moment, *(f"{values[name]:,.1f}" for name in shown))
+    for phase, values in coefficients.items():
+        table.add_row(phase, *(f"{values[name]:,.1f}" for name in shown))
     return table
 
 
@@ -281,7 +281,7 @@ def _time(made: Made) -> Table:
 
 def _errors(made: Made) -> Table:
     """Mean and largest error of each fit, on what it saw and on what it did not."""
-    table = Table(title="Errors, relative")
+    table = Table(title="Relative errors")
     table.add_column("fit")
     for heading in ("points", "mean", "largest"):
         table.add_column(heading, justify="right")
@@ -292,7 +292,7 @@ def _errors(made: Made) -> Table:
     if made.time_errors:
         rows.append(("seconds, held out", made.time_errors))
     if made.profile.depth_error is not None:
-        rows.append(("memory, two and three layers against all", (made.profile.depth_error,)))
+        rows.append(("memory, extrapolated from 2 and 3 layers", (made.profile.depth_error,)))
     for name, errors in rows:
         sizes = [abs(error) for error in errors]
         table.add_row(

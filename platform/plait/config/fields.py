@@ -119,10 +119,16 @@ def _tuple(members: tuple[Any, ...], value: object, key: str) -> tuple[Any, ...]
     )
 
 
-def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[str, Any]:
+def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise _wrong(key, value, "a mapping")
-    return {str(name): convert(members[1], item, f"{key}.{name}") for name, item in value.items()}
+    whole = members[0] is int
+    if whole and not all(str(name).isdigit() for name in value):
+        raise _wrong(key, value, "a mapping with whole numbers as keys")
+    return {
+        (int(name) if whole else str(name)): convert(members[1], item, f"{key}.{name}")
+        for name, item in value.items()
+    }
 
 
 def _scalar(hint: Any, value: object, key: str) -> Any:

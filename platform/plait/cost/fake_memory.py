@@ -27,6 +27,9 @@ _NARROW = 8  # head size of the twin
 _INDEX_FIELDS = ("gather", "scatter", "gather_out", "scatter_out", "padding")
 
 
+FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour whose activations it holds
+
+
 def fake_model(config: LlamaConfig, *, layers: int, dtype: torch.dtype) -> BaseModel:
     """The blocks of a model of ``config``'s sizes with ``layers`` layers, on the meta device.
 
@@ -118,9 +121,6 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
                 "Memory without weights is known for models whose attention is one rotary product.",
                 "Measure this model on its device with `plait profile`.",
             )
-
-
-FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour whose activations it holds
 
 
 def observe_extrapolated(

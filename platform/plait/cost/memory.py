@@ -187,6 +187,10 @@ class MemoryModel:
     logit_rows: float = math.inf
     observations: tuple[MemoryObservation, ...] = field(default=(), repr=False)
 
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise ConfigError("memory.phases={}", "A memory model has one phase or more.")
+
     @classmethod
     def of(cls, coefficients: MemoryCoefficients, margin: float = UNKNOWN_MARGIN) -> MemoryModel:
         """A model of one phase with given coefficients."""

@@ -7,18 +7,19 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from plait.config.fields import build
+from plait.core.checks import at_least, check
 from plait.core.errors import ConfigError, StorageError
 from plait.core.settings import EngineSettings
-from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryObservation, Phase
-from plait.cost.time import HeadTime, LayerTime, TimeModel, by_degree
+from plait.cost.memory import MemoryModel
+from plait.cost.time import TimeModel
 from plait.utils.files import write_text
 
-VERSION = 2
+VERSION = 3  # of the files; those of other versions are not looked for
 How = Literal["measured", "computed"]
 
 
@@ -84,7 +85,7 @@ class Profile:
     model: str
     memory: MemoryModel
     time: TimeModel | None
-    capacity: int
+    capacity: Annotated[int, at_least(1)]
     capacities: tuple[CapacityChoice, ...]
     targets: tuple[str, ...]
     how: How
@@ -92,90 +93,17 @@ class Profile:
     time_error: float | None
     depth_error: float | None = None
 
+    def __post_init__(self) -> None:
+        check(self, "profile")
+
     def covers(self, targets: Iterable[str]) -> bool:
         """Whether adapters on these linears (full names or last parts) take no more than was profiled."""
         return {name.rpartition(".")[2] for name in targets} <= set(self.targets)
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredMemory:
-    """A memory model in JSON: a phase's margin stands beside its coefficients."""
-
-    phases: dict[str, dict[str, float]]
-    observations: tuple[MemoryObservation, ...]
-    logit_rows: int | None
-
-    def __post_init__(self) -> None:
-        if not self.phases or (self.logit_rows is not None and self.logit_rows < 1):
-            raise ConfigError(
-                f"profile.memory: {len(self.phases)} phases, logit_rows={self.logit_rows}",
-                "A memory model has one phase or more; logit_rows is at least 1.",
-            )
-
-        for place, each in enumerate(self.observations):
-            if min(each.static, *each.peaks.values(), *astuple(each.shape)) < 0:
-                raise ConfigError(
-                    f"profile.memory.observations[{place}] has a negative entry",
-                    "Bytes and tokens are 0 or more.",
-                )
-
-    def model(self) -> MemoryModel:
-        phases = {}
-        for name, entries in self.phases.items():
-            own = f"profile.memory.phases.{name}"
-            wanted = {"margin", *asdict(MemoryCoefficients())}
-            if missing := sorted(wanted - entries.keys()):
-                raise ConfigError(f"{own}.{missing[0]} is missing", "Every coefficient is needed.")
-            if entries["margin"] < 0:
-                raise ConfigError(f"{own}.margin={entries['margin']}", "It must be 0 or more.")
-            coefficients = {key: value for key, value in entries.items() if key != "margin"}
-            phases[name] = Phase(build(MemoryCoefficients, coefficients, own), entries["margin"])
-        return MemoryModel(phases, self.logit_rows or math.inf, self.observations)
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredTime:
-    """A time model in JSON: a row for each tensor-parallel degree."""
-
-    layers: int
-    forward_share: float
-    head_forward_share: float
-    layer: tuple[dict[str, Any], ...]
-    head: tuple[dict[str, Any], ...]
-
-    def model(self) -> TimeModel:
-        layer = by_degree(self.layer, LayerTime, "profile.time.layer")
-        if layer and 1 not in layer:
-            raise ConfigError("profile.time.layer without tp=1", "Seconds are measured on one device.")
-        head = by_degree(self.head, HeadTime, "profile.time.head")
-        return TimeModel(self.layers, layer, head, self.forward_share, self.head_forward_share)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A profile in JSON."""
-
-    version: int
-    key: ProfileKey
-    model: str
-    how: How
-    targets: tuple[str, ...]
-    capacity: int
-    capacities: tuple[CapacityChoice, ...]
-    memory_error: float
-    time_error: float | None
-    depth_error: float | None
-    memory: _StoredMemory
-    time: _StoredTime | None
-
-    def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ConfigError(f"profile.capacity={self.capacity}", "It must be at least 1.")
-
-
 def profile_path(key: ProfileKey, cache: Path) -> Path:
     """Where the profile of a key is kept below the cache folder."""
-    return cache / "profiles" / f"{key.digest}.json"
+    return cache / "profiles" / f"{key.digest}-v{VERSION}.json"
 
 
 def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
@@ -206,29 +134,44 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
 def _read(content: bytes, key: ProfileKey) -> Profile:
     try:
         raw = json.loads(content)
-        version = raw["version"]
-    except (ValueError, KeyError, TypeError) as error:
+        version = raw.pop("version")
+        memory = raw["memory"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(repr(error), "It must be a profile that Plait wrote.") from error
     if version != VERSION:
         raise ConfigError(f"version {version!r}", f"This release reads version {VERSION}.")
-    stored = build(_Stored, raw, "profile")
+    all_rows = isinstance(memory, dict) and memory.get("logit_rows", 0) is None
+    if all_rows:
+        del memory["logit_rows"]
+    profile = build(Profile, raw, "profile")
     for name, wanted in asdict(key).items():
-        found = getattr(stored.key, name)
+        found = getattr(profile.key, name)
         if found != wanted:
             raise ConfigError(f"{name}={found!r}", f"This run has {name}={wanted!r}.")
-    return Profile(
-        key=key,
-        model=stored.model,
-        memory=stored.memory.model(),
-        time=None if stored.time is None else stored.time.model(),
-        capacity=stored.capacity,
-        capacities=stored.capacities,
-        targets=stored.targets,
-        how=stored.how,
-        memory_error=stored.memory_error,
-        time_error=stored.time_error,
-        depth_error=stored.depth_error,
-    )
+    if all_rows:
+        memory["logit_rows"] = None
+    _check_whole(raw, asdict(profile), "profile")
+    if profile.time is not None and 1 not in profile.time.layer:
+        raise ConfigError("profile.time.layer without degree 1", "Seconds are measured on one device.")
+    return profile
+
+
+def _check_whole(raw: Any, read: Any, path: str) -> None:
+    """Every entry is there and no bytes, seconds or tokens are negative.
+
+    Errors of fits, the only entries that may be, are not looked at.
+    """
+    if isinstance(read, dict):
+        for name, value in read.items():
+            if str(name) not in raw:
+                raise ConfigError(f"{path}.{name} is missing", "Every entry is needed.")
+            if name not in ("fit", "depth_error"):
+                _check_whole(raw[str(name)], value, f"{path}.{name}")
+    elif isinstance(read, tuple):
+        for place, (one, other) in enumerate(zip(raw, read, strict=True)):
+            _check_whole(one, other, f"{path}[{place}]")
+    elif isinstance(read, (int, float)) and read < 0:
+        raise ConfigError(f"{path}={read}", "It must be 0 or more.")
 
 
 def save_profile(profile: Profile, *, cache: Path) -> Path:
@@ -251,40 +194,10 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
 
 def profile_mapping(profile: Profile) -> dict[str, Any]:
     """For JSON; infinite numbers, which JSON has not, as None."""
-    memory, time = profile.memory, profile.time
-    phases = {
-        name: {"margin": phase.margin, **asdict(phase.coefficients)} for name, phase in memory.phases.items()
-    }
-    stored_memory = _StoredMemory(
-        phases, memory.observations, None if math.isinf(memory.logit_rows) else int(memory.logit_rows)
-    )
-    stored_time = (
-        None
-        if time is None
-        else _StoredTime(
-            time.layers,
-            time.forward_share,
-            time.head_forward_share,
-            tuple({"tp": tp, **asdict(each)} for tp, each in time.layer.items()),
-            tuple({"tp": tp, **asdict(each)} for tp, each in time.head.items()),
-        )
-    )
-    return asdict(
-        _Stored(
-            VERSION,
-            profile.key,
-            profile.model,
-            profile.how,
-            profile.targets,
-            profile.capacity,
-            profile.capacities,
-            profile.memory_error,
-            profile.time_error,
-            profile.depth_error,
-            stored_memory,
-            stored_time,
-        )
-    )
+    raw = {"version": VERSION, **asdict(profile)}
+    if math.isinf(profile.memory.logit_rows):
+        raw["memory"]["logit_rows"] = None
+    return raw
 
 
 def _default_threads() -> int:

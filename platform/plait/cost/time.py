@@ -16,6 +16,10 @@ from plait.core.errors import ConfigError, InputError, choices
 from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_relative
 
+_LAYER = ("fixed", "tokens", "squares")
+T = TypeVar("T")
+_HEAD = ("fixed", "labelled")
+
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchShape:
@@ -59,11 +63,6 @@ class MicrobatchShape:
 
 
 EMPTY = MicrobatchShape(0, 0, 0, 0)
-
-
-_LAYER = ("fixed", "tokens", "squares")
-T = TypeVar("T")
-_HEAD = ("fixed", "labelled")
 
 
 @dataclass(frozen=True, slots=True)

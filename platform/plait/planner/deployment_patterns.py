@@ -31,6 +31,13 @@ BACK = (0, 1, 2, 3, 4, 6, 8, 11, 16, 24)  # units of time that are given up unti
 HOLDS = 1e-9  # relative, of the seconds that a pattern may take
 
 
+Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
+ROUNDS = 300  # of column generation for one makespan
+TOLERANCE = 1e-7
+REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
+WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How exactly a knapsack is solved.
@@ -211,13 +218,7 @@ class Pricing:
         return np.minimum(taken, self._counts)
 
 
-Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
-
 PRECISIONS = (Precision(2048, 16, 0.006), Precision(16384, 16, 0.001), Precision(16384, 512, 0.0005))
-ROUNDS = 300  # of column generation for one makespan
-TOLERANCE = 1e-7
-REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
-WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
 
 
 @dataclass(frozen=True, slots=True)

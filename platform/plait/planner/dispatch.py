@@ -31,6 +31,8 @@ from plait.planner.dispatch_search import (
 )
 from plait.planner.solver import Limit, Limits, Program, Solution, solve
 
+EXACT = Limits(nodes=10**7, seconds=600.0)
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
@@ -153,9 +155,6 @@ def _add_seconds(
                 program.row([(slowest, 1.0), *parts], lower=0.0)
 
 
-EXACT = Limits(nodes=10**7, seconds=600.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """Which sequences go where in one step.
@@ -164,7 +163,6 @@ class Dispatch:
         assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.
         bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
         limit_hit: which limit ended the solver; None where it ran to its end or was not asked.
-        fallback: the solver was asked and found nothing better than the start.
         relaxed: bound of the linear relaxation, and its shares (K, R): further searches start from them.
     """
 
@@ -172,7 +170,6 @@ class Dispatch:
     seconds: tuple[float, ...]
     bound: float
     limit_hit: Limit | None = None
-    fallback: bool = False
     relaxed: tuple[float, Float64] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -216,7 +213,6 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits
         found if found is not None and better else start,
         max(bound, min(solution.bound, least)),
         solution.limit_hit,
-        fallback=solution.limit_hit is not None and not better,
     )
 
 
@@ -272,8 +268,6 @@ def dispatch_of(
     shares: Int64,
     bound: float,
     limit_hit: Limit | None = None,
-    *,
-    fallback: bool = False,
 ) -> Dispatch:
     """Shares e (K, R) as d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj: kinds are filled in order."""
     assigned = []
@@ -286,4 +280,4 @@ def dispatch_of(
         kind.cost.seconds([-(-value // kind.count) for value in row])
         for kind, row in zip(kinds, assigned, strict=True)
     )
-    return Dispatch(tuple(assigned), seconds, min(bound, max(seconds)), limit_hit, fallback)
+    return Dispatch(tuple(assigned), seconds, min(bound, max(seconds)), limit_hit)

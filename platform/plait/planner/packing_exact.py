@@ -20,6 +20,9 @@ from plait.planner.packing import Bin, Item, PackedBatches, check_fits, first_fi
 from plait.planner.solver import Limit, Limits, Program, Solution, solve
 from plait.planner.subset_sums import MOST_UNITS, bin_fill, bins_bound, fill_bins, fill_bound, least_fill
 
+MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
+Method = Literal["greedy", "subset sums", "milp"]
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -103,10 +106,6 @@ def _read(model: Model, solution: Solution) -> list[Bin] | None:
         place = max(range(len(row)), key=lambda b: solution.values[row[b]])
         bins[place].append(item)
     return bins
-
-
-MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
-Method = Literal["greedy", "subset sums", "milp"]
 
 
 @dataclass(frozen=True, slots=True)

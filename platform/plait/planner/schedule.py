@@ -27,6 +27,11 @@ from plait.planner.subset_sums import fullest_subset
 Key = tuple[str, int]  # job and step
 
 
+ScheduleItem = Microbatch | OptimiserStep
+Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group
+NOTHING = PackedBatches((), ())
+
+
 class Piece(NamedTuple):
     """One sample of a global batch."""
 
@@ -144,11 +149,6 @@ def _filling(target: Draft, source: Draft, ready: Collection[str], capacity: int
         tile=target.tile,
     )
     return [members[a][p] for a, p in chosen]
-
-
-ScheduleItem = Microbatch | OptimiserStep
-Turn = Mapping[int, PackedBatches]  # by replica: one global batch of one group
-NOTHING = PackedBatches((), ())
 
 
 def turns(

@@ -20,6 +20,9 @@ MOST_UNITS = 4096  # above so many tiles a bin, combining batches costs more tha
 Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, ... units tiles
 
 
+MOST_COMPANIONS = 96  # from so many samples, a bin can be filled as well as from more
+
+
 def reachable_sums(lengths: Iterable[int], most: int, start: int = 0) -> int:
     """Bit set of the sums ``start`` + (a subset of ``lengths``) that are at most ``most``."""
     return _steps(lengths, start, most)[-1]
@@ -117,9 +120,6 @@ def _union(sets: Iterable[int]) -> int:
     for item in sets:
         result |= item
     return result
-
-
-MOST_COMPANIONS = 96  # from so many samples, a bin can be filled as well as from more
 
 
 def least_fill(bins: Sequence[Bin], lengths: Sequence[Sequence[int]], tile: int) -> int:

@@ -19,6 +19,9 @@ from plait.core.plans import GlobalBatch, Microbatch, OptimiserStep, Segment
 Entry = Microbatch | OptimiserStep
 
 
+Where = tuple[int, int]  # replica and stage
+
+
 class ScheduleError(PlaitError, RuntimeError):
     """A schedule breaks a rule."""
 
@@ -152,9 +155,6 @@ class _Stage:
     steps: Counter[str] = field(default_factory=Counter)  # of each job, how many were done
     seen: dict[tuple[int, str], int] = field(default_factory=dict)  # steps done when a forward ran
     gradients: dict[str, Counter[int]] = field(default_factory=dict)  # job -> segments by step, not stepped
-
-
-Where = tuple[int, int]  # replica and stage
 
 
 class _Replay:

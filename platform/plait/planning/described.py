@@ -31,6 +31,9 @@ from plait.simulate.events import simulate
 from plait.simulate.forecast import Forecast, PlanOptions, forecast, job_by_job
 from plait.simulate.report import Bubble, Metrics
 
+COMPUTED = "computed from the model's sizes"
+RECOMPUTED = "With engine.checkpointing=true each layer's forward pass is assumed to run twice."
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -47,7 +50,7 @@ class Expected:
 
     @classmethod
     def of(cls, workload: Workload, names: Sequence[str], profile: ClusterProfile) -> Expected:
-        """Of the jobs ``names``, which train together."""
+        """The mean step of the jobs ``names``, which train together."""
         allowed = profile.allowed
         planned = max(len(workload.batches[name]) for name in names)
         buckets = dynamic_buckets(
@@ -84,9 +87,9 @@ class Expected:
 def deploy_before(
     number: int, current: Deployment, wave: Expected, restart_seconds: float
 ) -> tuple[Deployment, ChangeOutlook]:
-    """What wave ``number`` runs on: ``current``, or a new deployment where changing to it pays or must be.
+    """The deployment of wave ``number``: ``current``, or a new one where the change pays or is required.
 
-    Nothing is planned anew where even the bound of all deployments would not pay for the restart.
+    No new one is planned where even the bound of all deployments would not pay for the restart.
     """
     kept = wave.on(current)
     if kept is None:
@@ -121,10 +124,9 @@ def _weigh(kept: Deployment, new_seconds: float, wave: Expected, restart_seconds
 
 
 def side_by_side(workload: Workload, profile: ClusterProfile) -> float:
-    """Device-seconds of all jobs, each on the kind of replica on which it takes the fewest.
+    """Device-seconds of all jobs without Plait: each alone on the kind of replica that is cheapest for it.
 
-    A job's global batches are packed by themselves and each step is waited for. No device is counted that has
-    no job: a cluster whose devices the replicas do not fill to the end takes more.
+    Each step is waited for. Idle devices are not counted.
     """
     return sum(
         min(
@@ -144,7 +146,7 @@ def _device_seconds(
     options = PlanOptions(
         capacities={0: configuration.max_tokens},
         labelled_share=workload.labelled_share,
-        hidden_size=0 if profile.shape is None else profile.shape["hidden_size"],
+        hidden_size=profile.hidden_size,
         bandwidths={0: profile.devices.link(configuration.devices)},
     )
     (phase,) = workload.phases([name])
@@ -152,20 +154,16 @@ def _device_seconds(
     return configuration.devices * phase.scale * run.makespan
 
 
-COMPUTED = "computed from the model's sizes"
-RECOMPUTED = "With engine.checkpointing=true: each layer's forward pass is taken to run twice."
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A phase of a wave with its forecast, which is of the steps that are planned."""
+    """A phase of a wave, with the forecast of its planned steps."""
 
     phase: Phase
     forecast: Forecast
 
     @property
     def seconds(self) -> float:
-        """Of all its steps."""
+        """Seconds of all its steps."""
         return self.phase.scale * self.forecast.metrics.makespan
 
 
@@ -177,7 +175,7 @@ class _Wave:
 
     @property
     def seconds(self) -> float:
-        """Of all its phases."""
+        """Seconds of all its phases."""
         return sum(part.seconds for part in self.parts)
 
 
@@ -190,7 +188,7 @@ def plan_described(
     tokeniser: str,
     on_wave: Callable[[Forecast], None] | None = None,
 ) -> Outlook:
-    """Deploy for the first wave's mean step, anew for a later one where that pays; plan and simulate all.
+    """Deploy for the first wave's mean step, again for a later one where that pays; plan and simulate all.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster has devices and memory for.
@@ -248,7 +246,7 @@ def _forecast(
     options = PlanOptions(
         capacities={i: c.max_tokens for i, c in enumerate(single)},
         labelled_share=workload.labelled_share,
-        hidden_size=0 if profile.shape is None else profile.shape["hidden_size"],
+        hidden_size=profile.hidden_size,
         bandwidths={i: profile.devices.link(c.devices) for i, c in enumerate(single)},
         dispatch=(lambda lengths: plan_step(lengths, to).replica_of) if len(kinds) > 1 else None,
         memory=None if memory is None else memory.of_jobs(jobs, workload.labelled_share),
@@ -327,7 +325,7 @@ def _mean_completion(wave: _Wave) -> float:
 
 
 def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
-    """Those of the first deployment, with the most bytes of all waves that it serves."""
+    """The first deployment's replicas, with the most bytes of all waves that it serves."""
     first = waves[0]
     served = [
         part.forecast
@@ -360,13 +358,12 @@ def _assumptions(
 ) -> tuple[str, ...]:
     parts = [part for wave in waves for part in wave.parts]
     lines = [
-        f"Seconds are simulated for {profile.model}; samples have the lengths that the tokeniser of "
-        f"{tokeniser} gives them.",
-        f"Most tokens of a microbatch are those of table {profile.table!r}, which the published system ran, "
-        "or fewer where engine.capacity or memory does not take them or a pipeline is faster with fewer.",
-        "Side by side: each job alone on the kind of replica on which it takes the fewest device-seconds, "
-        "devices without a job not counted. Job by job: one at a time on the replicas of the plan, all their "
-        "devices counted. Both wait for each step.",
+        f"Seconds are simulated for {profile.model}; sample lengths come from the tokeniser of {tokeniser}.",
+        f"Capacities are those of table {profile.table!r}, which the published system ran, or smaller where "
+        "engine.capacity or memory requires it or a pipeline is faster that way.",
+        "Side by side: each job alone on the kind of replica that is cheapest for it; idle devices are not "
+        "counted. Job by job: one job at a time on the plan's replicas; all their devices are counted. Both "
+        "wait for each step.",
         WAVES,
     ]
     if settings.engine.checkpointing:
@@ -375,15 +372,15 @@ def _assumptions(
         lines.append(TRUNCATED)
     limits = dict.fromkeys(wave.deployment.limit_hit for wave in waves)
     lines += [
-        f"The search for a deployment met its limit ({limit}): the best that was found by then is taken."
+        f"The search for a deployment reached its limit ({limit}): the best one found is used."
         for limit in limits
         if limit is not None
     ]
     if not all(part.forecast.plan.choices["packing repeats"] for part in parts):
         lines.append(NOT_REPEATED)
     if not any(part.forecast.replica_bytes for part in parts):
-        return (*lines, "Bytes are unknown: the cluster does not give the sizes of its model.")
-    lines.append(f"Bytes are computed from {profile.model}'s sizes for Plait's own engine.")
+        return (*lines, "Memory is unknown: the cluster does not give its model's sizes.")
+    lines.append(f"Memory is computed from {profile.model}'s sizes for Plait's own engine.")
     reduced = dict.fromkeys(
         f"{configuration} takes {configuration.max_tokens:,} tokens"
         for wave in waves
@@ -393,7 +390,7 @@ def _assumptions(
     if reduced:
         available = settings.planner.memory_share * profile.devices.memory_bytes / 2**30
         lines.append(
-            f"Reduced, since {available:.1f} GiB of a device may be used "
+            f"Capacity reduced, because {available:.1f} GiB of a device may be used "
             f"(planner.memory_share={settings.planner.memory_share}): {', '.join(reduced)}."
             + ("" if settings.engine.checkpointing else " engine.checkpointing=true takes less memory.")
         )

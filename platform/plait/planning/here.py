@@ -15,20 +15,18 @@ from plait.planner.schedule import turns
 from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook
 from plait.planning.workload import MOST_STEPS, Phase, Workload
 
-PROFILED = "by the stored profile"
+PROFILED = "from the stored profile"
 ESTIMATED = "estimated from the model's shape"
-NO_STEPS = "Seconds are those of microbatches: optimiser steps, evaluations and the start are not in them."
+NO_STEPS = "Seconds cover microbatches only: optimiser steps, evaluations and startup are not included."
 NOT_REPEATED = (
-    "Packing met its limit of time: where it did, the best that was found by then is taken, and another run "
-    "may pack otherwise."
+    "The packing solver reached its time limit: the best packing found is used, and another run may pack "
+    "differently."
 )
 WAVES = (
     "A wave starts when the one before it is done. Training fills slots as they come free, and the "
     "real sampler adapts to results; this plan cannot."
 )
-TRUNCATED = (
-    f"At most {MOST_STEPS} steps are planned of a wave's jobs; those after them are taken to be like them."
-)
+TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later steps are assumed to be alike."
 
 
 def plan_here(
@@ -37,7 +35,7 @@ def plan_here(
     """Waves of jobs that fit into memory, and their microbatches.
 
     Args:
-        profile: stored, of the model on this machine; without one, or without seconds in it, there are none.
+        profile: stored, of the model on this machine; without its seconds, the plan has none.
 
     Raises:
         CapacityError: a job does not fit even alone.
@@ -116,7 +114,7 @@ class _Packed:
 def _groups(
     parts: Iterable[tuple[int, Phase, _Packed]], predict: Callable[[Sequence[str]], int]
 ) -> list[GroupOutlook]:
-    """The jobs of every wave and phase: all that train at once are one group here."""
+    """One group for each phase of a wave: on one device all jobs that train at once are one."""
     groups = list[GroupOutlook]()
     for wave, phase, packed in parts:
         begun = groups[-1].predicted_seconds if groups and groups[-1].wave == wave else 0.0
@@ -140,12 +138,9 @@ def _total(seconds: Iterable[float | None]) -> float | None:
     return None if None in known else math.fsum(each for each in known if each is not None)
 
 
-def _described(profile: Profile | None) -> str:
+def _described(profile: Profile | None) -> str | None:
     if profile is None:
-        return (
-            "none of this model here: `plait profile` with the same model and engine makes one, with which "
-            "seconds are predicted (what searches measure does not count)"
-        )
+        return None
     return f"{profile.model}, {profile.key.dtype}, on {profile.key.device}: {profile.how} by `plait profile`"
 
 
@@ -158,7 +153,7 @@ def _replica(
 
 
 def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[tuple[str, ...]]:
-    """Names in their order, cut whenever the next one does not fit beside those before it."""
+    """Names in order, a new wave begun whenever the next one does not fit into the current one."""
     waves: list[tuple[str, ...]] = []
     for name in names:
         if waves and fits([*waves[-1], name]):

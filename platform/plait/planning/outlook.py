@@ -1,4 +1,4 @@
-"""What a plan says, as plain data. A figure that nothing was measured for is None, never a guess."""
+"""The result of `plait plan`, as plain data. What nothing was measured for is None, never a guess."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ReplicaOutlook:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedOutlook:
-    """What the simulator measured of a wave; sums are of the whole budget.
+    """The simulator's figures for one wave; sums cover the whole budget.
 
     Attributes:
         mean_completion: mean over its jobs of the seconds until their last step, from the start of the wave.
@@ -66,7 +66,7 @@ class SimulatedOutlook:
 
 @dataclass(frozen=True, slots=True)
 class ChangeOutlook:
-    """Whether a wave, whose jobs are others than those before it, gets a deployment of its own.
+    """Whether a later wave, which trains other jobs, gets a deployment of its own.
 
     Attributes:
         step_seconds: expected on the deployment so far; None where one of its samples fits into none of its
@@ -92,7 +92,7 @@ class Outlook:
     """A plan of a search.
 
     Attributes:
-        profile: whose coefficients were used, or why there are none.
+        profile: whose coefficients were used; None where there is none.
         gap: distance of the deployment's expected step to the proved bound; None where nothing was chosen.
         step_seconds: expected of the first wave's mean step; None where nothing was chosen.
         equal_replicas: the best of equal replicas for it; its expected seconds are ``equal_step_seconds``.
@@ -104,7 +104,7 @@ class Outlook:
 
     cluster: str
     devices: str
-    profile: str
+    profile: str | None
     replicas: tuple[ReplicaOutlook, ...]
     groups: tuple[GroupOutlook, ...]
     microbatches: int

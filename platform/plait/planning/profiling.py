@@ -41,6 +41,15 @@ if TYPE_CHECKING:
 CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table
 
 
+HELD_OUT = 4  # random probes that no fit has seen
+SEED = 0
+LEAST_CAPACITY = 128  # smaller microbatches are not looked at, unless engine.capacity is smaller
+NEAR_BEST = 0.03  # throughput this near to the best is as good: timings are no surer than that
+RANK = 16  # of the adapter by which capacities are compared
+TYPICAL_LENGTH, TYPICAL_LABELLED = 128, 0.25
+Say = Callable[[str], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One configuration and what it gives.
@@ -144,16 +153,6 @@ def _simulated(
     )
     metrics = forecast(batches, replicas, profile.time, options).metrics
     return replace(candidate, tokens_per_second=metrics.tokens_per_second)
-
-
-HELD_OUT = 4  # random probes that no fit has seen
-SEED = 0
-LEAST_CAPACITY = 128  # smaller microbatches are not looked at, unless engine.capacity is smaller
-NEAR_BEST = 0.03  # throughput this near to the best is as good: timings are no surer than that
-RANK = 16  # of the adapter by which capacities are compared
-TYPICAL_LENGTH, TYPICAL_LABELLED = 128, 0.25
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Phase:
 
     @property
     def scale(self) -> float:
-        """All steps over those that are planned."""
+        """All steps divided by the planned ones."""
         return self.steps / len(next(iter(self.batches.values())))
 
 
@@ -82,7 +82,7 @@ class Workload:
         return cls(tuple(ordered), batches, steps, longest, longest_is, labelled / tokens)
 
     def phases(self, names: Sequence[str]) -> tuple[Phase, ...]:
-        """What these jobs do together: a phase ends where a job does, and the others go on without it."""
+        """The phases of these jobs training together: one ends where a job does, and the others continue."""
         ends = sorted({self.steps[name] for name in names})
         most = max(LEAST_STEPS, MOST_STEPS // len(ends))
         found = []
@@ -93,7 +93,7 @@ class Workload:
         return tuple(found)
 
     def named(self, names: Sequence[str]) -> list[JobSpec]:
-        """These jobs."""
+        """The jobs of these names."""
         return [job for job in self.jobs if job.name in names]
 
     def step_lengths(self, names: Sequence[str]) -> list[int]:

@@ -22,6 +22,10 @@ from plait.cost.time import EMPTY, MicrobatchShape, StageTime
 Kind = Literal["forward", "backward"]
 
 
+Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are there
+Key = tuple[str, int]  # a job and one of its steps
+
+
 class Action(NamedTuple):
     """The forward or backward of the microbatch at this place of the schedule."""
 
@@ -29,7 +33,6 @@ class Action(NamedTuple):
     work: int
 
 
-Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are there
 Choose = Callable[[Ready, int], Action | None]  # by what is ready and in flight: what starts; None waits
 
 
@@ -111,9 +114,6 @@ class BackwardFirst:
             return Action("forward", min(ready["forward"])) if ready["forward"] and in_flight < most else None
 
         return choose
-
-
-Key = tuple[str, int]  # a job and one of its steps
 
 
 @dataclass(frozen=True, slots=True)

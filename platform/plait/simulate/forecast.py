@@ -18,6 +18,10 @@ from plait.planner.verify import verify
 from plait.simulate.events import OneFOneB, Order, Pipeline, Run, Work, simulate
 from plait.simulate.report import VALUE_BYTES, Held, Metrics, RunMemory, measure, most_bytes
 
+NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
+TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
+Dispatcher = Callable[[Sequence[int]], Sequence[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -81,11 +85,6 @@ def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
     own = list(batches)
     lengths = [length for batch in own for length in batch.lengths]
     return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
-
-
-NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
-TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
-Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from plait.simulate.events import Pipeline, Run, Span, simulate
 VALUE_BYTES = 2  # of an activation, in a dtype of 16 bits
 
 
+Held = dict[tuple[int, int], int]  # by replica and place in its schedule
+
+
 @dataclass(frozen=True, slots=True)
 class Bubble:
     """Idle share of all devices over the makespan, and its parts, which add up to ``total``.
@@ -178,9 +181,6 @@ def _change(span: Span, weights: Mapping[tuple[int, int], int]) -> tuple[float, 
     """(when, releases before takes, how much)."""
     weight = weights[span.replica, span.work]
     return (span.start, 1, weight) if span.kind == "forward" else (span.end, 0, -weight)
-
-
-Held = dict[tuple[int, int], int]  # by replica and place in its schedule
 
 
 @dataclass(frozen=True, slots=True)

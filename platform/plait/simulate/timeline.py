@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 MICROSECONDS = 1_000_000
 
 
+# One hue for each job (Okabe and Ito's, safe for colour-blind readers); a forward is the lighter one.
+HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+LIGHT = 0.6  # of white in a forward
+MOST_SPANS = 4000  # more make a page that browsers scroll badly: the run's beginning is shown
+WIDE = 60  # forwards and backwards of a row that are shown at first
+STEPS = "optimiser steps"
+ROW, LEGEND_LINE, AROUND = 30, 19, 190  # pixels
+
+
 def chrome_trace(run: Run, pipelines: Mapping[int, Pipeline]) -> str:
     """The run as trace-event JSON: a process for each replica, a thread for each stage.
 
@@ -63,15 +72,6 @@ def _names(pipelines: Mapping[int, Pipeline]) -> list[dict[str, Any]]:
 
 def _name(kind: str, replica: int, stage: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": replica + 1, "tid": stage + 1, "args": {"name": name}}
-
-
-# One hue for each job (Okabe and Ito's, safe for colour-blind readers); a forward is the lighter one.
-HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-LIGHT = 0.6  # of white in a forward
-MOST_SPANS = 4000  # more make a page that browsers scroll badly: the run's beginning is shown
-WIDE = 60  # forwards and backwards of a row that are shown at first
-STEPS = "optimiser steps"
-ROW, LEGEND_LINE, AROUND = 30, 19, 190  # pixels
 
 
 def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) -> go.Figure:
