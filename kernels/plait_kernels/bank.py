@@ -104,7 +104,7 @@ class Block:
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that it holds: the state, its compute copy, and what was made from them and is kept."""
+        """All tensors that it holds: the state, its compute copy, and what is cached of them."""
         yield from (self.state, self.copy, self.local, *self._diagonals.values())
         if self.layout.frozen:
             yield from (self.frozen, self.frozen_copy)
@@ -189,7 +189,7 @@ def _check_variant(variant: Variant, layout: Layout, sites: Sequence[Site], rank
     if variant.fused and layout != Layout.of(LORA, sites, rank):
         raise KernelError(
             f"variant {variant.name!r} with other tensors than plain LoRA",
-            "kernels of their own have the backends for plain LoRA alone, A and B both trained",
+            "the backends have kernels for plain LoRA alone: A and B, both trained",
             "set `fused` to False: reference computes its rows",
         )
 

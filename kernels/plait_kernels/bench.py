@@ -5,8 +5,8 @@ all subjects take turns: the frozen layer alone (the limit), torch LoRA (autogra
 other), and each backend; forward, backward and both. On a CPU it runs small shapes.
 
 The usual shapes come first, and the file is written after each: `--seconds` ends a run in time, and the same
-command goes on from its file where device, versions and commit are the same. A shape that fails, or has no
-room, is reported, and the others go on.
+command resumes from its file where device, versions and commit are the same. A shape that fails, or does not
+fit into memory, is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -298,7 +298,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", default=["16", "mixed"], help="numbers, or mixed: 4 to 128")
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many")
-    parser.add_argument("--json", type=Path, help="write every figure to this file, and go on from it")
+    parser.add_argument("--json", type=Path, help="write every figure to this file, and resume from it")
     found = parser.parse_args(arguments)
     if found.backends is None:
         found.backends = ["grouped", "triton"] if large else ["reference", "grouped"]

@@ -77,7 +77,7 @@ def _bits(made: Problem, backend: str) -> list[torch.Tensor]:
 
 
 def _same_mask(made: Problem, backend: str) -> bool:
-    """Whether forward drops what the formula says: x of ones through A of ones counts what is kept."""
+    """Whether forward drops the right features: with x and A of ones it counts those that are kept."""
     features = made.shape.in_features
     for span in made.routing.spans:
         for a, b in made.bank.weights(span.block.adapter).values():
@@ -115,7 +115,7 @@ def examine(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype
 
 
 def _examined(shape: Shape, backend: str, device: torch.device, dtype: torch.dtype) -> Finding:
-    """What `examine` finds; an error on the way is something wrong, and the other cases go on."""
+    """What `examine` finds; an error becomes a finding, so that the other cases still run."""
     try:
         return examine(shape, backend, device, dtype)
     except (RuntimeError, KernelError) as error:

@@ -1,4 +1,4 @@
-"""Dropout of one segment for several sites at once: compiled on a CPU, eager torch elsewhere."""
+"""Dropout of one segment at several sites at once: compiled on a CPU, eager torch elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EAGER_ELEMENTS_ELSEWHERE = 2**25
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether C may read it: on a CPU, and no fake or other kind of tensor that has no address."""
+    """Whether compiled code may read it: on a CPU, and not a fake tensor, which has no address."""
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, torch.nn.Parameter)
 
 
@@ -32,7 +32,7 @@ def _eager_mask(seed: int, module: int, counters: Tensor, features: int, thresho
 
 
 def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
-    """(rows, features) bool: what is kept, from (rows, 3) counter words."""
+    """The mask (rows, features), True where a feature is kept, from (rows, 3) counter words."""
     library = dropout_library() if _has_memory(counters) else None
     if library is None:
         return _eager_mask(seed, module, counters, features, threshold)

@@ -142,7 +142,7 @@ def _down_gradients(ds: Tensor, x: Tensor, span: Span, placed: tuple[Placed, ...
 def _dropped_down_gradients(
     ds: Tensor, x: Tensor, call: LayerCall, span: Span, placed: tuple[Placed, ...], dx: Tensor | None
 ) -> None:
-    """dA += dSᵀ (D ∘ x) and dx += D ∘ (dS A): each site has its own D, made once for both."""
+    """dA += dSᵀ (D ∘ x) and dx += D ∘ (dS A): each site has its own D, computed once for both."""
     part = None
     own = torch.split(ds, span.block.rank, dim=1)
     if dx is not None:

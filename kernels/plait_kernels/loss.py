@@ -49,7 +49,7 @@ def _chunk(
     nll: Tensor,
     grad_hidden: Tensor | None,
 ) -> None:
-    """Fill ``rows`` of nll and of the hidden rows' gradient; its logits are gone before the next chunk's."""
+    """Fill ``rows`` of nll and of the hidden rows' gradient; its logits are freed before the next chunk."""
     logits = head.logits(hidden[rows])
     normaliser = logits.logsumexp(dim=1)
     index = targets[rows, None]

@@ -1,4 +1,4 @@
-"""A layer with random weights, adapters and rows: what tuning, backend selection and the benchmark time."""
+"""A layer with random weights, adapters and rows, to be timed by tuning, selection and the benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables by which Triton kernels find a tile's adapter: made on the host once a microbatch or layer."""
+"""Tables by which Triton kernels find a tile's adapter, built on the host once a microbatch or layer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def _blocks(size: int, block: int) -> int:
 
 
 class Launcher:
-    """The launches of one call of one layer; holds what they have in common."""
+    """The launches of one call of one layer, and what they share."""
 
     def __init__(self, call: LayerCall, x: Tensor, weight: Tensor, chosen: Choice) -> None:
         from plait_kernels import triton_backward, triton_forward

@@ -6,6 +6,7 @@ Two are added here without touching the package: LoRA with a frozen A, and DoRA.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.nn.functional import cross_entropy, linear
 from plait.adapters.lora import Lora
 from plait.adapters.peft_folder import import_adapter
 from plait.adapters.variants import VARIANTS, adapter_bytes, attach
+from plait.cli.main import main
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
@@ -78,6 +80,9 @@ class Dora(Lora):
 
     def rejects(self, config: Mapping[str, Any], /) -> str:
         return super().rejects({**config, "use_dora": False}) if config.get("use_dora") else "use_dora=False"
+
+
+TASK = ("model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4", "engine.threads=1")
 
 
 @pytest.fixture(params=[FrozenA, Dora], ids=lambda variant: variant.name)
@@ -214,6 +219,22 @@ def test_what_no_backend_can_do_is_refused_before_a_model_loads(variant: Lora) -
     with pytest.raises(ConfigError, match=r"engine\.kernels=fast") as refusal:
         check_engine(replace(settings, engine=replace(settings.engine, kernels="fast")), jobs)
     assert "auto, grouped, reference" in str(refusal.value)
+
+
+@pytest.mark.parametrize("variant", [Dora], ids=["dora"], indirect=True)
+def test_a_search_chooses_among_variants(
+    variant: Lora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    command = ["sweep", *TASK, "train.steps=3", f"adapter.variant=lora,{variant.name}", "search.sampler=grid"]
+    assert main([*command, "engine.kernels=grouped"]) == 2
+    assert f"adapter.variant={variant.name}" in capsys.readouterr().err
+    assert main(command) == 0
+    assert f"adapter.variant={variant.name}" in capsys.readouterr().out
+    written = [json.loads(file.read_text()) for file in tmp_path.rglob("adapter_config.json")]
+    assert {config.get("use_dora", False) for config in written} == {False, True}
 
 
 def test_an_unknown_variant_is_refused_with_the_choices(variant: Lora) -> None:

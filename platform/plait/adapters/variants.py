@@ -83,8 +83,15 @@ def attach(
         weight_of: the frozen weight (out, in) of a layer.
     """
     variant = VARIANTS.get(spec.variant)
-    options: dict[str, Any] = {"rank": spec.rank, "scale": spec.scale, "dropout": spec.dropout, "seed": seed}
-    bank.attach(adapter, sites=sites, variant=variant, **options)
+    bank.attach(
+        adapter,
+        rank=spec.rank,
+        scale=spec.scale,
+        dropout=spec.dropout,
+        seed=seed,
+        sites=sites,
+        variant=variant,
+    )
     with torch.no_grad():
         for module, tensors in bank.weights(adapter).items():
             specs = bank.block(adapter).layout.specs[module]
