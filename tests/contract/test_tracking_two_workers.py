@@ -16,7 +16,7 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.terminal.text import state_text, status_line
+from plait.terminal.text import status_line
 from plait.tracking import JobRecord, SearchFacts, Tracker, conclude, load_search, locate, send_left
 from plait.tracking.mlflow_store import Store
 
@@ -307,7 +307,7 @@ def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: Tr
     other = Tracker(settings)
     other.orphaned = lambda: {"trial-0000"}
     other.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))
-    states = {name: state_text(other.board, record) for name, record in other.board.jobs.items()}
+    states = {name: record.state for name, record in other.board.jobs.items()}
     assert states == {"trial-0000": "orphaned", "trial-0001": "finished"}
     assert "0 running · 1 orphaned" in status_line(other.board, None)
     assert {record.name: record.state for record in other._stored_jobs()}["trial-0000"] == "orphaned"

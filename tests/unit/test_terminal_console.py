@@ -1,9 +1,9 @@
-"""The reader of a search's output goes away: the search does not."""
+"""A search outlives the reader of its output."""
 
 import subprocess
 import sys
 
-from plait.terminal.console import LEFT
+from plait.terminal.console import OUTPUT_CLOSED
 
 SEARCH = """
 from plait.terminal.console import SearchConsole
@@ -15,7 +15,7 @@ print("the end", flush=True)
 """
 
 
-def test_a_search_goes_on_when_nobody_reads_its_output() -> None:
+def test_a_search_continues_when_its_output_is_closed() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SEARCH],
         stdin=subprocess.PIPE,
@@ -29,6 +29,6 @@ def test_a_search_goes_on_when_nobody_reads_its_output() -> None:
     process.stdout.close()
     process.stdin.write("\n")
     process.stdin.close()
-    assert process.stderr.read() == f"{LEFT}\n"
+    assert process.stderr.read() == f"{OUTPUT_CLOSED}\n"
     process.stderr.close()
     assert process.wait() == 0

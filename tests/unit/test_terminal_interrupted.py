@@ -12,7 +12,7 @@ from plait.core.messages import Event, GroupStep, JobAdmitted, JobEvaluated, Job
 from plait.engine.coordinator import INTERRUPTED
 from plait.terminal.table import jobs_table
 from plait.terminal.text import share_done, status_line
-from plait.terminal.view import ENDING, Terminal, print_summary
+from plait.terminal.view import EXITING, Terminal, print_summary
 from plait.tracking.board import Board, JobRecord
 
 
@@ -49,21 +49,21 @@ def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
     with Terminal(Board("minimize", 1), console, clock=lambda: now[0]) as view:
         view.announce()
         out, err = capfd.readouterr()
-        assert out == f"\r\x1b[2K{ENDING}"  # no line is begun
+        assert out == f"\r\x1b[2K{EXITING}"  # no line is begun
         assert not err
         now[0] += 1.0
         assert view.beside(lambda: 7)() == 7  # it is drawn though nothing happens
-        assert ENDING in console.file.getvalue()  # type: ignore[attr-defined]
+        assert EXITING in console.file.getvalue()  # type: ignore[attr-defined]
         drawn = len(console.file.getvalue())  # type: ignore[attr-defined]
         view.beside(lambda: 7)()
         assert len(console.file.getvalue()) == drawn  # type: ignore[attr-defined]
-    assert ENDING not in console.file.getvalue()[drawn:]  # type: ignore[attr-defined]
+    assert EXITING not in console.file.getvalue()[drawn:]  # type: ignore[attr-defined]
 
 
 def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.CaptureFixture[str]) -> None:
     with Terminal(Board("minimize", 1), Console(file=io.StringIO())) as view:
         view.announce()
-        assert capfd.readouterr() == ("", f"\n{ENDING}\n")
+        assert capfd.readouterr() == ("", f"\n{EXITING}\n")
 
 
 @pytest.mark.parametrize("terminal", [False, True])

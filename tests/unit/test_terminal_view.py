@@ -115,7 +115,7 @@ def test_plain_output_has_one_line_for_each_event_of_importance() -> None:
         "best so far: trial-0000, objective 1.2346, adapter.rank=1",
         "trial-0001 resumes from step 4 (10 steps): adapter.rank=2",
         "trial-0001 failed (loss is nan): 5 steps, 500 tokens, 8 s",
-        "Writing the end of the search to MLflow.",
+        "Writing the last records to MLflow.",
     ]
 
 
@@ -161,7 +161,7 @@ def test_of_several_that_end_together_the_best_alone_is_told() -> None:
     told = [line[:29] for line in stage.lines if line.startswith("best")]
     assert told == ["best so far: trial-0002, obje", "best so far: trial-0003, obje"]
     assert [line[:20] for line in stage.lines[3:5]] == ["best so far: trial-0", "trial-0003 started ("]
-    assert stage.lines[-1] == "Writing the end of the search to MLflow."
+    assert stage.lines[-1] == "Writing the last records to MLflow."
 
 
 def test_when_the_last_step_is_done_evaluation_is_what_is_waited_for() -> None:
@@ -196,7 +196,7 @@ def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     assert status_rows(board, 400.0, 200) == [whole]
     assert status_rows(board, 400.0, 80) == [
         "67 % done, about 6 min 40 s left · 8 of 12 ended, 0 running · 1 paused",
-        "4 pruned · 4 failed · rung 2: 1 of 4 there",
+        "4 pruned · 4 failed · rung 2: 1 of 4 arrived",
     ]
     assert status_rows(board, 400.0, 40) == [
         "67 % done, about 6 min 40 s left",
@@ -452,13 +452,13 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     line = status_line(board, None)
     assert "3 paused" in line
     assert (
-        "rung 2: 4 of 4 there · rung 2: 1 of 3 there" in line
+        "rung 2: 4 of 4 arrived · rung 2: 1 of 3 arrived" in line
     )  # of the second cohort there are three trials
     stage.console.print(jobs_table(board, 10, 100))
     rows = {row.split()[0]: row for row in stage.file.getvalue().splitlines() if row.startswith("trial")}
-    assert rows["trial-0000"].split()[1:6] == ["at", "rung", "2", "2/8", "1/2"]
+    assert rows["trial-0000"].split()[1:4] == ["paused", "2/8", "1/2"]
     assert " 0/2 " in rows["trial-0005"]
-    assert "at rung 2" in describe_status(board, "running", "mine")
+    assert "paused" in describe_status(board, "running", "mine")
     board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
     assert "rung 3" not in status_line(board, None)
     board.ladder = None
@@ -477,7 +477,7 @@ def test_of_many_cohorts_that_wait_two_are_named() -> None:
     for trial in range(4, 400, 3):
         board.handle(JobAdmitted(spec(trial), 2, 8, "g0"))
         board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))
-    assert rungs_waited_for(board) == ["rung 2: 2 of 4 there", "rung 2: 1 of 4 there"]
+    assert rungs_waited_for(board) == ["rung 2: 2 of 4 arrived", "rung 2: 1 of 4 arrived"]
     assert len(asked) <= 8
 
 
@@ -575,12 +575,11 @@ def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
             values=(3.8664,),
         )
     )
-    line = (
-        "trial-0000 finished: eval loss 3.8664 (it was 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
-    )
+    figures = "eval loss 3.8664 (lowest: 3.7849 at step 20), 40 steps, 1,000 tokens, 1 min 05 s"
+    line = f"trial-0000 finished: {figures}"
     assert line in stage.lines
     print_summary(stage.console, stage.board, {})
-    assert "eval loss   was 3.7849 at step 20; the adapter is that of the last step" in stage.lines
+    assert "lowest eval loss  3.7849 at step 20; the adapter is from the last step" in stage.lines
 
 
 def test_a_single_job_is_summed_up_in_a_line() -> None:

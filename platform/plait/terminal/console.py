@@ -1,4 +1,4 @@
-"""The console of a search, which outlives whoever reads it."""
+"""The console of a search: the search outlives whatever reads its output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import suppress
 
 from rich.console import Console
 
-LEFT = "Nobody reads the output any more: the search goes on without it."
+OUTPUT_CLOSED = "The output was closed. The search continues without it."
 
 
 def leave_terminal() -> None:
-    """Write to a terminal that was closed no more: each attempt would be an error."""
+    """Stop writing to a terminal that was closed: each attempt would be an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):
@@ -22,12 +22,12 @@ def leave_terminal() -> None:
 
 
 class SearchConsole(Console):
-    """A console on which a search goes on when its reader has left: with `plait sweep | tee log`, a tee that
-    is killed must not take days of training with it."""
+    """A console whose search continues when its reader has left: with `plait sweep | tee log`, a tee that is
+    killed must not end days of training."""
 
     def on_broken_pipe(self) -> None:
-        """Write no more; say so once where somebody may still see it."""
+        """Stop writing, and say so once on standard error."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         with suppress(OSError):
-            os.write(2, f"{LEFT}\n".encode())
+            os.write(2, f"{OUTPUT_CLOSED}\n".encode())

@@ -1,4 +1,4 @@
-"""How long a search will still take, from how fast its jobs have been stepping and what remains of them."""
+"""The time a search still needs, from how fast its jobs have been stepping and what remains of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from plait.core.messages import Event, GroupStep, JobAdmitted, JobPaused
 from plait.tracking.board import Board, JobRecord
 
 DECAY = 0.99  # of an iteration's weight with each that follows it
-LEAST_ITERATIONS = 5  # before the time left is told
+LEAST_ITERATIONS = 5  # before the remaining time is estimated
 
 
 class Pace:
-    """Seconds for one optimiser step of one job, of late.
+    """Recent seconds for one optimiser step of one job.
 
-    Time in which nobody trained here, since all were paused or waited at rungs, is not counted.
+    Time in which no job trained here, since all were paused, is not counted.
 
     Args:
-        board: the tracker's, which has seen each event before.
+        board: the tracker's; it handles each event first.
         clock: seconds, never going back.
     """
 
     def __init__(self, board: Board, clock: Callable[[], float]) -> None:
         self._board = board
         self._clock = clock
-        self._training: set[str] = set()  # here: on the board there are those of other processes, too
-        self._last: float | None = None  # when an iteration ended; None where nobody trained since
+        self._training: set[str] = set()  # in this process: the board also has those of others
+        self._last: float | None = None  # end of the last iteration; None if no job has trained since
         self._iterations = 0
         self._interrupted = False
         self._seconds = self._steps = 0.0
@@ -51,12 +51,12 @@ class Pace:
             self._last = now
 
     def lose(self, job: str) -> None:
-        """A job trains here no more."""
+        """Stop counting a job: it no longer trains here."""
         self._training.discard(job)
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the whole search, on the wall clock; None before it can be told."""
+        """Wall-clock seconds that the whole search still needs; None before they can be estimated."""
         if self._iterations < LEAST_ITERATIONS or self._interrupted:
             return None
         left = steps_left(list(self._board.jobs.values()), self._board.trials)
@@ -64,17 +64,17 @@ class Pace:
 
 
 def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
-    """Optimiser steps that will still be taken, if those that have ended tell how the others will.
+    """Optimiser steps that are still to come, estimated from the jobs that have ended.
 
-    A job is expected to come as far as those on average did that ended further on than where it stands; one
-    not yet drawn, as far as all that ended. Where none ended, each takes all its steps.
+    A job is expected to get as far as the average of those that ended beyond its present step; a trial that
+    is not suggested yet, as far as the average of all. Where none has ended, each takes all its steps.
 
     Args:
-        jobs: those drawn.
-        trials: how many there will be at least.
+        jobs: those of suggested trials.
+        trials: least number of trials in all.
 
     Returns:
-        None before the first job has begun.
+        None before the first job has started.
     """
     plans = [job.steps for job in jobs if _planned(job)]
     if not plans:
@@ -88,18 +88,18 @@ def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
         return (sums[further] / further if further else 1.0) - share
 
     begun = sum((job.steps or usual) * expected(_share(job, usual)) for job in jobs if not job.ended)
-    drawn = fmean(ends) if ends else 1.0
-    return begun + (max(trials, len(jobs)) - len(jobs)) * usual * drawn
+    to_come = fmean(ends) if ends else 1.0
+    return begun + (max(trials, len(jobs)) - len(jobs)) * usual * to_come
 
 
 def _planned(job: JobRecord) -> bool:
-    """Whether ``steps`` is what it was to take. Of one that an earlier process ended it is the last step that
-    it took, and of one that has not begun 0."""
+    """Whether ``steps`` is the job's budget. For a job that an earlier process ended it is the last step it
+    took, and 0 for one that has not started."""
     return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == JobState.FINISHED))
 
 
 def _share(job: JobRecord, usual: float) -> float:
-    """How far a job came of what it was to take, or would be, where it was to take as many as is usual."""
+    """The share of its budget that a job has done; of the usual budget where its own is not known."""
     if job.state == JobState.FINISHED:
         return 1.0
     return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))

@@ -1,7 +1,6 @@
-"""The table of the live view: the jobs that matter most now, in as many columns as the terminal has room for.
+"""The table of the live view: the jobs that matter most now, in as many columns as fit the terminal.
 
-Laid out here and not by a general table, which takes several times as long: it is drawn between training
-steps.
+Laid out here and not by rich's table, which takes several times as long: it is drawn between training steps.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 from plait.core.lifecycle import JobState
-from plait.terminal.text import number, rung_text, setting, shown_first, state_text
+from plait.terminal.text import number, rung_text, setting, shown_first
 from plait.tracking.board import Board, JobRecord
 
 STYLES = {
@@ -28,10 +27,10 @@ STYLES = {
     JobState.STOPPED: "yellow",
     JobState.FAILED: "red",
 }
-MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows them all
-BEFORE_RATE = 2  # of them, where there is not room for all and for the rate
+MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows all of them
+BEFORE_RATE = 2  # parameters that come before the rate where not all of them fit
 WIDEST = 20  # characters of a parameter's value or name
-STATE = 10  # characters, so that columns stay where they are
+STATE = 10  # characters, so that the columns do not move
 GAP = "  "
 HEADING = Style(bold=True)
 
@@ -53,8 +52,8 @@ class _Column:
 
 
 def jobs_table(board: Board, rows: int, width: int) -> Segments:
-    """The jobs, at most ``rows`` of them: live ones first. What does not fit is counted in a last line, and
-    parameters that do not are left out."""
+    """At most ``rows`` jobs, running ones first. A last line counts the others; parameters that do not fit
+    are not shown."""
     records = shown_first(board.jobs.values())
     shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
     columns = _columns(board, shown, width)
@@ -74,11 +73,11 @@ def jobs_table(board: Board, rows: int, width: int) -> Segments:
 
 
 def _columns(board: Board, shown: Sequence[JobRecord], width: int) -> list[_Column]:
-    """Those that are always there, then the rate and the parameters as far as there is room."""
+    """The columns that are always shown, then the rate and the parameters as far as there is room."""
     rungs = [] if board.ladder is None else [_Column("rung", [rung_text(board, each) for each in shown])]
     always = [
         _Column("job", [each.name for each in shown], right=False),
-        _Column("state", [state_text(board, each) for each in shown], right=False, least=STATE),
+        _Column("state", [each.state for each in shown], right=False, least=STATE),
         _Column("step", [f"{each.step}/{each.steps}" if each.steps else "" for each in shown]),
         *rungs,
         _Column("loss", [number(each.loss) for each in shown]),

@@ -1,4 +1,4 @@
-"""What the terminal says of a search and its jobs, as text: pure functions of the board."""
+"""A search and its jobs as text: pure functions of the board."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from plait.tracking.board import Board, JobRecord
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
-# States that are counted where there are such.
+# States that are counted in the status line where a job is in them.
 NAMED = (JobState.PAUSED, JobState.ORPHANED, JobState.PRUNED, JobState.STOPPED, JobState.FAILED)
 MOST_ON_FRONT = 8
-MOST_RUNGS = 2  # that are named in the line on the whole
-MOST_STATUS = 2  # lines on the whole, in the live view
+MOST_RUNGS = 2  # in the status line
+MOST_STATUS = 2  # status lines in the live view
 ORDER = {JobState.RUNNING: 0, JobState.PAUSED: 1, JobState.ORPHANED: 3, JobState.QUEUED: 3}  # not ended
-ENDED = 2  # what has ended stands between
+ENDED = 2  # the place of jobs that have ended
 
 
 def number(value: float | None) -> str:
-    """A loss or an objective; nothing where there is none."""
+    """A loss or an objective; "" where there is none."""
     return "" if value is None else f"{value:.4f}"
 
 
 def best_evaluation(record: JobRecord) -> str:
-    """The lowest validation loss of a job, and where it was: ``3.7849 at step 20``."""
+    """The lowest validation loss of a job and its step: ``3.7849 at step 20``."""
     return f"{number(record.best_eval_loss)} at step {record.best_eval_step}"
 
 
@@ -42,8 +42,7 @@ def setting(value: Any) -> str:
 
 
 def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
-    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``. The usual priority goes without
-    saying."""
+    """The job's values of the keys: ``adapter.rank=8 train.lr=0.0002``, without the usual priority."""
     said = [key for key in keys if key in record.parameters]
     said = [key for key in said if key != PRIORITY or record.parameters[key]]
     return " ".join(f"{key}={setting(record.parameters[key])}" for key in said)
@@ -58,7 +57,7 @@ def share_done(board: Board) -> float:
 
 
 def all_trained(board: Board) -> bool:
-    """No step is left to train, and not all jobs have ended: the last ones are evaluated."""
+    """Whether no step is left to train but not all jobs have ended: the last ones are being evaluated."""
     if len(board.jobs) < board.trials:
         return False
     open_jobs = [job for job in board.jobs.values() if not job.ended]
@@ -66,11 +65,11 @@ def all_trained(board: Board) -> bool:
 
 
 def status_parts(board: Board, left: float | None) -> list[str]:
-    """What is said of the whole search, most important first.
+    """The status of the whole search, most important part first.
 
     Args:
         board: all jobs.
-        left: seconds that remain, if they can be told.
+        left: remaining seconds, if they can be estimated.
     """
     total = max(board.trials, len(board.jobs))
     states = Counter(job.state for job in board.jobs.values())
@@ -89,18 +88,18 @@ def status_parts(board: Board, left: float | None) -> list[str]:
 
 
 def status_line(board: Board, left: float | None) -> str:
-    """One line about the whole search; arguments as of :func:`status_parts`."""
+    """The status of the whole search in one line; arguments as of :func:`status_parts`."""
     return " · ".join(status_parts(board, left))
 
 
 def progress_line(board: Board, left: float | None) -> str:
-    """The same with the losses, where no table shows them."""
+    """The status with the losses, where no table shows them."""
     return " · ".join([*status_parts(board, left), *losses(board)])
 
 
 def status_rows(board: Board, left: float | None, width: int) -> list[str]:
-    """The same in lines of ``width`` characters, ``MOST_STATUS`` at most: what is less important is left
-    out."""
+    """The status in at most ``MOST_STATUS`` lines of ``width`` characters; less important parts are
+    dropped."""
     lines: list[str] = []
     for part in status_parts(board, left):
         if lines and len(lines[-1]) + len(part) + 3 <= width:
@@ -111,8 +110,8 @@ def status_rows(board: Board, left: float | None, width: int) -> list[str]:
 
 
 def losses(board: Board) -> list[str]:
-    """Training loss of those that train, the lowest and the one in the middle; then the best so far: by the
-    objective, or while no job has finished by the evaluations."""
+    """The lowest and the median training loss of running jobs; then the best so far: by the objective, or
+    by the evaluations while no job has finished."""
     live = [job.loss for job in board.jobs.values() if job.live and job.loss is not None]
     parts = (
         [f"train loss {number(min(live))}" + (f", median {number(median(live))}" if live[1:] else "")]
@@ -127,17 +126,9 @@ def losses(board: Board) -> list[str]:
 
 
 def lowest_loss(board: Board) -> JobRecord | None:
-    """The job with the lowest evaluation; none of several objectives, for which it may not matter."""
+    """The job with the lowest validation loss; None with several objectives, where it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
-
-
-def state_text(board: Board, record: JobRecord) -> str:
-    """A job's state in words; where it waits at a rung, at which."""
-    waits = board.ladder is not None and record.state == JobState.PAUSED
-    if waits and board.ladder is not None and record.step in board.ladder(record.trial).steps:
-        return f"at rung {record.step}"
-    return record.state
 
 
 def rung_text(board: Board, record: JobRecord) -> str:
@@ -149,8 +140,7 @@ def rung_text(board: Board, record: JobRecord) -> str:
 
 
 def rungs_waited_for(board: Board) -> list[str]:
-    """Where jobs wait for their cohort: ``rung 10: 5 of 8 there``, earliest trials first, ``MOST_RUNGS`` at
-    most."""
+    """The rungs at which jobs wait for their cohort, at most ``MOST_RUNGS``: ``rung 10: 5 of 8 arrived``."""
     if board.ladder is None:
         return []
     found: dict[tuple[range, int], None] = {}
@@ -164,18 +154,18 @@ def rungs_waited_for(board: Board) -> list[str]:
                 break
     jobs = {job.trial: job for job in board.jobs.values()} if found else {}
     total = max(board.trials, len(board.jobs))
-    return [_there(jobs, range(cohort.start, min(cohort.stop, total)), rung) for cohort, rung in found]
+    return [_arrived(jobs, range(cohort.start, min(cohort.stop, total)), rung) for cohort, rung in found]
 
 
-def _there(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
+def _arrived(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
     known = [jobs[trial] for trial in members if trial in jobs]
-    there = sum(job.ended or job.step >= rung for job in known)
-    return f"rung {rung}: {there} of {len(members)} there"
+    arrived = sum(job.ended or job.step >= rung for job in known)
+    return f"rung {rung}: {arrived} of {len(members)} arrived"
 
 
 def best_line(board: Board) -> str:
-    """The best so far, with what it is made of, or the front of several objectives; by the evaluations while
-    no job has finished; empty before there is one."""
+    """The best job so far with its parameters, or the Pareto front; by the evaluations while no job has
+    finished; "" before there is one."""
     if front := board.front():
         return f"Pareto front so far: {front_text(front)}"
     if best := board.best():
@@ -198,7 +188,7 @@ def front_text(front: Sequence[JobRecord]) -> str:
 
 
 def shown_first(records: Iterable[JobRecord]) -> list[JobRecord]:
-    """Live jobs, paused ones, ended ones (newest trial first), then those that wait (oldest first)."""
+    """Running jobs, paused ones, ended ones (newest trial first), then orphaned and queued ones."""
     places: list[list[JobRecord]] = [[], [], [], []]
     for record in records:
         places[ORDER.get(record.state, ENDED)].append(record)

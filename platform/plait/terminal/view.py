@@ -42,26 +42,23 @@ from plait.utils.durations import duration
 
 T = TypeVar("T")
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
-SHARE = 0.01  # of the time that drawing may take: it is the thread that trains which draws
-LINES_AROUND = 6  # of the live view, beside the jobs: heading, status, best and room for the prompt
-ENDING = "Ending after this step. Ctrl-C again ends at once."
-CLOSING = "Writing the end of the search to MLflow."
-TOGETHER = (
-    JobEvaluated,
-    JobGenerated,
-    JobResult,
-)  # of several jobs in a row: what is best is told after them
-OF_ONE_JOB = ("adapter.rank", "train.lr")  # parameters shown where none varies
+SHARE = 0.01  # of the time may go into drawing: the training thread draws
+LINES_AROUND = 6  # of the live view around the jobs: heading, status, best and room for the prompt
+EXITING = "Finishing this step, then exiting. Press Ctrl-C again to exit at once."
+CLOSING = "Writing the last records to MLflow."
+# Events that come for several jobs in a row: the best job is printed after the last of them.
+TOGETHER = (JobEvaluated, JobGenerated, JobResult)
+USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown where none varies
 
 
 class Terminal:
     """Shows a search while it runs. A context manager; the live view ends with it.
 
     Args:
-        board: the tracker's: events go to the tracker first, then here.
+        board: the tracker's, which handles each event first.
         console: where to write; decides between live view and plain lines.
-        clock: seconds, never going back; it tells what a drawing costs, too.
-        line_seconds: plain lines: time between two lines on progress.
+        clock: seconds, never going back; also measures what a drawing costs.
+        line_seconds: time between two progress lines, where output is not a terminal.
     """
 
     def __init__(
@@ -77,12 +74,12 @@ class Terminal:
         self._clock = clock
         self._line_seconds = line_seconds
         self._shown = clock()
-        self._cost = 0.0  # of the last drawing, in seconds
+        self._cost = 0.0  # seconds of the last drawing
         self._pace = Pace(board, clock)
         self._best: JobRecord | None = board.best()
-        self._news = False  # the best, or the front, is another one than was told
-        self._ending = False  # Ctrl-C was pressed
-        self._trained = False  # what remains is evaluation, and that was told
+        self._best_changed = False  # since the best, or the front, was printed
+        self._exiting = False  # Ctrl-C was pressed
+        self._trained = False  # only evaluation remains, and that was printed
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -95,12 +92,12 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ending = False
+        self._exiting = False
         if self._live is not None:
             self._live.update(self._view(), refresh=True)
             self._live.stop()
             self._live = None
-        self._tell_best()
+        self._print_best()
         if kind is None:
             self._print(CLOSING)
 
@@ -115,23 +112,23 @@ class Terminal:
             self._draw()
 
     def lose(self, job: str) -> None:
-        """Another process trains the job from here on."""
+        """Stop counting a job that another process trains from here on."""
         self._pace.lose(job)
 
     def announce(self) -> None:
-        """Answer the first Ctrl-C. Straight to the descriptor: the signal's handler may run in the middle of
-        a line that the console writes, whose buffer it would write once more. In the live view, over its last
-        line, from which the next drawing finds its way up."""
-        self._ending = True
+        """Answer the first Ctrl-C, straight to the descriptor: the signal's handler may run in the middle
+        of a line that the console writes, whose buffer it would write again. In the live view the answer
+        overwrites the last line, from which the next drawing finds its way up."""
+        self._exiting = True
         live = self._live is not None
         try:
-            os.write(1 if live else 2, (f"\r\x1b[2K{ENDING}" if live else f"\n{ENDING}\n").encode())
-        except OSError as error:  # Ctrl-C ends a `tee`, too, and nobody reads any more
+            os.write(1 if live else 2, (f"\r\x1b[2K{EXITING}" if live else f"\n{EXITING}\n").encode())
+        except OSError as error:  # Ctrl-C also ends a `tee` that reads the output
             if error.errno == errno.EIO:
                 leave_terminal()
 
     def beside(self, call: Callable[[], T]) -> Callable[[], T]:
-        """``call``, with a drawing before it where one is due: while nobody trains no event brings one."""
+        """``call``, preceded by a drawing where one is due: while no job trains no event brings one."""
 
         def both() -> T:
             self._draw()
@@ -145,26 +142,26 @@ class Terminal:
 
     @property
     def seconds_left(self) -> float | None:
-        """Wall-clock seconds that remain, where that can be told."""
+        """Remaining wall-clock seconds, where they can be estimated."""
         return self._pace.seconds_left
 
     # ---- live ------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Draw what there is, unless that would be too soon after the last drawing, or cost too much."""
-        begun = self._clock()
-        if self._live is None or begun - self._shown < max(REFRESH_SECONDS, self._cost / SHARE):
+        """Draw the view, unless that would be too soon after the last drawing, or cost too much."""
+        start = self._clock()
+        if self._live is None or start - self._shown < max(REFRESH_SECONDS, self._cost / SHARE):
             return
         self._live.update(self._view(), refresh=True)
         self._shown = self._clock()
-        self._cost = self._shown - begun
+        self._cost = self._shown - start
 
     def _view(self) -> Group:
         rows = max(self._console.height - LINES_AROUND, 1)
         status = status_rows(self._board, self.seconds_left, self._console.width)
         lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
-        if self._ending:
-            lines.append(Text(ENDING, "yellow", no_wrap=True, overflow="ellipsis"))
+        if self._exiting:
+            lines.append(Text(EXITING, "yellow", no_wrap=True, overflow="ellipsis"))
         elif best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
         return Group(jobs_table(self._board, rows, self._console.width), *lines)
@@ -173,24 +170,24 @@ class Terminal:
 
     def _look_for_best(self, job: str) -> None:
         """Note whether a job that ended is the best so far, or on the Pareto front. Of several that end
-        together, the best alone is told."""
+        together only the best is printed."""
         best = self._board.best()
         found = best is not None and best is not self._best and best.name == job
         found = found or any(record.name == job for record in self._board.front())
-        self._news = self._news or (found and self._live is None)
+        self._best_changed = self._best_changed or (found and self._live is None)
         self._best = best
 
-    def _tell_best(self) -> None:
-        if self._news:
-            self._news = False
+    def _print_best(self) -> None:
+        if self._best_changed:
+            self._best_changed = False
             self._print(best_line(self._board))
 
     def _write_line(self, event: Event) -> None:
         if not isinstance(event, TOGETHER):
-            self._tell_best()
+            self._print_best()
         match event:
             case JobAdmitted():
-                keys = self._board.varying() or OF_ONE_JOB
+                keys = self._board.varying() or USUAL_KEYS
                 shown = settings_line(self._board.jobs[event.job.name], keys)
                 begins = "started" if event.step == 0 else f"resumes from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
@@ -202,14 +199,12 @@ class Terminal:
                 self._print(f"{event.job} step {event.step}: accuracy {event.accuracy:.1%}")
             case JobResult():
                 self._print(_ended_line(event, self._board.jobs.get(event.job)))
-            case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._trains_no_more(
-                event
-            ):
+            case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._was_last(event):
                 self._shown = self._clock()
                 self._print(progress_line(self._board, self.seconds_left))
 
-    def _trains_no_more(self, step: GroupStep) -> bool:
-        """Whether this was the last step of all: evaluation may take long, and nothing is told from it."""
+    def _was_last(self, step: GroupStep) -> bool:
+        """Whether this was the very last step: evaluation may take long, and prints nothing meanwhile."""
         before = self._trained
         records = [self._board.jobs[job] for job in step.jobs if job in self._board.jobs]
         self._trained = all(job.step >= job.steps for job in records) and all_trained(self._board)
@@ -225,35 +220,36 @@ def _ended_line(result: JobResult, record: JobRecord | None) -> str:
         return f"{result.job} {result.state}{reason}"
     figures = [f"{result.step} steps", f"{result.tokens:,} tokens", duration(result.completion_seconds)]
     if result.eval_loss is not None:
-        earlier = f" (it was {best_evaluation(record)})" if record and record.was_better else ""
+        earlier = f" (lowest: {best_evaluation(record)})" if record and record.was_better else ""
         figures.insert(0, f"eval loss {number(result.eval_loss)}{earlier}")
     return f"{result.job} {result.state}{reason}: {', '.join(figures)}"
 
 
 def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
-    """What a search came to: best trial, its parameters and its adapter, or the Pareto front; what failed.
+    """Print how a search ended: the best trial with its parameters and its adapter, or the Pareto front, and
+    the failed trials.
 
     Args:
         console: where to write.
         board: all jobs.
-        facts: further lines, label to value: tracking address, the command that opens the pages.
+        facts: further lines, label to value, such as the tracking address.
     """
     best = board.best()
     lines: list[tuple[str, str]] = []
     if best is not None:
-        keys = board.varying() or OF_ONE_JOB
+        keys = board.varying() or USUAL_KEYS
         lines += [("best", f"{best.name}, objective {number(best.objective)}")]
         lines += [("parameters", settings_line(best, keys))]
         if best.adapter:
             lines += [("adapter", best.adapter)]
         if best.was_better:
-            lines += [("eval loss", f"was {best_evaluation(best)}; the adapter is that of the last step")]
+            lines += [("lowest eval loss", f"{best_evaluation(best)}; the adapter is from the last step")]
         elif best.parameters.get("train.keep") == "best":
-            lines += [("eval loss", f"{best_evaluation(best)}; the adapter is that of this step")]
+            lines += [("lowest eval loss", f"{best_evaluation(best)}; the adapter is from this step")]
     elif front := board.front():
         lines += [("Pareto front", front_text(front))]
     else:
-        lines += [("best", "none: no job finished with an objective")]
+        lines += [("best", "none: no trial finished with an objective")]
         if lowest := lowest_loss(board):
             lines += [("lowest eval loss", f"{best_evaluation(lowest)}, {lowest.name}")]
     failed = [job for job in board.ordered() if job.state == JobState.FAILED]

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from plait.search.control.orders import Mode
-from plait.terminal.text import best_line, number, settings_line, shown_first, state_text, status_line
+from plait.terminal.text import best_line, number, settings_line, shown_first, status_line
 from plait.tracking.board import Board
 from plait.tracking.leaderboard import to_json
 
@@ -22,7 +22,7 @@ def describe_status(board: Board, mode: Mode, name: str) -> str:
     records = shown_first(list(board.jobs.values()))
     keys = board.varying()
     for record in records[:MOST_JOBS]:
-        parts = [f"{record.name}  {state_text(board, record):<9}"]
+        parts = [f"{record.name}  {record.state:<9}"]
         if record.steps:
             parts.append(f"step {record.step}/{record.steps}")
         losses = (("loss", record.loss), ("eval loss", record.eval_loss), ("objective", record.objective))
@@ -37,7 +37,7 @@ def status_facts(board: Board, mode: Mode, name: str) -> dict[str, Any]:
     """The same for programs: all jobs by trial, with what the leaderboard knows of each."""
     records = sorted(board.jobs.values(), key=lambda record: record.trial)
     jobs = [
-        row | {"state": state_text(board, record), "step": record.step, "steps": record.steps}
+        row | {"state": str(record.state), "step": record.step, "steps": record.steps}
         for row, record in zip(json.loads(to_json(records)), records, strict=True)
     ]
     ended = sum(record.ended for record in records)
