@@ -76,7 +76,7 @@ def device_seconds(sweep: Sweep) -> go.Figure:
     made.update_xaxes(title={"text": "outcome"}, row=1, col=1)
     room = [0, 1.2 * max(totals.values())]  # for the words above the bars
     made.update_yaxes(title={"text": "device-seconds (s)"}, range=room, row=1, col=1)
-    made.update_xaxes(title={"text": "adapters, dearest first"}, row=1, col=2)
+    made.update_xaxes(title={"text": "adapters, most expensive first"}, row=1, col=2)
     made.update_yaxes(title={"text": "device-seconds (s)"}, rangemode="tozero", row=1, col=2)
     if len(ordered) <= 20:
         names = [f"trial {item.trial}" for item in ordered]
@@ -187,7 +187,7 @@ def _dots(
 
 
 def _front_as_lines(found: Scored) -> go.Figure:
-    """One line an adapter across all objectives; those on the front in colour."""
+    """One line per adapter across all objectives; those on the front in colour."""
     on_front = [float(at in found.front) for at in range(len(found.records))]
     axes = [axis_of(axis.name, [point[at] for point in found.points]) for at, axis in enumerate(found.axes)]
     axes.append(Axis("Pareto front", tuple(on_front), (0.0, 1.0), ("no", "yes")))
@@ -205,10 +205,10 @@ def pareto_note(sweep: Sweep) -> str:
     if len(axes) == 2:
         said = f"{axes[1].name} against {axes[0].name}"
         return f"{said}: on the front are finished adapters that no other beats in both."
-    shown = "each pair of objectives" if len(axes) <= MOST_PAIRED else "one line an adapter"
+    shown = "each pair of objectives" if len(axes) <= MOST_PAIRED else "one line per adapter"
     return (
         f"{', '.join(axis.name for axis in axes)}; {shown}. On the front are finished adapters to which no "
-        "other is equal or better in all of them; in one pair alone such an adapter may look beaten."
+        "other is equal or better in all of them; in a single pair such an adapter may look dominated."
     )
 
 

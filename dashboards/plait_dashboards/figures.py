@@ -47,8 +47,8 @@ def all_figures(sweep: Sweep) -> list[Shown]:
             "parallel-coordinates",
             "Parallel coordinates",
             "Measured",
-            "One line an adapter, coloured by its objective. Drag along an axis to keep the lines that cross "
-            f"it there.{_left_out(sweep)}",
+            "One line per adapter, coloured by its objective. Drag along an axis to keep the lines that cross"
+            f" it there.{_left_out(sweep)}",
             parameters.parallel_coordinates(sweep),
         )
     )
@@ -119,7 +119,7 @@ def _leaderboard_note(sweep: Sweep) -> str:
 def _left_out(sweep: Sweep) -> str:
     missing = len(sweep.records) - len(parameters.scored(sweep))
     what = "all objectives" if len(sweep.objectives) > 1 else "an objective"
-    return f" Without {what} and left out: {missing}." if missing else ""
+    return f" Not shown, without {what}: {missing}." if missing else ""
 
 
 def drawn_metrics(sweep: Sweep) -> list[str]:

@@ -77,7 +77,7 @@ def scored(sweep: Sweep) -> list[JobRecord]:
 
 
 def parallel_coordinates(sweep: Sweep) -> go.Figure:
-    """One line an adapter across the searched keys to its objectives, coloured by the first."""
+    """One line per adapter across the searched keys to its objectives, coloured by the first."""
     shown = scored(sweep)
     keys = short_names(sweep.searched)
     if len(shown) < 2 or not keys:
@@ -160,5 +160,5 @@ def importance_note(sweep: Sweep) -> str:
         return ""
     said = f"Estimated from the measured objectives of {found.trials} finished trials."
     if found.few:
-        said += " So few trials give a hint at most: the next trials may turn the order round."
+        said += " So few trials are a hint at best: further trials may reverse the order."
     return said

@@ -74,16 +74,16 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
 
 def about(run: Run, records: Sequence[JobRecord]) -> dict[str, str]:
     """What was searched, by whom and when: what tells a page from another after a month."""
-    told, tags = run.data.params, run.data.tags
+    settings, tags = run.data.params, run.data.tags
     data = {_words(item.parameters, ("data.source", "data.task", "data.path")) for item in records}
     found = {
-        "begun": _time(run.info.start_time),
+        "started": _time(run.info.start_time),
         "ended": _time(run.info.end_time),
-        "model": _words(told, ("model.kind", "model.id", "model.path")),
+        "model": _words(settings, ("model.kind", "model.id", "model.path")),
         "data": ", ".join(sorted(data - {""})),
-        "sampler": told.get("search.sampler", ""),
+        "sampler": settings.get("search.sampler", ""),
         "searched": ", ".join(varying(records)),
-        "stopping": _kind(told.get("search.stopping", "")),
+        "stopping": _kind(settings.get("search.stopping", "")),
         "user": tags.get("mlflow.user", ""),
         "Plait": tags.get("plait.version", ""),
         "command": tags.get("plait.command", ""),

@@ -19,9 +19,9 @@ def main(arguments: Sequence[str]) -> int:
         StorageError: the store cannot be read, or the page cannot be written.
     """
     parser = store_parser("report", "A search's figures as one HTML page that needs no network.")
-    parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; the newest by default")
+    parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the page (NAME.html)")
-    parser.add_argument("--storage", help="of the study (search.storage), where it is not the recorded one")
+    parser.add_argument("--storage", help="storage of the study (search.storage), if it has moved")
     known = parser.parse_args(arguments)
     from plait.tracking import AwayError
     from plait_dashboards.figures import all_figures
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     except AwayError as error:
         remedy = (
             f"{error.remedy}\nThe curves are in that store alone; `plait leaderboard {known.name or 'NAME'}` "
-            "shows meanwhile what the search's study knows."
+            "shows what the search's study holds in the meantime."
         )
         raise AwayError(error.value, error.rule, remedy) from error
     path = known.output or Path(f"{sweep.name}.html")
@@ -54,6 +54,6 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         raise StorageError(
             f"--output {path}: {error.strerror or error}",
-            "The page is written there.",
-            "Name a file in a folder that you may write.",
+            "The page cannot be written there.",
+            "Choose a file in a writable folder.",
         ) from error

@@ -26,7 +26,7 @@ Column = tuple[str, list[str]]
 def leaderboard(sweep: Sweep) -> go.Figure:
     """All jobs, best first."""
     if not sweep.records:
-        return say(figure(), "No adapter has begun.")
+        return say(figure(), "No adapter has started.")
     shown = columns(sweep)
     widths = [_width(name, cells) for name, cells in shown]
     prose = [name == "reason" for name, _ in shown]

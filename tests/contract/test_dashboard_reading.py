@@ -76,12 +76,12 @@ def test_jobs_and_their_curves_are_those_of_the_tracker(sweep: Sweep) -> None:
 
 def test_the_page_says_what_was_searched(sweep: Sweep) -> None:
     assert list(sweep.about) == [
-        "begun", "ended", "model", "data", "sampler", "searched", "stopping", "user", "Plait",
+        "started", "ended", "model", "data", "sampler", "searched", "stopping", "user", "Plait",
     ]  # fmt: skip
     assert (sweep.about["model"], sweep.about["data"]) == ("smollm2", "reasoning_gym")
     assert sweep.about["searched"] == "adapter.rank, adapter.dropout, train.lr"
     assert (sweep.about["sampler"], sweep.about["stopping"]) == ("tpe", "none")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", sweep.about["begun"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", sweep.about["started"])
 
 
 def test_importance_is_of_the_study(sweep: Sweep) -> None:

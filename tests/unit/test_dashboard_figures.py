@@ -206,7 +206,7 @@ def test_the_best_is_drawn_on_top_and_one_bad_adapter_does_not_take_all_colours(
 
 def test_few_trials_are_called_a_hint() -> None:
     few, many = sweep_of(8), sweep_of(100)
-    assert "8 finished trials. So few trials give a hint at most" in parameters.importance_note(few)
+    assert "8 finished trials. So few trials are a hint at best" in parameters.importance_note(few)
     assert "hint" not in parameters.importance_note(many)
     assert parameters.importance(few).data[0].marker.color != parameters.importance(many).data[0].marker.color
 

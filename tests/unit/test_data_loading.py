@@ -249,7 +249,7 @@ def test_too_long_samples_are_refused_dropped_or_cut(tmp_path, tokeniser):
         pytest.param(
             [{"prompt": "a" * 40, "completion": "b"}],
             {"overlong": "truncate"},
-            ["no labelled tokens in the first 10 of 42", "or give data.overlong=drop."],
+            ["no labelled tokens in the first 10 of 42", "or set data.overlong=drop."],
             id="cut-before-the-answer",
         ),
         pytest.param(

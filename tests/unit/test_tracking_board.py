@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     ]
     narrow = table_text(80, listed).splitlines()
     assert len(narrow) == 5
-    assert narrow[-1].strip() == "left out here: reason (--format csv)"
+    assert narrow[-1].strip() == "hidden columns: reason (--format csv)"
     assert all("place" not in line and len(line) <= 80 for line in narrow)
     wide = table_text(120, listed)
     assert "place 7 of 8" in wide

@@ -49,7 +49,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         key, there = match[1], _keys_beside(match[1], arguments)
         if key in there:
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
-            return ConfigError(given, f"{key} has not all of these keys yet.", f"Add them: ++{given}")
+            return ConfigError(given, f"{key} does not have all of these keys yet.", f"Add them: ++{given}")
         if not there:  # a mapping that is filled by whoever needs it, such as a pruner's options
             parent = key.rpartition(".")[0]
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
@@ -61,7 +61,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             )
         unknown = unknown_key(key, there, _all_keys(key, arguments))
         added = _MISSING_PLUS.search(text)
-        extra = f" A group of your own is added with a plus: {added[1]}" if added else ""
+        extra = f" Add a group of your own with a plus: {added[1]}" if added else ""
         return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
     if "requires --multirun" in text or "Ambiguous value for argument" in text:
         return ConfigError(
@@ -98,7 +98,7 @@ def _unknown_function(override: str) -> ConfigError | None:
     if called is None or called[1] in known:
         return None
     meant = did_you_mean(called[1], known)
-    remedy = f"{meant}There are: {choices(known)}. Quote what is no function: KEY=\"'a(b)'\"."
+    remedy = f"{meant}There are: {choices(known)}. Quote a value that is not a function call: KEY=\"'a(b)'\"."
     return ConfigError(override, f"There is no function {called[1]}.", remedy)
 
 

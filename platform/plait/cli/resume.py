@@ -1,4 +1,4 @@
-"""`plait resume NAME`: goes on with a search as it was started, from what its folder keeps."""
+"""`plait resume NAME`: resumes a search with the command that its folder keeps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from plait.utils.addresses import redact
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 
-Goes on with a search that was killed or interrupted, with the settings that it was
-started with. Settings that do not change what is searched may be given anew, as in
+Resume a search that was killed or interrupted, with the settings it was started with.
+Settings that do not change what is searched can be changed, for example
 engine.threads=4 or search.trials=64. Searches are looked for in tracking.root.
 
-`plait resume` alone lists the searches that can go on."""
+`plait resume` without a name lists the searches that can be resumed."""
 ROOT = "tracking.root"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Go on with a search as it was started."""
+    """Resume a search as it was started."""
     if set(arguments) & {"-h", "--help"}:
         print(USAGE)
         return EXIT_DONE
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     if not names:
         _list(root)
         return EXIT_DONE
-    return _go_on(known_command(root, names[0]), root, overrides)
+    return _resume(known_command(root, names[0]), root, overrides)
 
 
 def _root(overrides: Sequence[str]) -> Path:
@@ -48,7 +48,7 @@ def _root(overrides: Sequence[str]) -> Path:
 
 
 def _list(root: Path) -> None:
-    """The searches that can go on, each with its command; then those that a process trains now."""
+    """List the searches that can be resumed, each with its command; then those that are running."""
     unfinished = [command for command in recorded_commands(root) if not command.finished]
     now = running(root)
     waiting = [command for command in unfinished if command.name not in now]
@@ -57,10 +57,10 @@ def _list(root: Path) -> None:
     for command in waiting:
         print(f"{command.name}\t{redact(shlex.join(('plait', command.verb, *command.arguments)))}")
     if now:
-        print(f"Training now: {', '.join(now)} (`plait control` steers them).")
+        print(f"Running: {', '.join(now)} (`plait control` controls them).")
 
 
-def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
+def _resume(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
     """Run the recorded command in the folder that it was given in, if that is still there."""
     from plait.cli.main import main as plait
     from plait.tracking.location import VARIABLE, sqlite_in
@@ -68,9 +68,9 @@ def _go_on(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> in
     more = [f"{ROOT}={quoted(str(root))}", *(each for each in overrides if key_of(each) != ROOT)]
     given = {key_of(each) for each in (*command.arguments, *more)}
     if command.store is None and VARIABLE in os.environ and URI not in given:
-        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was begun without the variable
+        more.append(f"{URI}={quoted(sqlite_in(root))}")  # the search was started without the variable
     directory = Path(command.directory)
     if not directory.is_dir():
-        print(f"{directory} is gone: relative paths are taken from {Path.cwd()}")
+        print(f"{directory} no longer exists: relative paths start at {Path.cwd()}")
     with chdir(directory) if directory.is_dir() else nullcontext():
         return plait(command.words(more))

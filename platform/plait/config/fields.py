@@ -68,7 +68,7 @@ def convert(hint: Any, value: object, key: str) -> Any:
         ConfigError: the value is of another type, or missing.
     """
     if value == MISSING:
-        raise ConfigError(f"{key} is not set", f"{key} must have a value.", f"Give it one: {key}=...")
+        raise ConfigError(f"{key} is not set", f"{key} must have a value.", f"Set it: {key}=...")
     origin = get_origin(hint)
     if hint is Any:
         return value

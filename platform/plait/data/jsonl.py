@@ -75,7 +75,7 @@ def _open(
         raise DataError(
             f"{key}={path!r}: {'this is a folder' if file.is_dir() else 'no such file'}",
             f"Looked for {file.resolve()}.",
-            "Give the path of a file that exists.",
+            "Set the path of an existing file.",
         )
     try:
         content = file.read_bytes()

@@ -196,7 +196,7 @@ def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task={name!r}, data.task_options={_own(given)}",
-            f"The task refuses: {error}.",
+            f"The task rejects these settings: {error}.",
             f"Its settings are {choices(known)}.",
         ) from error
 
@@ -215,7 +215,7 @@ def _level(name: str, difficulty: int | None) -> dict[str, Any]:
         raise ConfigError(
             f"data.difficulty={difficulty}",
             f"The task {name} has no curriculum.",
-            "Give data.difficulty=null and set data.task_options.",
+            "Set data.difficulty=null and use data.task_options.",
         )
     curriculum = factory.create_curriculum(name)
     levels = max(len(attribute.levels) for attribute in curriculum.attributes.values())

@@ -44,7 +44,7 @@ def check_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -
         raise DataError(
             "data.template='chat'",
             "This model's tokeniser has no chat template.",
-            "Give data.template=plain, or choose an instruction-tuned model.",
+            "Set data.template=plain, or choose an instruction-tuned model.",
         )
 
 
@@ -106,9 +106,9 @@ def _render_chat(conversation: Conversation, where: str, tokeniser: PreTrainedTo
             if not (through.startswith(head) and whole.startswith(through)):
                 raise DataError(
                     f"{where}: message {number + 1} of {len(messages)}",
-                    "The chat template renders a turn otherwise once another follows, so what counts in the "
-                    "loss cannot be told.",
-                    "Give data.template=plain or data.loss=all.",
+                    "The chat template renders a turn differently once another follows, so what counts in "
+                    "the loss cannot be determined.",
+                    "Set data.template=plain or data.loss=all.",
                 )
             spans.append((len(head), _end_of_turn(through, tokeniser)))
     return Rendered(whole[: _end_of_turn(whole, tokeniser)], tuple(spans), special=True)
@@ -133,7 +133,7 @@ def _apply(
         raise DataError(
             f"{where}: {error}",
             "The tokeniser's chat template refuses these messages.",
-            "Correct the row, or give data.template=plain.",
+            "Correct the row, or set data.template=plain.",
         ) from error
 
 
@@ -236,16 +236,16 @@ class LengthLimit:
         if longest > self.model:
             return f"The model takes samples of at most {self.model} tokens (model.max_length)."
         if self.cluster:
-            return f"A sample lies in one microbatch: at most {self.capacity} tokens on {self.cluster}."
-        return f"A sample lies in one microbatch, which holds {self.capacity} tokens (engine.capacity)."
+            return f"A sample must fit into one microbatch: at most {self.capacity} tokens on {self.cluster}."
+        return f"A sample must fit into one microbatch, which holds {self.capacity} tokens (engine.capacity)."
 
     def remedy(self, longest: int) -> str:
         """What would let a sample of ``longest`` tokens through."""
         if longest > self.model:
-            return "Raise model.max_length if the model takes more, take a model for longer texts"
+            return "Raise model.max_length if the model takes more, choose a model for longer texts"
         if self.cluster:
             return "Describe more or larger devices (cluster.options), choose another cluster"
-        return f"Give engine.capacity={longest} or more"
+        return f"Set engine.capacity={longest} or more"
 
 
 def fit(
@@ -265,16 +265,16 @@ def fit(
                 f"{where}: {length} tokens",
                 limit.rule(length),
                 f"{limit.remedy(_longest_allowed(samples, limit, length))}, "
-                "or give data.overlong=drop or data.overlong=truncate.",
+                "or set data.overlong=drop or data.overlong=truncate.",
             )
         if length > longest and rule == "drop":
             kept.append(None)
             continue
         if not sample.labels[:longest].any():
-            cut = f"{limit.remedy(length)}, or give data.overlong=drop."
+            cut = f"{limit.remedy(length)}, or set data.overlong=drop."
             raise DataError(
                 f"{where}: no labelled tokens in the first {min(length, longest)} of {length}",
-                "A sample has at least one token that counts in the loss, and never its first.",
+                "A sample needs at least one token that counts in the loss; its first token never does.",
                 cut if length > longest else "Remove the row.",
             )
         kept.append(min(length, longest))

@@ -93,18 +93,18 @@ def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Ta
     cells = {name: [row[at] for row in rows] for at, name in enumerate(names)}
     shown = {name: _shown(name, cells, records) for name in names if not _repeats(name, cells)}
     shown = {name: column for name, column in shown.items() if any(cell not in (None, "") for cell in column)}
-    left_out = _too_wide(shown, width)
+    hidden = _too_wide(shown, width)
     table = Table(
         title=title,
         title_justify="left",
-        caption=f"left out here: {', '.join(map(heading, left_out))} (--format csv)" if left_out else None,
+        caption=f"hidden columns: {', '.join(map(heading, hidden))} (--format csv)" if hidden else None,
         caption_justify="left",
         header_style="bold",
         box=None,
         pad_edge=False,
         collapse_padding=True,
     )
-    kept = [name for name in shown if name not in left_out]
+    kept = [name for name in shown if name not in hidden]
     for name in kept:
         numeric = name == "steps" or all(isinstance(cell, (int, float, type(None))) for cell in shown[name])
         table.add_column(heading(name), justify="right" if numeric else "left", no_wrap=name != "reason")
@@ -149,13 +149,13 @@ def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
     }
     if "reason" in wanted:
         wanted["reason"] = min(wanted["reason"], LEAST_REASON)
-    left_out: list[str] = []
+    hidden: list[str] = []
     for name in LEAST_NEEDED:
         if sum(wanted.values()) + len(wanted) - 1 <= width:
             break
         if wanted.pop(name, None) is not None:
-            left_out.append(name)
-    return [name for name in shown if name in left_out]
+            hidden.append(name)
+    return [name for name in shown if name in hidden]
 
 
 def _progress(record: JobRecord) -> Cell:

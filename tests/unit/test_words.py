@@ -1,0 +1,232 @@
+"""The field's standard words (DESIGN §2): the private ones that they replaced do not come back."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("platform", "dashboards", "kernels")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs")
+
+# What must not be read by a user: pattern, and what to say instead.
+TEXT = {
+    r"\b(un)?park(s|ed|ing|ings)?\b": "paused, preempted",
+    r"\banew\b": "again, restarted",
+    r"\b(desk|clerk|mailbox)(e?s)?\b": "control server",
+    r"\bladders?\b": "rungs, rung table",
+    r"\bverdicts?\b": "result, decision",
+    r"\bjudg(e|es|ed|ing|e?ments?)\b": "decide, compare, score",
+    r"\b(go|goes|going|gone|went) on( with)?\b": "resume, continue",
+    r"\b(take|takes|taken|taking|took) over\b": "adopt",
+    r"\b(take|takes|taken|taking|took) away\b": "export, delete",
+    r"\bcut short\b": "orphaned, truncated",
+    r"\bsit(s|ting)? out\b|\brests\b": "skips",
+    r"\bsat out\b": "skipped",
+    r"\b(is|are|be|been|was|were|what) told\b|\btold (of|to|in)\b": "reported",
+    r"\bhopeless\b": "failure limit exceeded",
+    r"\bimpatient\b": "patience",
+    r"\bdisplac(e|es|ed|ing)\b": "preempted",
+    r"\b(trials?|jobs?|it|they|all|others) (is|are) over\b|\bwhat is over\b": "ended",
+    r"\b(workers?|process(es)?) (is|are|was|were|that is|that are) gone\b": "dead",
+    r"\b(trials?|points?|others) (is|are) drawn\b|\bdrawn (by|once|in)\b": "suggested",
+    r"\bdraws? (a trial|another|more)\b": "suggest",
+    r"\b(nobody|somebody|whoever)\b": "no process, someone, the process that",
+    r"\bno such choice\b|\bgive null to\b": "unknown …; set … to null",
+    r"\bbegun with\b|\bto be had\b": "started with, available",
+}
+# Words of which no name may be made: of a module, class, function, argument or attribute.
+NAMES = {
+    *("park", "parks", "parked", "parking", "anew", "desk", "clerk", "mailbox", "ladder", "ladders"),
+    *("verdict", "verdicts", "judge", "judges", "judged", "judgement", "hopeless", "impatient", "told"),
+    *("untold", "displace", "displaced", "gone", "takeover", "resting", "rests"),
+}
+# A docstring begins with what the thing is or does; these leave out the noun.
+OPENINGS = r"(Of|That of|Those of|Those that|As of|The same as of)\b"
+# Others' words, not ours.
+FOREIGN = {
+    "word_ladder": "a task of reasoning-gym",
+}
+# Still to be mended; nothing is added here.
+PENDING: frozenset[str] = frozenset(
+    {
+        "ARCHITECTURE.md",
+        "README.md",
+        "docs/kernels.md",
+        "platform/plait/adapters/lora.py",
+        "platform/plait/cli/control.py",
+        "platform/plait/cost/memory.py",
+        "platform/plait/cost/probes.py",
+        "platform/plait/cost/profiles.py",
+        "platform/plait/cost/storage_counter.py",
+        "platform/plait/cost/time.py",
+        "platform/plait/engine/catalogue.py",
+        "platform/plait/engine/checkpointing.py",
+        "platform/plait/engine/checkpoints.py",
+        "platform/plait/engine/finishing.py",
+        "platform/plait/engine/live.py",
+        "platform/plait/engine/roster.py",
+        "platform/plait/engine/worker.py",
+        "platform/plait/models/base.py",
+        "platform/plait/models/context.py",
+        "platform/plait/models/quiet.py",
+        "platform/plait/planner/admission.py",
+        "platform/plait/planner/deployment.py",
+        "platform/plait/planner/schedule.py",
+        "platform/plait/planning/described.py",
+        "platform/plait/search/attend.py",
+        "platform/plait/search/control/__init__.py",
+        "platform/plait/search/control/desk.py",
+        "platform/plait/search/control/mailbox.py",
+        "platform/plait/search/engine.py",
+        "platform/plait/search/forget.py",
+        "platform/plait/search/identity.py",
+        "platform/plait/search/kept.py",
+        "platform/plait/search/launch.py",
+        "platform/plait/search/objective.py",
+        "platform/plait/search/outlook.py",
+        "platform/plait/search/patience.py",
+        "platform/plait/search/prior.py",
+        "platform/plait/search/recorded.py",
+        "platform/plait/search/results.py",
+        "platform/plait/search/run.py",
+        "platform/plait/search/rungs.py",
+        "platform/plait/search/signature.py",
+        "platform/plait/search/stopper.py",
+        "platform/plait/search/stopping.py",
+        "platform/plait/search/tracked.py",
+        "platform/plait/search/trial_records.py",
+        "platform/plait/search/workers.py",
+        "platform/plait/terminal/text.py",
+        "platform/plait/tracking/board.py",
+        "platform/plait/tracking/final.py",
+        "platform/plait/tracking/spool.py",
+        "platform/plait/tracking/tracker.py",
+        "platform/plait_bench/lorafusion.py",
+        "platform/plait_bench/search_vs_sequential.py",
+    }
+)
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for folder in SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+
+
+MODULES = dict(modules())
+
+
+def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """String literals that are not docstrings, with their lines."""
+    documentation = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value for part in node.values if isinstance(part, ast.Constant)]
+            yield node.lineno, " … ".join(map(str, parts))
+        elif is_text(node) and id(node) not in documentation:
+            assert isinstance(node, ast.Constant)
+            yield node.lineno, str(node.value)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Names that the module gives, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a snake_case or CamelCase name."""
+    return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
+
+
+def found_in(text: str) -> list[str]:
+    for foreign in FOREIGN:
+        text = text.replace(foreign, "")
+    return [
+        f"{match[0]!r}: say {instead}"
+        for pattern, instead in TEXT.items()
+        for match in re.finditer(pattern, text, re.IGNORECASE)
+    ]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+def yaml_files() -> list[Path]:
+    return [path for folder in ("conf", "sweeps") for path in sorted((ROOT / folder).rglob("*.yaml"))]
+
+
+def pages() -> list[Path]:
+    return [
+        path
+        for page in PAGES
+        for path in sorted((ROOT / page).rglob("*.md") if (ROOT / page).is_dir() else [ROOT / page])
+        if path.exists()
+    ]
+
+
+def test_texts_in_code() -> None:
+    assert [
+        f"{path}:{line} {said}"
+        for path, tree in MODULES.items()
+        if path not in PENDING
+        for line, text in literals(tree)
+        for said in found_in(text)
+    ] == []
+
+
+def test_configuration_and_pages() -> None:
+    assert [
+        f"{path.relative_to(ROOT)}:{line} {said}"
+        for path in (*yaml_files(), *pages())
+        if path.relative_to(ROOT).as_posix() not in PENDING
+        for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for said in found_in(text)
+    ] == []
+
+
+def test_names() -> None:
+    given = [
+        (path, line, name)
+        for path, tree in MODULES.items()
+        if path not in PENDING
+        for line, name in (*names(tree), (1, Path(path).stem), (1, Path(path).parent.name))
+    ]
+    assert [f"{path}:{line} {name}" for path, line, name in given if words_of(name) & NAMES] == []
+
+
+def test_a_docstring_begins_with_what_the_thing_is_or_does() -> None:
+    assert [
+        f"{path}:{line} {text.splitlines()[0]}"
+        for path, tree in MODULES.items()
+        if path not in PENDING
+        for line, text in docstrings(tree)
+        if re.match(OPENINGS, text)
+    ] == []
+
+
+def test_the_patterns_find_the_old_words_and_nothing_else() -> None:
+    old = "It was parked and goes on anew; the clerk's verdict: 3 of 4 trials are over, others took over"
+    assert len(found_in(old)) == 7
+    assert found_in("sparks, a new desktop, the going rate, one takeover, prestigious") == []
+    assert found_in("word_ladder, prejudge, restful, an unanswered job, trials over the limit") == []
+    assert words_of("DeskClerk") == {"desk", "clerk"}
+    assert words_of("_was_told") & NAMES == {"told"}
