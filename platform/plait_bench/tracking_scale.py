@@ -37,10 +37,8 @@ from plait.core.settings import RunSettings, TrackingSettings
 from plait.tracking import SearchFacts, Tracker, locate, ui_command
 from plait.tracking.mlflow_store import Store
 from plait.tracking.names import EVAL_LOSS, OBJECTIVE, TRAIN_LOSS
-from plait.tracking.tables import FITS_ARTIFACT, GROUP_STEPS_ARTIFACT, Fits, GroupSteps
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.durations import duration
-from plait.utils.paths import search_folder
 from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.joint_side import load_joint_side
@@ -96,16 +94,14 @@ class Caller:
         tracker: with its search begun.
         jobs: whose settings the adapters have, in turns.
         script: what is trained.
-        folder: of the search, for its tables of group steps and of fits.
     """
 
-    def __init__(self, tracker: Tracker, jobs: Sequence[JobSpec], script: Script, folder: Path) -> None:
+    def __init__(self, tracker: Tracker, jobs: Sequence[JobSpec], script: Script) -> None:
         self._tracker = tracker
         self._jobs = [
             replace(jobs[at % len(jobs)], name=f"adapter-{at:04d}") for at in range(script.adapters)
         ]
         self._script = script
-        self._steps, self._fits = GroupSteps(folder), Fits(folder)
         self._iteration = 0
         self.seconds = 0.0  # in the tracker's calls, waiting for anything included
 
@@ -134,25 +130,18 @@ class Caller:
             iteration = GroupStep(
                 "group-0", self._iteration, names, 2, tokens, 2.0, 2**30, 2048, each, 1.9, 2**30
             )
-            self._handle([*events, iteration])
-            self._timed(partial(self._tables, iteration))
+            self._handle([*events, iteration, *self._fits()])
             if step % max(1, script.steps // COMMITS) == 0:
                 self._timed(tracker.commit)
         for at, job in jobs.items():
             self._end(at, job.name)
 
-    def _tables(self, iteration: GroupStep) -> None:
-        """The tables of group steps and of fits, as a search keeps them."""
-        self._steps.add(iteration)
-        if self._steps.grown:
-            self._tracker.record_table(GROUP_STEPS_ARTIFACT, self._steps.artifact())
-        if self._iteration % FITS_EVERY:
-            return
-        for target, terms in (("seconds", COEFFICIENTS // 4), ("bytes", COEFFICIENTS)):
-            found = tuple((f"term {at}", 1.0 / (self._iteration + at)) for at in range(terms))
-            self._fits.add(ModelFitted(target, self._iteration, 256, found, 0.01, 0.02, 0.03, 0.05))
-        if self._fits.grown:
-            self._tracker.record_table(FITS_ARTIFACT, self._fits.artifact())
+    def _fits(self) -> Iterator[ModelFitted]:
+        """The fits that follow an iteration."""
+        if self._iteration % FITS_EVERY == 0:
+            for target, terms in (("seconds", COEFFICIENTS // 4), ("bytes", COEFFICIENTS)):
+                found = tuple((f"term {at}", 1.0 / (self._iteration + at)) for at in range(terms))
+                yield ModelFitted(target, self._iteration, 256, found, 0.01, 0.02, 0.03, 0.05)
 
     def _end(self, at: int, job: str) -> None:
         script = self._script
@@ -320,7 +309,7 @@ def _costs(
     with Tracker(settings.tracking) as tracker:
         tracker.start_search(SearchFacts("tracking_scale", settings))
         tracker.flush()
-        caller = Caller(tracker, jobs, script, search_folder(settings.tracking.root, "tracking_scale"))
+        caller = Caller(tracker, jobs, script)
         costs.append(Cost(0.0, tracker.writer_seconds, _cpu(server), time.perf_counter()))
         pace = USUAL_SECONDS[store] * script.steps  # seconds for one adapter
         for start, stop in _parts(script.adapters, edge):

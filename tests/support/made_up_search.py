@@ -19,8 +19,6 @@ from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgres
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.storage import open_storage
 from plait.tracking import SearchFacts, Tracker
-from plait.tracking.tables import GROUP_STEPS_ARTIFACT, GroupSteps
-from plait.utils.paths import search_folder
 
 TOGETHER, CAPACITY = 16, 2048
 RANKS, DROPOUTS = (4, 8, 16, 32, 64), (0.0, 0.05, 0.1)
@@ -52,7 +50,6 @@ def make_up(settings: TrackingSettings, name: str, jobs: int, steps: int) -> Non
     waiting = deque(_draw(trial, steps, chance) for trial in range(jobs))
     storage = open_storage(None, settings.root)
     study = optuna.create_study(study_name=name, storage=storage)
-    table = GroupSteps(search_folder(settings.root, name))
     run = RunSettings(tracking=settings, search=SearchSettings(name=name, trials=jobs))
     told: dict[int, Any] = {}
     live: list[_Live] = []
@@ -65,13 +62,12 @@ def make_up(settings: TrackingSettings, name: str, jobs: int, steps: int) -> Non
                 tracker.start_job(live[-1].job, live[-1].trial)
                 tracker.handle(JobAdmitted(live[-1].job, 0, steps, "g0"))
             iteration += 1
-            table.add(_group_step(live, iteration, steps, tracker, chance))
+            _group_step(live, iteration, steps, tracker, chance)
             for item in list(live):
                 if (state := _end(item, steps)) is not None:
                     told[item.trial] = _told(item, state, steps)
                     _judge(item, state, steps, tracker)
                     live.remove(item)
-        tracker.record(GROUP_STEPS_ARTIFACT, table.artifact())
     study.add_trials([told[trial] for trial in sorted(told)])
 
 

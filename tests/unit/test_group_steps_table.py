@@ -12,7 +12,16 @@ import pytest
 from plait.core.errors import StorageError
 from plait.core.messages import GroupStep, ModelFitted
 from plait.tracking import tables
-from plait.tracking.tables import GROUP_STEP_COLUMNS, MOST_GROUP_STEPS, Fits, GroupSteps, read_group_steps
+from plait.tracking.tables import (
+    FITS_ARTIFACT,
+    GROUP_STEP_COLUMNS,
+    GROUP_STEPS_ARTIFACT,
+    MOST_GROUP_STEPS,
+    Fits,
+    GroupSteps,
+    SearchTables,
+    read_group_steps,
+)
 
 
 def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
@@ -96,7 +105,7 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
     assert read_group_steps(table.path)[-1].iteration == rows + 1
 
 
-def test_what_a_killed_process_left_of_a_line_spoils_no_other_process_row(tmp_path: Path) -> None:
+def test_a_torn_line_of_a_killed_process_spoils_no_row_of_another(tmp_path: Path) -> None:
     steps, fits = GroupSteps(tmp_path), Fits(tmp_path)
     fitted = ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
     for before, (table, key) in itertools.product((0, 1), ((steps, "iteration"), (fits, "target"))):
@@ -130,3 +139,16 @@ def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
     rows = read_group_steps(both[0].path)
     assert [row.iteration for row in rows] == list(range(1, 11))
     assert len(json.loads(both[1].artifact())["data"]) == 10
+
+
+def test_a_search_shows_its_tables_as_they_grow_and_at_its_end(tmp_path: Path) -> None:
+    shown: list[tuple[str, int]] = []
+    tables = SearchTables(tmp_path, lambda path, text: shown.append((path, len(json.loads(text)["data"]))))
+    tables.handle(ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1))
+    for at in range(1, 8):
+        tables.handle(step(at))
+    tables.finish()
+    tables.finish()
+    steps = [rows for path, rows in shown if path == GROUP_STEPS_ARTIFACT]
+    assert steps == [1, 2, 3, 4, 5, 7]  # by a quarter each time, and what is left at the end
+    assert [rows for path, rows in shown if path == FITS_ARTIFACT] == [1]

@@ -64,7 +64,6 @@ from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
-from plait.tracking.tables import GroupSteps
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 
@@ -299,7 +298,7 @@ class _Launch:
                 PLAN_FILE, write_plan(folder, coordinator.plan())
             )  # the choices, should this end early
             with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
-                result = self._train(coordinator, tracker, GroupSteps(folder))
+                result = self._train(coordinator, tracker)
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
@@ -323,14 +322,14 @@ class _Launch:
         except StorageError as error:
             tracker.notices.append(error.value)
 
-    def _train(self, coordinator: Coordinator, tracker: Tracker, steps: GroupSteps) -> SearchResult:
+    def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
         with (
             Terminal(tracker.board, self._console) as terminal,
             Interrupts(terminal.announce) as interrupts,
         ):
             self._source.patience.say = terminal.note
             self._source.patience.stop = lambda: interrupts.requested
-            recorder = SearchRecorder(tracker, terminal, steps)
+            recorder = SearchRecorder(tracker, terminal)
             clerk = self._clerk(coordinator, tracker, terminal.note)
             if self._settings.search.fresh:
                 clerk.begin_anew()
@@ -347,7 +346,6 @@ class _Launch:
             if result.ended_by in ENDING and not self._source.others:
                 clerk.withdraw()
             clerk.close()
-            recorder.show_tables()
             return result
 
     def _attend(self, tracker: Tracker, say: Callable[[str], None], clerk: Clerk) -> Attend:

@@ -1,4 +1,14 @@
-"""Everything Plait keeps in MLflow: losses, throughput, adapters, leaderboard."""
+"""Everything Plait keeps in MLflow: losses, throughput, adapters, leaderboard.
+
+A loss goes from the worker to MLflow through these modules, each of which hands it to the next:
+
+    engine/coordinator.py   a step of a job is complete: JobProgress
+    search/run.py           every event of the engine, in order
+    tracking/tracker.py     which run it belongs to, and whether its step is written
+    tracking/event_log.py   on disk, once, until the store has it
+    tracking/writer.py      in the background, several together
+    tracking/mlflow_store.py  the one place that talks to MlflowClient
+"""
 
 import os
 

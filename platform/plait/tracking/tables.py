@@ -137,6 +137,30 @@ class Fits(LineTable):
         self.append(asdict(fitted) | {"coefficients": dict(fitted.coefficients)})
 
 
+class SearchTables:
+    """Both tables of the search in ``folder``; ``show`` writes one to the search's run, by its path there."""
+
+    def __init__(self, folder: Path, show: Callable[[str, str], None]) -> None:
+        self._steps, self._fits = GroupSteps(folder), Fits(folder)
+        self._show = show
+
+    def handle(self, event: GroupStep | ModelFitted) -> None:
+        """Add a row, and show the table where it has grown."""
+        if isinstance(event, GroupStep):
+            self._steps.add(event)
+        else:
+            self._fits.add(event)
+        for table, path in ((self._steps, GROUP_STEPS_ARTIFACT), (self._fits, FITS_ARTIFACT)):
+            if table.grown:
+                self._show(path, table.artifact())
+
+    def finish(self) -> None:
+        """Show the tables as they are at the end."""
+        for table, path in ((self._steps, GROUP_STEPS_ARTIFACT), (self._fits, FITS_ARTIFACT)):
+            if table.behind:
+                self._show(path, table.artifact())
+
+
 def read_group_steps(path: Path, most: int | None = None) -> list[GroupStepRow]:
     """Rows of a table, oldest first; none where there is no table.
 

@@ -22,6 +22,7 @@ from plait.core.messages import (
     JobGenerated,
     JobPaused,
     JobProgress,
+    ModelFitted,
 )
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
@@ -33,6 +34,7 @@ from plait.tracking.location import locate
 from plait.tracking.mlflow_store import StoreSender
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus
 from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
+from plait.tracking.tables import SearchTables
 from plait.tracking.values import Curve, evaluation_values, group_values, parameter_text, step_values
 from plait.tracking.writer import Writer
 from plait.utils.addresses import redact
@@ -50,6 +52,7 @@ class _Started:
     log: EventLog
     writer: Writer
     run: SearchRun
+    tables: SearchTables
 
 
 class Tracker:
@@ -157,7 +160,8 @@ class Tracker:
         writer = Writer(sender, log, self._settings.flush_seconds, between=self._read_others)
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
-        self._started = _Started(search.name, log, writer, run)
+        tables = SearchTables(folder.parent, run.write_table)
+        self._started = _Started(search.name, log, writer, run, tables)
         return log, run
 
     @property
@@ -172,10 +176,6 @@ class Tracker:
         """
         text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
         self._log.text(self._log.head.parent, path, redact(text))
-
-    def record_table(self, path: str, text: str) -> None:
-        """Keep a table with the search's run: JSON with ``columns`` and ``data``, as MLflow shows it."""
-        self._running.run.write_table(path, redact(text))
 
     def end_search(self, state: JobState = JobState.FINISHED, reason: str = "") -> None:
         """End the search's run: finished, paused or failed. Jobs that still train are marked paused, and a
@@ -194,6 +194,7 @@ class Tracker:
         if (log.shared or not run.whole) and self._connection.opened and not log.behind:
             with suppress(StorageError), storage_errors(self.location):
                 self._take_others(self._stored_jobs())
+        self._started.tables.finish()
         run.refresh(self.run_id, now=True)
         run.write_point({})
         if not shared:
@@ -302,6 +303,9 @@ class Tracker:
                 read, self._read = self._read, ()
                 self._take_others(read)
                 self._running.run.write_point(group_values(event))
+                self._running.tables.handle(event)
+            case ModelFitted():
+                self._running.tables.handle(event)
 
     def _job_admitted(self, event: JobAdmitted, was: JobState | None) -> None:
         log, job = self._log, event.job.name
