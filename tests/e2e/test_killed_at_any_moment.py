@@ -205,7 +205,7 @@ def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
         f"{len(moments)} kills, half of them before one of the first {most} operations on the disk of "
         f"{operations}, between {min(moments):.2f} and {max(moments):.2f} s of processor time (start "
         f"{start:.2f} s, undisturbed {complete:.2f} s); gone on from a state "
-        f"{log.count('goes on from step')} times; {count} points of {TRIALS} trials equal within 1e-5"
+        f"{log.count('resumes from step')} times; {count} points of {TRIALS} trials equal within 1e-5"
     )
     assert {trial.state for trial in study_of(broken)} == {TrialState.COMPLETE, TrialState.PRUNED}
 
@@ -275,7 +275,7 @@ def test_two_workers_share_the_trials_and_one_takes_over_from_the_other(
     assert len(started["one"]) == 2, said
     assert not started["one"] & started["two"], said
     assert started["one"] | started["two"] == {f"trial-{number:04d}" for number in range(TRIALS)}
-    assert [line.split()[0] for line in said["two"].splitlines() if "goes on from step" in line] == sorted(
+    assert [line.split()[0] for line in said["two"].splitlines() if "resumes from step" in line] == sorted(
         started["one"]
     ), said
     assert re.search(

@@ -78,7 +78,7 @@ def test_the_printed_command_goes_on_to_the_losses_of_an_undisturbed_search(
     assert all(0 < count < STEPS for count in steps_before.values()), steps_before
 
     assert main(command[1:]) == 0
-    assert "goes on from step" in capsys.readouterr().out
+    assert "resumes from step" in capsys.readouterr().out
     resumed = trials(folder)
     assert [item.state for item in resumed] == [TrialState.COMPLETE] * 2
 
@@ -114,7 +114,7 @@ def test_study_and_runs_in_postgresql_go_on_after_an_interruption(
 
     assert main(["sweep", *arguments]) == 0
     out = capsys.readouterr()
-    assert "goes on from step" in out.out
+    assert "resumes from step" in out.out
     assert "secret" not in out.out + out.err
     after = trials(folder, study)
     assert [item.state for item in after] == [TrialState.COMPLETE] * 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec
 from plait.core.messages import (
     Attach,
@@ -188,6 +189,9 @@ class CurveWorker:
 
 
 def save(directory: Path, cursor: Cursor) -> None:
-    """Write a state that a :class:`CurveWorker` reads."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / HEADER).write_text(json.dumps(asdict(cursor)))
+    """Write a checkpoint that a :class:`CurveWorker` reads."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / HEADER).write_text(json.dumps(asdict(cursor)))
+    except OSError as error:
+        raise StorageError(f"{directory}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
+    Command,
     Cursor,
     Evaluate,
     Event,
@@ -32,6 +33,7 @@ from plait.core.messages import (
     RunMicrobatches,
     SaveCheckpoint,
     StepJobs,
+    WorkerEvent,
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
 from plait.engine.admission import Admission
@@ -129,6 +131,43 @@ def test_device_time_is_attributed_to_the_last_nanosecond(
             assert max(each.tokens for each in command.microbatches) <= 16
     assert sum(round(end.device_seconds * 1e9) for end in ends) == total
     assert len(ends) == len(jobs)
+
+
+@dataclass
+class TimedWorker(CurveWorker):
+    """A worker that moves the clock on by what its commands take; ``iterations`` are those of training."""
+
+    now: float = 0.0
+    iterations: list[float] = field(default_factory=list)
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        spent = len(self.spent)
+        events = super().execute(command)
+        seconds = sum(self.spent[spent:])
+        self.now += seconds
+        if isinstance(command, RunMicrobatches):
+            self.iterations.append(seconds)
+        elif isinstance(command, StepJobs):
+            self.iterations[-1] += seconds
+        return events
+
+
+def test_an_iteration_takes_from_the_first_microbatch_to_the_last_step_whoever_joins_or_ends() -> None:
+    """Attaching, evaluating, saving and exporting are not in it: also where the first job ends in it."""
+    worker = TimedWorker()
+    run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
+    made = Coordinator(worker, DataCatalogue(load_lengths), run, folder=Path("run"), clock=lambda: worker.now)
+    made.submit(job("first", steps=2, validation=(4,)))
+    made.submit(job("second", steps=4, validation=(4,), eval_every=1))
+    events = drain(made)
+    iterations = of(GroupStep, events)
+    assert [event.jobs for event in iterations] == [("first", "second")] * 2 + [("second",)] * 2
+    assert [event.seconds for event in iterations] == pytest.approx(worker.iterations)
+    for event in iterations:
+        tokens = dict(zip(event.jobs, event.job_tokens, strict=True))
+        for name in event.jobs:
+            (step,) = [each for each in of(JobProgress, events, name) if each.step == event.iteration]
+            assert step.tokens_per_s == pytest.approx(tokens[name] / event.seconds)
 
 
 def test_a_failure_ends_its_own_job_only() -> None:

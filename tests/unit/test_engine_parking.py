@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.lifecycle import JobResult, PauseReason
+from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
     Command,
     Evaluate,
@@ -29,6 +30,7 @@ from plait.core.messages import (
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.checkpoints import RETRY_SECONDS
 from plait.engine.coordinator import Coordinator
 from plait.engine.ledger import nanoseconds
 
@@ -84,7 +86,7 @@ def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -
     made.advance()
     assert made.checkpointer.save([made._find("a")])[0]["a"].name.endswith("1")
     made.pause("a")
-    assert parked(made.settle()) == []
+    assert paused(made.settle()) == []
 
 
 def test_a_job_that_waits_is_parked_too(make: Callable[..., tuple[Coordinator, CurveWorker]]) -> None:
@@ -93,14 +95,14 @@ def test_a_job_that_waits_is_parked_too(make: Callable[..., tuple[Coordinator, C
     made.submit(job("b"))
     made.advance()
     made.pause("b")
-    assert parked(made.settle()) == [("b", 0, PauseReason.BY_ORDER)]
+    assert paused(made.settle()) == [("b", 0, PauseReason.BY_ORDER)]
 
 
 def steps(events: Sequence[Event], name: str) -> list[int]:
     return [event.step for event in events if isinstance(event, JobProgress) and event.job == name]
 
 
-def parked(events: Sequence[Event]) -> list[tuple[str, int, str]]:
+def paused(events: Sequence[Event]) -> list[tuple[str, int, str]]:
     return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobPaused)]
 
 
@@ -109,7 +111,7 @@ def test_a_job_at_a_rung_gives_its_place_to_the_next_and_comes_back(make: Any) -
     made.submit(job("a"), rungs=(2, 4), measured=True)
     made.submit(job("b", steps=3))
     events = drain(made, lambda turn: made.resume("a", PauseReason.AT_RUNG) if turn in (5, 9) else None)
-    assert parked(events) == [("a", 2, PauseReason.AT_RUNG), ("a", 4, PauseReason.AT_RUNG)]
+    assert paused(events) == [("a", 2, PauseReason.AT_RUNG), ("a", 4, PauseReason.AT_RUNG)]
     assert groups(events) == [("a",)] * 2 + [("b",)] * 3 + [("a",)] * 4
     assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
     assert [e.step for e in events if isinstance(e, JobAdmitted) and e.job.name == "a"] == [0, 2, 4]
@@ -125,7 +127,7 @@ def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -
     assert made.free_slots() > 0
     made.resume("a", PauseReason.AT_RUNG)
     events += drain(made)
-    assert parked(events) == []
+    assert paused(events) == []
     assert steps(events, "a") == [1, 2, 3, 4, 5, 6]
 
 
@@ -162,7 +164,7 @@ def test_parking_and_unparking_by_hand_wherever_the_job_stands(make: Any) -> Non
             made.resume("b")
 
     events = drain(made, between)
-    assert parked(events) == [("a", 1, PauseReason.BY_ORDER), ("b", 1, PauseReason.BY_ORDER)]
+    assert paused(events) == [("a", 1, PauseReason.BY_ORDER), ("b", 1, PauseReason.BY_ORDER)]
     assert groups(events) == [("a",), ("b",)] + [("a",)] * 5 + [("b",)]
     with pytest.raises(ConfigError, match="waits or trains"):
         made.pause("c")
@@ -173,7 +175,7 @@ def test_a_pause_at_a_rung_lasts_until_both_are_over(make: Any) -> None:
     made.submit(job("a", steps=3), rungs=(1,))
     made.advance()
     made.pause("a")
-    assert parked(made.advance()) == [("a", 1, PauseReason.AT_RUNG)]
+    assert paused(made.advance()) == [("a", 1, PauseReason.AT_RUNG)]
     made.resume("a", PauseReason.AT_RUNG)
     assert made.advance() == []
     made.resume("a")
@@ -237,7 +239,7 @@ def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(ma
             made.submit(job("later", steps=1))
 
     events = drain(made, between)
-    assert parked(events) == [("c", 2, PauseReason.PREEMPTED)]
+    assert paused(events) == [("c", 2, PauseReason.PREEMPTED)]
     assert groups(events)[2:5] == [("a", "b", "urgent")] * 2 + [("a", "b", "c")]
     for name in "abc":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
@@ -245,12 +247,49 @@ def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(ma
     assert admitted == ["a", "b", "c", "urgent", "c", "later"]
 
 
+@dataclass
+class Disk(CurveWorker):
+    """A worker whose disk is full for checkpoints, or is not."""
+
+    full: bool = False
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        if isinstance(command, SaveCheckpoint) and self.full:
+            raise StorageError("no space left")
+        return super().execute(command)
+
+
+def test_a_preempted_job_that_cannot_be_saved_keeps_its_slot_until_it_can(tmp_path: Path) -> None:
+    """The urgent one waits meanwhile, no step is lost, and afterwards it has the slot."""
+    worker, now = Disk(falling), [0.0]
+    run = RunSettings(engine=EngineSettings(capacity=16), planner=PlannerSettings(max_jobs=1))
+    made = Coordinator(worker, DataCatalogue(load_lengths), run, folder=tmp_path, clock=lambda: now[0])
+    made.submit(job("low"))
+    begun = made.advance()
+    made.submit(job("urgent", priority=1, steps=2))
+    worker.full = True
+    kept = [*made.advance(), *made.advance()]
+    assert groups([*begun, *kept]) == [("low",)] * 3
+    assert paused(kept) == []
+    assert list(worker.jobs) == ["low"]
+    worker.full, now[0] = False, RETRY_SECONDS
+    later = made.advance()
+    assert paused(later) == [("low", 3, PauseReason.PREEMPTED)]
+    assert groups(later) == [("urgent",)]
+    events = [*begun, *kept, *later, *drain(made)]
+    assert steps(events, "low") == [1, 2, 3, 4, 5, 6]
+    assert {event.job: event.state for event in events if isinstance(event, JobResult)} == {
+        "low": JobState.FINISHED,
+        "urgent": JobState.FINISHED,
+    }
+
+
 def test_out_of_memory_makes_the_group_smaller_and_no_step_is_lost(make: Any) -> None:
     made, worker = make(room=2)
     for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 0)):
         made.submit(job(name, priority=priority, steps=3))
     events = drain(made)
-    assert parked(events) == [("d", 0, PauseReason.PREEMPTED), ("c", 0, PauseReason.PREEMPTED)]
+    assert paused(events) == [("d", 0, PauseReason.PREEMPTED), ("c", 0, PauseReason.PREEMPTED)]
     assert groups(events) == [("b", "a")] * 3 + [("c", "d")] * 3
     for name in "abcd":
         assert steps(events, name) == [1, 2, 3]
@@ -281,7 +320,7 @@ def test_a_larger_group_is_tried_again_after_ends_ever_more_rarely(make: Any) ->
     events = drain(made)
     assert {len(group) for group in groups(events)} <= {1, 2}
     assert [name for name in names if steps(events, name) != [1]] == []
-    out = [each for each in parked(events) if each[2] == PauseReason.PREEMPTED]
+    out = [each for each in paused(events) if each[2] == PauseReason.PREEMPTED]
     runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
     assert runs - len(groups(events)) == len(out)
     assert 2 <= len(out) - 38 <= 1 + math.log2(40)  # the first step came down from 40 to 2, one by one
@@ -344,7 +383,7 @@ def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: A
     events = [*made.advance(), *made.advance()]
     made.submit(job("urgent", priority=1, steps=2))
     events += drain(made)
-    assert parked(events) == [("b", 3, PauseReason.PREEMPTED)]
+    assert paused(events) == [("b", 3, PauseReason.PREEMPTED)]
     assert groups(events)[2:6] == [("a", "b")] + [("a", "urgent")] * 2 + [("a", "b")]
     for name in "ab":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]

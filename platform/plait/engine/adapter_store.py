@@ -46,9 +46,6 @@ class AdapterStore:
         self._origins: dict[str, Origin] = {}
         self._best: dict[str, dict[str, Tensor]] = {}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
     def tensors(self) -> Iterator[Tensor]:
         """All tensors on the device."""
         for job in self._specs:

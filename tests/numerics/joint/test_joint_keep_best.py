@@ -12,7 +12,7 @@ import torch
 from laboratory import random_data
 from safetensors import safe_open
 
-import plait.engine.worker as worker_module
+import plait.engine.local_worker as worker_module
 from plait.adapters.peft_folder import import_adapter
 from plait.core.jobs import JobSpec
 from plait.core.messages import (

@@ -122,7 +122,7 @@ def test_a_damaged_state_is_passed_over_for_the_one_before_it(laboratory: Any, k
     assert {e.job.name: e.step for e in again.events if isinstance(e, JobAdmitted)} == {name: 2, other: 4}
     (notice,) = [event.text for event in again.events if isinstance(event, Notice)]
     assert "step-00000004" in notice
-    assert "goes on from step 2" in notice
+    assert "resumes from step 2" in notice
     assert again.losses(name) == pytest.approx(whole.losses(name)[2:], rel=1e-5)
     assert again.losses(other) == pytest.approx(whole.losses(other)[4:], rel=1e-5)
     assert rest.losses(name) == whole.losses(name)[2:4]
