@@ -19,7 +19,7 @@ import plait.engine.adapter_store
 import plait.engine.build
 import plait.search.study
 from plait.cli.main import main
-from plait.search.journal import Journal
+from plait.search.storage import Journal
 
 HOUR = 3600.0
 Trials = Callable[..., list[FrozenTrial]]

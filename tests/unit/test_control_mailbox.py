@@ -36,12 +36,11 @@ from plait.search.control.mailbox import Answer, Mailbox, Request
 from plait.search.control.orders import Mode, Orders
 from plait.search.control.status import status_facts
 from plait.search.control.targets import check_target
-from plait.search.patience import Patience
+from plait.search.ownership import Owner as Trainer
 from plait.search.points import read_point, read_values
 from plait.search.recorded import RecordedCommand, write_command
-from plait.search.storage import from_anywhere, open_storage
+from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study_orders import StudyOrders
-from plait.search.workers import Owner as Trainer
 from plait.terminal.text import status_line
 from plait.tracking.board import Board, JobRecord
 from plait.utils.paths import search_folder

@@ -9,10 +9,10 @@ import optuna
 import pytest
 
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.patience import Patience
 from plait.search.rungs import RungRecord
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import make_pruner
+from plait.search.storage import Patience
 
 ONE = SearchSettings(stopping=StoppingSettings(kind="asha"))
 ANOTHER = SearchSettings(stopping=StoppingSettings(kind="asha", metric="train/loss"))

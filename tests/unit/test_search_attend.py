@@ -4,9 +4,8 @@ from types import SimpleNamespace
 
 from plait.core.lifecycle import JobState
 from plait.search.attend import Attend
-from plait.search.claims import Departed
 from plait.search.control.orders import Orders
-from plait.search.workers import Owner
+from plait.search.ownership import Departed, Owner
 from plait.tracking.board import Board, JobRecord
 
 

@@ -17,8 +17,8 @@ from plait.core.messages import JobAdmitted
 from plait.core.settings import RunSettings
 from plait.search.control import Orders
 from plait.search.identity import identify
+from plait.search.ownership import BEATS, MISSED_BEATS, Workers
 from plait.search.study import StudyTrials
-from plait.search.workers import BEATS, MISSED_BEATS, Workers
 
 HOUR = 3600.0
 
@@ -44,7 +44,7 @@ def test_a_worker_elsewhere_keeps_its_trial_as_long_as_it_beats(
     storage = optuna.storages.InMemoryStorage()
     identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
     with monkeypatch.context() as patch:
-        patch.setattr("plait.search.workers.this_host", lambda: "elsewhere")
+        patch.setattr("plait.search.ownership.this_host", lambda: "elsewhere")
         far = StudyTrials(search, SPACE, identity, storage, folder=lambda _: tmp_path / "far")
     trial = far.ask()
     assert trial is not None

@@ -27,8 +27,8 @@ from plait.core.messages import (
 )
 from plait.search.control import Orders
 from plait.search.control.orders import Mode
+from plait.search.ownership import Owner as Trainer
 from plait.search.study import StudyTrials
-from plait.search.workers import Owner as Trainer
 
 RUNNING, PAUSED = Orders(), Orders("paused")
 STOPPING, CANCELLING = Orders("stopping"), Orders("cancelling")

@@ -77,7 +77,7 @@ REQUESTS = {
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.search.run.WAIT_SECONDS", 0.0)
     monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("plait.search.patience.FIRST_DELAY", 0.0)
+    monkeypatch.setattr("plait.search.storage.FIRST_DELAY", 0.0)
     monkeypatch.setattr("plait.search.study.POLL_SECONDS", 0.0)
 
 

@@ -272,8 +272,8 @@ def test_a_killed_search_takes_up_its_running_trials(
     saved.mkdir()
     (saved / HEADER).touch()
     complete(killed, asked[0])  # type: ignore[arg-type]
-    killed.put_back(asked[2], saved)  # type: ignore[arg-type]
-    killed.put_back(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
+    killed.pause(asked[2], saved)  # type: ignore[arg-type]
+    killed.pause(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
 
     again = source(storage=opener(), trials=5)
     assert again.left_over == 3

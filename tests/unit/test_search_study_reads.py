@@ -12,7 +12,7 @@ from rung_bench import Bench, halving
 from plait.core.messages import GroupStep
 from plait.core.settings import SearchSettings
 from plait.search.control import Orders
-from plait.search.outlook import Outlook
+from plait.search.run import Outlook
 from plait.search.study import StudyTrials
 
 
@@ -94,13 +94,13 @@ def test_answers_are_kept_until_something_changes(change: Callable[[Outlook, Sou
     source = Source()
     outlook = Outlook(source, SearchSettings(max_failure_rate=0.25))  # type: ignore[arg-type]
     for _ in range(3):
-        assert outlook.draw(new=True) is None
-        assert not outlook.hopeless
+        assert outlook.suggest(new=True) is None
+        assert not outlook.failure_limit_exceeded
     assert (source.asked, source.totals) == ([True], 1)
-    assert outlook.draw(new=False) is None
+    assert outlook.suggest(new=False) is None
     assert source.asked == [True, False], "another question"
     source.failed = 2
     change(outlook, source)
-    assert outlook.draw(new=False) is None
-    assert outlook.hopeless
+    assert outlook.suggest(new=False) is None
+    assert outlook.failure_limit_exceeded
     assert (source.asked, source.totals) == ([True, False, False], 2)

@@ -223,7 +223,7 @@ def test_workers_of_one_study_draw_no_point_twice(
     sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both are in this process, so that neither finds the other's lock taken.
-    monkeypatch.setattr("plait.search.workers.Workers.gone", lambda *_: False)
+    monkeypatch.setattr("plait.search.ownership.Workers.gone", lambda *_: False)
 
     def opened() -> StudyTrials:
         return source(NUMBERS, open_storage(None, tmp_path), tmp_path / "s", sampler=sampler)
@@ -256,7 +256,7 @@ def test_who_was_killed_in_the_middle_of_a_draw_keeps_its_point_to_itself(
     for key, distribution in list(distributions(space).items())[:written]:
         half._suggest(key, distribution)
     with monkeypatch.context() as patch:
-        patch.setattr("plait.search.claims.Claims.orphans", lambda *_: [])
+        patch.setattr("plait.search.ownership.Claims.orphans", lambda *_: [])
         found += [trial for _ in range(9) if (trial := first.ask()) is not None]
     assert [trial.number for trial in found] == [0, 1, 2, 4, 5, 6, 7]
     taken = source(storage=storage, sampler="random")

@@ -9,9 +9,9 @@ from optuna.storages import BaseStorage
 from sqlalchemy.exc import OperationalError
 
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
+from plait.search.attributes import TRACKED
 from plait.search.storage import in_memory
 from plait.search.tracked import Tracked, tracked_run, without_store
-from plait.search.trial_records import TRACKED
 from plait.tracking import AwayError
 from plait.tracking.connection import _is_away
 from plait.tracking.location import Location

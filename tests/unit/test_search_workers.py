@@ -30,14 +30,9 @@ from plait.config.overrides import read_request
 from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings, SearchSettings
-from plait.search.forget import no_trace
 from plait.search.identity import identify
-from plait.search.journal import Journal
-from plait.search.locks import FileLock, LifeLock, advisory_lock, holder_lives
-from plait.search.patience import FIRST_DELAY, LONGEST_DELAY, Patience, passes
-from plait.search.storage import open_storage, study_lock
-from plait.search.study import StudyTrials
-from plait.search.workers import (
+from plait.search.locks import LifeLock, advisory_lock, file_lock, holder_lives
+from plait.search.ownership import (
     BEAT_SECONDS,
     BEATS,
     MISSED_BEATS,
@@ -47,6 +42,16 @@ from plait.search.workers import (
     owner_of,
     this_host,
 )
+from plait.search.storage import (
+    FIRST_DELAY,
+    LONGEST_DELAY,
+    Journal,
+    Patience,
+    open_storage,
+    passes,
+    study_lock,
+)
+from plait.search.study import StudyTrials
 from plait.utils.addresses import with_driver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,52 +125,22 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
     assert trials.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
         opened(tmp_path, address, fresh=True)
-    assert (trials.lost(), trials.departed(), trials.orphaned) == (set(), [], set())
+    assert (trials.adopted(), trials.departed(), trials.orphaned) == (set(), [], set())
     other.kill()
     kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
     kept.mkdir(parents=True)
     (kept / "checkpoint.json").touch()
-    assert trials.lost() == set()
+    assert trials.adopted() == set()
     assert [gone.describe() for gone in trials.departed()] == [
         f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "
         "1 (from step 20) go on where a place is free"
     ]
     assert trials.orphaned == {"trial-0000", "trial-0001"}
-    assert (trials.lost(), trials.departed()) == (set(), [])  # told once
+    assert (trials.adopted(), trials.departed()) == (set(), [])  # told once
     assert (trials.left_over, trials.others) == (2, 0)
     assert not trials.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
     trials.close()
-
-
-def test_who_could_not_begin_leaves_no_trace_but_what_others_use(tmp_path: Path) -> None:
-    def fail(folder: Path, meanwhile: Callable[[], object]) -> None:
-        with no_trace(folder / "s") as beginning:
-            beginning.source = opened(folder)
-            meanwhile()
-            raise SearchError("bad", "input")
-
-    def begin(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> None:
-        with pytest.raises(SearchError, match="bad"):
-            fail(folder, meanwhile)
-
-    alone = tmp_path / "a"
-    begin(alone)
-    assert all(path.name.startswith("optuna.journal") for path in alone.iterdir())
-    assert open_storage(None, alone).get_all_studies() == []
-    others: list[Other] = []
-    begin(tmp_path, meanwhile=lambda: others.append(Other(tmp_path, None)))
-    assert [study.study_name for study in open_storage(None, tmp_path).get_all_studies()] == ["s"]
-    assert len(list((tmp_path / "s" / "workers").iterdir())) == 1
-    others[0].kill()
-    begin(tmp_path)  # it was there before
-    assert len(open_storage(None, tmp_path).get_all_studies()) == 1
-
-    def beat() -> None:
-        optuna.load_study(study_name="s", storage=open_storage(None, alone)).set_user_attr(f"{BEATS}far", 1)
-
-    begin(alone, meanwhile=beat)  # of a process on another host
-    assert [study.study_name for study in open_storage(None, alone).get_all_studies()] == ["s"]
 
 
 def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
@@ -175,7 +150,7 @@ def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
     first.close()
     second = opened(tmp_path)
     assert second.left_over == 1
-    assert (second.lost(), second.departed()) == (set(), [])
+    assert (second.adopted(), second.departed()) == (set(), [])
     second.close()
 
 
@@ -189,8 +164,8 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     taken = second.ask()
     assert taken is not None
     assert taken.number == trial.number
-    assert (first.lost(), second.lost()) == ({trial.number}, set())
-    assert first.lost() == set()  # told once
+    assert (first.adopted(), second.adopted()) == ({trial.number}, set())
+    assert first.adopted() == set()  # told once
     first.tell(trial, ended("finished", 1.0))
     assert second.finished() == []
 
@@ -199,7 +174,7 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
         first.report(trial, 1, 1.0)
         first.rungs.measure(trial.number, 2, 1.0)
         first.rungs.let_past(trial.number, 2)
-        first.put_back(trial, tmp_path)
+        first.pause(trial, tmp_path)
 
     write()
     second.report(taken, 3, 2.0)
@@ -315,7 +290,7 @@ def test_looking_often_does_not_make_a_worker_older(tmp_path: Path) -> None:
 def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.search.workers.BEAT_SECONDS", 0.001)
+    monkeypatch.setattr("plait.search.ownership.BEAT_SECONDS", 0.001)
     before = set(threading.enumerate())
     written: list[tuple[str, int]] = []
     tries, enough = itertools.count(), threading.Event()
@@ -364,10 +339,10 @@ def begin(path: Path, kind: str) -> subprocess.Popen[str]:
     program = (
         f"import sys; sys.path[:0] = {PATHS!r}\n"
         "from pathlib import Path\n"
-        "from plait.search.locks import FileLock, LifeLock\n"
+        "from plait.search.locks import LifeLock, file_lock\n"
         "print('begins', flush=True)\n"
         f"lock = {kind}(Path({str(path)!r}))\n"
-        "getattr(lock, 'acquire', lambda: None)()\n"
+        "getattr(lock, '__enter__', lambda: None)()\n"
         "print('held', flush=True); sys.stdin.read()"
     )
     return subprocess.Popen(
@@ -390,10 +365,10 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
     own.release()
     assert not (tmp_path / "own").exists()
 
-    process = hold(tmp_path / "file", "FileLock")
+    process = hold(tmp_path / "file", "file_lock")
     process.kill()
     process.wait()
-    with FileLock(tmp_path / "file").held():
+    with file_lock(tmp_path / "file"):
         pass
 
 
@@ -401,25 +376,25 @@ def test_a_killed_holder_lets_go(tmp_path: Path) -> None:
 def test_a_file_that_goes_before_it_is_locked_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
-    path, lockf, times = tmp_path / "life", fcntl.lockf, iter([True])
+    path, flock, times = tmp_path / "life", fcntl.flock, iter([True])
 
     def swept(handle: int, operation: int) -> None:
         if next(times, False):
             path.unlink()
             if replaced:
                 path.touch()
-        lockf(handle, operation)
+        flock(handle, operation)
 
-    monkeypatch.setattr("plait.search.locks.fcntl.lockf", swept)
+    monkeypatch.setattr(fcntl, "flock", swept)
     lock = LifeLock(path)
-    assert lock._handle is not None
-    assert os.fstat(lock._handle).st_ino == path.stat().st_ino
+    assert holder_lives(path)
     lock.release()
+    assert not path.exists()
 
 
 def test_a_host_is_another_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr("plait.search.workers.BOOT", boot)
+    monkeypatch.setattr("plait.search.ownership.BOOT", boot)
     hosts = [this_host()]
     for booted in ("one\n", "other\n"):
         boot.write_text(booted)

@@ -21,7 +21,7 @@ from plait.utils.paths import search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from plait.search.standing import Standing
+    from plait.search.stored import Standing
 
 USAGE = """
 plait control                                      which searches train now
@@ -105,8 +105,8 @@ def _unattended(mailbox: Mailbox, request: Request, root: Path, name: str) -> li
 
 def _standing(recorded: RecordedCommand | None, root: Path) -> tuple[Standing | None, str]:
     """What the study of a search says; what is in the way, where it says nothing."""
-    from plait.search.standing import read_standing  # Optuna takes its time
     from plait.search.storage import quiet
+    from plait.search.stored import read_standing  # Optuna takes its time
 
     if recorded is None:
         return None, "Its study is not known here: the search never got so far as to train."

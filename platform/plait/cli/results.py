@@ -61,7 +61,7 @@ def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
     try:
         return load_search(settings, name)
     except AwayError as error:
-        from plait.search.study_board import board_of_study
+        from plait.search.tracked import board_of_study
 
         found = None
         with suppress(StorageError):  # the study's database may be away, too: then report the store
@@ -159,7 +159,7 @@ def forget(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
         raise no_such_search("plait forget", known.root, known.name)
-    from plait.search.forget import find_remains  # Optuna and MLflow take their time
+    from plait.search.delete import find_remains  # Optuna and MLflow take their time
 
     remains = find_remains(known.root, known.name)
     lines = remains.describe(known.keep_adapters)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from plait.search.claims import Departed
 from plait.search.control.orders import Orders
+from plait.search.ownership import Departed
 from plait.search.trials import Trial
 from plait.tracking.board import Board, orphan
 

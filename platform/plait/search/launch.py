@@ -38,7 +38,6 @@ from plait.search.control.desk import Clerk
 from plait.search.control.mailbox import Mailbox
 from plait.search.control.status import describe_status, status_facts
 from plait.search.control.weights import copy_of, keep_weights
-from plait.search.forget import no_trace
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_kept, check_measured
@@ -51,7 +50,7 @@ from plait.search.results import (
     SearchResult,
     describe_given_up,
     describe_result,
-    gave_up,
+    failure_limit,
     write_result,
 )
 from plait.search.run import ENDING, SearchRun
@@ -83,10 +82,11 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_engine(settings, command.probes)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)
-    folder = search_folder(settings.tracking.root, settings.search.name or identity.name)
-    with no_trace(folder) as begun:
-        begun.source, tracked = _open_study(command, identity, away)
-        return _go(command, begun.source, console, tracked)
+    source, tracked = _open_study(command, identity, away)
+    try:
+        return _go(command, source, console, tracked)
+    finally:
+        source.close()
 
 
 def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: Tracked) -> int:
@@ -106,7 +106,7 @@ def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: 
     few = too_few_points(settings.search, command.space)
     before = describe_prior(settings.search, len(source.prior)) if source.prior else None
     _tell(console, [said for said in (line, few, before) if said])
-    why = "" if over >= source.total else gave_up(source.failed, source.total, settings.search)
+    why = "" if over >= source.total else failure_limit(source.failed, source.total, settings.search)
     if over >= source.total or (why and not left_over and not others):
         return _nothing_to_train(command, source, console, replace(done, why=why))
     if tracked.away is not None:

@@ -13,13 +13,12 @@ from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Space
 from plait.engine.checkpoints import remove_checkpoints
-from plait.search.identity import Identity
+from plait.search.attributes import TOKEN
+from plait.search.identity import Identity, check_problem, create
+from plait.search.ownership import Workers, trainer_of
 from plait.search.prior import check_prior
-from plait.search.signature import TOKEN, check_problem, create
 from plait.search.storage import study_lock
-from plait.search.trial_records import RUN_ID, trainer_of
 from plait.search.trials import Trial
-from plait.search.workers import BEATS, Workers
 
 
 def open_study(
@@ -78,15 +77,3 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None, workers: Wo
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
         remove_checkpoints(folder / "checkpoints" / token)
     optuna.delete_study(study_name=study.study_name, storage=storage)
-
-
-def withdraw(study: Study, storage: BaseStorage, workers: Workers | None) -> bool:
-    """Delete a study of which nothing was begun and that no other process uses; whether it is gone."""
-    own = None if workers is None else BEATS + workers.own.name
-    with study_lock(storage, study.study_name):
-        facts = study.user_attrs
-        used = RUN_ID in facts or any(key.startswith(BEATS) and key != own for key in facts)
-        if used or any(item.state != TrialState.WAITING for item in study.get_trials(deepcopy=False)):
-            return False
-        optuna.delete_study(study_name=study.study_name, storage=storage)
-    return True

@@ -15,10 +15,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
+from plait.search.attributes import PROBLEM
 from plait.search.identity import difference, judgement
 from plait.search.points import read_values
 from plait.search.samplers import SAMPLERS
-from plait.search.signature import PROBLEM
 
 PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
 

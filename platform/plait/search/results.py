@@ -64,7 +64,7 @@ class SearchResult:
         return [scored[at] for at in pareto_front([item.values for item in scored], objectives)]
 
 
-def gave_up(failed: int, total: int, settings: SearchSettings) -> str:
+def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
     """Why a search draws no further trials: too many failed; "" where that is not so."""
     if failed <= settings.max_failure_rate * total:
         return ""

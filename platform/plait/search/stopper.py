@@ -23,9 +23,9 @@ from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
 from plait.search.objective import Observed
-from plait.search.patience import Patience
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
+from plait.search.storage import Patience
 from plait.search.trials import Trial
 from plait.tracking.board import Ladder
 

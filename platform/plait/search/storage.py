@@ -1,17 +1,25 @@
-"""Where a study is kept: a journal file, SQLite, or a database by URL."""
+"""Where a study is kept (journal file, SQLite, database by URL), its lock, and waiting while it is away."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any, TypeVar
 
 import optuna
+from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.search.journal import Journal
-from plait.search.locks import FileLock, advisory_lock
+from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import redact, with_driver
+from plait.utils.line_log import LineLog, check_kind
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
@@ -65,7 +73,7 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
     """
     if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
         path = storage._backend.path
-        return FileLock(path.with_name(f"{path.name}.{what}-lock")).held()
+        return file_lock(path.with_name(f"{path.name}.{what}-lock"))
     if isinstance(storage, RDBStorage):
         url = storage.engine.url
         if url.get_backend_name() == "postgresql":
@@ -80,7 +88,7 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
                 "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
             )
         if url.database not in (None, "", ":memory:"):
-            return FileLock(Path(f"{url.database}.{what}-lock")).held()
+            return file_lock(Path(f"{url.database}.{what}-lock"))
     return nullcontext()
 
 
@@ -129,7 +137,7 @@ def _make_folder(folder: Path) -> None:
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error.__cause__ or error).strip() or type(error).__name__
     return redact(text.splitlines()[0])
 
@@ -137,3 +145,136 @@ def _first_line(error: Exception) -> str:
 def quiet() -> None:
     """Leave Optuna's own running commentary out: the terminal view shows the trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+BEGINS = b'{"op_code":'  # of every line that Optuna writes
+
+
+class Journal(JournalFileBackend):
+    """A journal whose lines are whole or absent.
+
+    Raises:
+        StorageError: the file is there and is no journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if path.exists():
+            check_kind(path, BEGINS)
+        super().__init__(str(path))
+
+    def append_logs(self, logs: Sequence[dict[str, Any]]) -> None:
+        """Write lines through to the disk, all or none.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with LineLog(self.path, BEGINS, make=False) as journal:
+            journal.lock()
+            journal.append(lines.encode())
+            try:
+                journal.commit()
+            except OSError:
+                journal.cut(journal.end - len(lines.encode()))
+                raise
+
+
+FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
+LONGEST_DELAY = 10.0
+SLICE = 0.25  # seconds of waiting between two looks at whether somebody asked to stop
+Result = TypeVar("Result")
+
+
+def passes(error: BaseException | None) -> bool:
+    """Whether an error says that the storage is away, and not that something is wrong with the request."""
+    match error:
+        case None:
+            return False
+        case OperationalError() | InterfaceError() | PoolTimeout() | OSError():
+            return True
+        case DBAPIError():
+            return error.connection_invalidated
+        case StorageInternalError() | PendingRollbackError():
+            # Optuna asks once more in the transaction whose connection is lost
+            return passes(error.__cause__ or error.__context__)
+        case _:
+            return False
+
+
+class Patience:
+    """Repeats what a storage could not do until it can. What is repeated must bear it.
+
+    Args:
+        say: told when the waiting begins and when it is over.
+        stop: asked while waiting; True gives up.
+        sleep: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.say = say
+        self.stop = stop
+        self._sleep = sleep
+
+    def __call__(self, action: Callable[[], Result]) -> Result:
+        """The result of an action that reads or writes the study.
+
+        Raises:
+            StorageError: somebody asked to stop while the storage was away.
+        """
+        delay, waited = FIRST_DELAY, False
+        while True:
+            try:
+                result = action()
+            except Exception as error:
+                if not passes(error):
+                    raise
+                if not waited:
+                    self.say(f"The study's storage is away ({_first_line(error)}). Waiting until it is back.")
+                waited = True
+                self._wait(delay, error)
+                delay = min(2 * delay, LONGEST_DELAY)
+            else:
+                if waited:
+                    self.say("The study's storage is back.")
+                return result
+
+    @contextmanager
+    def holding(self, lock: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Hold a lock in the storage, which is waited for as in a call. What is done under it is done once; a
+        lock that is lost by then has served.
+
+        Raises:
+            StorageError: as a call.
+        """
+
+        def take() -> AbstractContextManager[None]:
+            taken = lock()
+            taken.__enter__()
+            return taken
+
+        taken = self(take)
+        try:
+            yield
+        finally:
+            try:
+                taken.__exit__(None, None, None)
+            except Exception as error:
+                if not passes(error):
+                    raise
+
+    def _wait(self, seconds: float, error: Exception) -> None:
+        while seconds > 0:
+            if self.stop():
+                raise StorageError(
+                    f"The study's storage is away: {_first_line(error)}",
+                    "Without it no trial can begin or end.",
+                    "The same command goes on from the last saved states when it is back.",
+                ) from error
+            self._sleep(min(SLICE, seconds))
+            seconds -= SLICE

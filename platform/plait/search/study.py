@@ -18,21 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
-from plait.search.claims import Claims, Departed
-from plait.search.identity import Identity
-from plait.search.kept import Kept
-from plait.search.opening import open_study, withdraw
-from plait.search.patience import Patience
-from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
-from plait.search.prior import Known, take_over
-from plait.search.samplers import check_sampler
-from plait.search.signature import TOKEN, check_material
-from plait.search.stopper import StudyRungs
-from plait.search.stopping import check_stopping
-from plait.search.storage import study_lock
-from plait.search.study_orders import StudyOrders
-from plait.search.suggest import complete, distributions, make_sampler, one_torch_thread
-from plait.search.trial_records import (
+from plait.search.attributes import (
     BEYOND,
     CHECKPOINT,
     PRIORITY,
@@ -42,15 +28,27 @@ from plait.search.trial_records import (
     RETRY_OF,
     RUN_ID,
     STATE,
+    TOKEN,
     TRACKED,
     WARM,
+    Kept,
     priority_of,
     result_of,
     state_of,
     total_of,
 )
+from plait.search.identity import Identity, check_material
+from plait.search.opening import open_study
+from plait.search.ownership import Claims, Departed, Workers
+from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
+from plait.search.prior import Known, take_over
+from plait.search.samplers import check_sampler
+from plait.search.stopper import StudyRungs
+from plait.search.stopping import check_stopping
+from plait.search.storage import Patience, study_lock
+from plait.search.study_orders import StudyOrders
+from plait.search.suggest import complete, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Trial
-from plait.search.workers import Workers
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
@@ -115,6 +113,7 @@ class StudyTrials:
         self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.own: Set[int] = self._claims.own
+        self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
         self.states_folder = self._kept.states
         self.orders = StudyOrders(self._study, self.patience, self._locked)
@@ -237,13 +236,13 @@ class StudyTrials:
         self.revision += 1
         return self._locked(lambda: self._enqueue(values, given))
 
-    def lost(self) -> set[int]:
-        """Numbers of the trials that other processes have taken over from this one, told once."""
+    def adopted(self) -> set[int]:
+        """Numbers of the trials that other workers have adopted from this one, each once."""
 
         def look() -> set[int]:
             trials = self._trials()
             self._claims.notice(trials, self._kept.resume_from)
-            return self._claims.lost(trials)
+            return self._claims.adopted(trials)
 
         return self.patience(look)
 
@@ -374,17 +373,25 @@ class StudyTrials:
             self._study.tell(trial.number, state=TrialState[STORED_AS[state].optuna])
         return True
 
-    def put_back(self, trial: Trial, checkpoint: Path | None) -> None:
-        """Leave the trial paused: the next run resumes it, from the checkpoint if there is one."""
-        path = "" if checkpoint is None else str(checkpoint.absolute())
-        self.patience(lambda: self._put_back(trial, path))
+    def pause(self, trial: Trial, checkpoint: Path | None = None) -> None:
+        """Keep that the trial is paused; the next process resumes it, from the checkpoint if there is one."""
+        self._paused.add(trial.number)
+        facts: dict[str, str] = {STATE: JobState.PAUSED}
+        if checkpoint is not None:
+            facts[CHECKPOINT] = str(checkpoint.absolute())
+        self.patience(lambda: self._note(trial, facts))
 
-    def _put_back(self, trial: Trial, checkpoint: str) -> None:
+    def resume(self, trial: Trial) -> None:
+        """Keep that a paused trial runs again; of one that was not paused there is nothing to keep."""
+        if trial.number in self._paused:
+            self._paused.discard(trial.number)
+            self.patience(lambda: self._note(trial, {STATE: JobState.RUNNING}))
+
+    def _note(self, trial: Trial, facts: Mapping[str, str]) -> None:
         frozen, live = self._live(trial)
         if self._claims.signed(frozen):
-            live.set_user_attr(STATE, JobState.PAUSED)
-            if checkpoint:
-                live.set_user_attr(CHECKPOINT, checkpoint)
+            for key, fact in facts.items():
+                live.set_user_attr(key, fact)
 
     def finished(self) -> list[JobResult]:
         """Results of all trials that have ended, in this run and in earlier ones; without those that were
@@ -393,12 +400,6 @@ class StudyTrials:
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
         return [result_of(item) for item in over]
-
-    def withdraw(self) -> bool:
-        """Close, and delete a study of which nothing was begun and that no other process uses; whether it is
-        gone."""
-        self.close()
-        return withdraw(self._study, self._storage, self._workers)
 
     def close(self) -> None:
         """This process draws no more: what it has not ended is free to be taken up."""

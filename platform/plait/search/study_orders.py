@@ -8,7 +8,7 @@ from dataclasses import replace
 from optuna.study import Study
 
 from plait.search.control.orders import Mode, Orders, orders_in
-from plait.search.patience import Patience
+from plait.search.storage import Patience
 
 ORDERS = "plait.orders"  # study: see control/orders.py
 

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 from optuna.storages import BaseStorage
 
-from plait.core.lifecycle import JobResult
-from plait.core.settings import RunSettings
-from plait.search.patience import Patience
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.settings import RunSettings, TrackingSettings
+from plait.search.attributes import TRACKED
 from plait.search.recorded import recorded_command
+from plait.search.storage import Patience, quiet
+from plait.search.stored import read_standing
 from plait.search.study import StudyTrials
-from plait.search.trial_records import TRACKED
+from plait.search.trials import Trial
 from plait.tracking import (
     AwayError,
+    Board,
+    JobRecord,
+    SearchResult,
     check_tracking,
     conclude,
     left_unsent,
@@ -23,6 +28,7 @@ from plait.tracking import (
 )
 from plait.tracking.event_log import logs_folder
 from plait.tracking.figures import Figures
+from plait.tracking.location import sqlite_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +122,36 @@ def catch_up(
         later = f"{error.value}. The same command completes the search's run there when it answers."
         return unsent or [later], False
     return [figures.trouble] if figures.trouble else [], True
+
+
+def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
+    """What the study knows of a search that is recorded in this store: states, values and objectives, but
+    neither losses nor tokens nor seconds. None where no such search was begun in the folder of the runs.
+
+    Raises:
+        StorageError: the study does not answer.
+    """
+    location = locate(settings)
+    recorded = recorded_command(location.root, name)
+    if recorded is None or (recorded.store or sqlite_in(location.root)) != location.uri:
+        return None
+    quiet()
+    standing = read_standing(recorded, location.root)
+    first, *others = standing.objectives
+    board = Board(first.direction, len(standing.states), others=tuple(others))
+    for number, state in enumerate(standing.states):
+        board.add(JobRecord(Trial(number).name, number, state=state))
+    for result in standing.result.finished:
+        board.jobs[result.job].parameters = result.parameters
+        board.take_result(result)
+    return SearchResult(
+        name=name,
+        state=JobState.FINISHED if recorded.finished else JobState.PAUSED,
+        direction=first.direction,
+        metric=first.metric,
+        run_id="",
+        experiment_id="",
+        location=location,
+        records=tuple(board.ordered()),
+        others=tuple(others),
+    )

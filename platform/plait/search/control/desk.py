@@ -14,11 +14,11 @@ from typing import Protocol
 from plait.core.errors import InputError, SearchError
 from plait.core.lifecycle import JobState
 from plait.core.space import Space, Value
+from plait.search.attributes import PRIORITY_KEY
 from plait.search.control.mailbox import Answer, Desk, Mailbox, Request
 from plait.search.control.orders import Mode, Orders, StandingOrders
 from plait.search.control.targets import check_target
 from plait.search.points import read_point
-from plait.search.trial_records import PRIORITY_KEY
 
 LOOK_SECONDS = 2.0  # between two looks at orders that came in elsewhere
 _BEFORE = ", or a trial of lower priority makes room"

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
 from optuna.study import Study
 
-from plait.core.errors import InputError, SearchError, StorageError
+from plait.core.errors import SearchError, StorageError
 from plait.core.settings import TrackingSettings
+from plait.search.attributes import RUN_ID
+from plait.search.ownership import living, process_id
 from plait.search.recorded import RecordedCommand, given, recorded_command
-from plait.search.standing import hosts_of
 from plait.search.storage import quiet, study_lock
-from plait.search.stored import NoStudyError, stored_study
-from plait.search.study import StudyTrials
-from plait.search.trial_records import RUN_ID
-from plait.search.workers import living, process_id
+from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking import delete_runs, left_unsent, locate, stored_runs
 from plait.tracking.location import sqlite_in
 from plait.utils.paths import search_folder
@@ -141,40 +138,6 @@ def _check_nobody(folder: Path, name: str) -> None:
             "A search can be forgotten when nobody trains it.",
             f"End it first: `plait control {name} cancel`.",
         )
-
-
-@dataclass(slots=True)
-class Beginning:
-    """A search that is about to begin; its trials, once they are there."""
-
-    source: StudyTrials | None = None
-
-
-@contextmanager
-def no_trace(folder: Path) -> Iterator[Beginning]:
-    """Close the trials at the end; and where bad input ends a search before anything of it began, take its
-    study and its folder away, if they are this process's own."""
-    new, beginning = not folder.exists(), Beginning()
-    try:
-        yield beginning
-    except InputError:
-        with suppress(Exception):  # what went wrong is told, not what cannot be tidied up after it
-            if new and (beginning.source is None or beginning.source.withdraw()):
-                _remove_unbegun(folder)
-        raise
-    finally:
-        if beginning.source is not None:
-            beginning.source.close()
-
-
-def _remove_unbegun(folder: Path) -> None:
-    workers = folder / WORKERS
-    for path in workers.glob(f"{os.getpid()}-*"):
-        path.unlink(missing_ok=True)
-    if workers.is_dir():
-        workers.rmdir()  # fails where somebody else is
-    _empty(folder, None)
-    folder.parent.rmdir()  # where it was the first search
 
 
 def _empty(folder: Path, kept: str | None) -> None:
