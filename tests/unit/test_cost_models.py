@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,14 +213,16 @@ def test_pipeline_stages_hold_microbatches_in_flight() -> None:
     assert peaks == pytest.approx([1000 + 3 * 0.4 * 2000, 1000 + 2 * 0.4 * 2000, 1000 + 0.2 * 2000 + 35])
 
 
-def test_inputs_that_never_change_say_nothing_of_adapters_on_fewer_linears() -> None:
-    """All observations read every input: the bytes are the tokens', and stay where fewer inputs are read."""
+@pytest.mark.parametrize("read", [0.1, 0.3, 0.6, 0.7, 1.0])
+def test_inputs_that_never_change_say_nothing_of_adapters_on_other_linears(read: float) -> None:
+    """Where all observations read the same share, the bytes are the tokens', whatever share comes then."""
     truth = MemoryModel.of(MemoryCoefficients(fixed=1e6, token=3e5, input=2e5))
-    model = MemoryModel.fitted([_observe(truth, shape) for shape in _shapes(24)])
-    whole, part = (MemoryShape.of([300, 80], ranks=8, inputs_read=read) for read in (1.0, 0.25))
+    shapes = [replace(shape, inputs=read * shape.tokens) for shape in _shapes(24)]
+    model = MemoryModel.fitted([_observe(truth, shape) for shape in shapes])
+    same, none = shapes[5], replace(shapes[5], inputs=0.0)
     assert model.phases["whole"].coefficients.input == 0.0
-    assert model.dynamic(part) == model.dynamic(whole)
-    assert model.dynamic(whole) == pytest.approx(truth.dynamic(whole), rel=1e-6)
+    assert model.dynamic(none) == model.dynamic(same)
+    assert model.dynamic(same) == pytest.approx(truth.dynamic(same), rel=1e-6)
 
 
 def test_a_fit_forgets_its_oldest_observations(monkeypatch: pytest.MonkeyPatch) -> None:

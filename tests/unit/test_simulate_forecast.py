@@ -30,7 +30,7 @@ def test_one_device_gains_by_fewer_and_fuller_microbatches() -> None:
     assert made.plan.replicas[0].layer_split == (12,)
     assert made.metrics.bubble.total == pytest.approx(0)
     assert made.metrics.microbatches < made.alone.microbatches
-    assert 0 < made.saved < 0.5
+    assert 0.5 < made.metrics.device_seconds / made.alone.device_seconds < 1
     assert sum(group.predicted.device_seconds or 0 for group in made.plan.groups) == pytest.approx(
         made.metrics.device_seconds
     )
@@ -47,7 +47,9 @@ def test_a_pipeline_and_a_tensor_parallel_replica_share_the_work() -> None:
     every = [batch for own in batches.values() for batch in own]
     stages = {0: 4, 1: 1}
     assert violations(made.plan.schedule, every, stages=stages, capacity=capacities) == []
-    assert made.saved > 0.2  # one job alone leaves the pipeline idle
+    assert (
+        made.metrics.device_seconds < 0.8 * made.alone.device_seconds
+    )  # one job alone leaves the pipeline idle
     assert made.metrics.communication_bytes > 0
     assert made.metrics.mean_completion <= made.metrics.makespan
     tokens = sum(sum(batch.lengths) for batch in every)

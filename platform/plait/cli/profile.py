@@ -1,7 +1,8 @@
 """`plait profile`: memory and seconds of a model, observed over a small grid, fitted and kept.
 
 Here it measures the run's model on this machine, or, with --without-weights, computes its memory from the
-configuration alone. With a described cluster it compares the cluster's configurations by simulation.
+configuration alone. With a described cluster it compares the cluster's configurations by simulation. A seam:
+loaded only where this verb runs.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def compare_configurations(
         )
     for line in (
         f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
-        f"Bytes are computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
-        "adapter, every sample as heavy as can be; tensor parallelism is taken to divide all of it.",
+        f"Memory is computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
+        "adapter and the heaviest samples; tensor parallelism is assumed to divide all of it.",
     ):
         console.print(f"- {line}", markup=False, highlight=False)
     return EXIT_DONE
@@ -111,7 +112,7 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
     table = Table(
         title=f"Configurations of {profile.devices.count} × {profile.devices.kind}, {profile.model}"
     )
-    for heading in ("tp", "pp", "replicas", "capacity", "published", "bytes on a device", "tokens/s", ""):
+    for heading in ("tp", "pp", "replicas", "capacity", "published", "memory per device", "tokens/s", ""):
         table.add_column(heading, justify="right")
     if len(found) > SHOWN:
         table.caption = f"The first {SHOWN} of {len(found)}; --json gives all of them."
@@ -214,7 +215,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
 
 
 def mapping(made: Made) -> dict[str, Any]:
-    """For JSON: the profile, and the fits behind it."""
+    """The profile and the fits behind it, as JSON has them."""
     raw = profile_mapping(made.profile)
     raw["memory"].pop("observations")  # they stay in the stored file
     fits = {f"memory {name}": phase.fit for name, phase in made.profile.memory.phases.items()}

@@ -68,7 +68,7 @@ def fit_relative(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[s
 
 
 def fit_undisturbed(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[str, ...]) -> Fit:
-    """As :func:`fit_relative`, without observations that lie far off what most of them say.
+    """:func:`fit_relative` without outliers.
 
     Whatever else runs on a machine now and then makes a measurement many times too long. Fitted to all;
     then, twice, to those whose error is at most ``FAR`` times the median. The errors are of all.

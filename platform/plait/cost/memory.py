@@ -132,11 +132,11 @@ class StaticBytes:
     head: float = 0.0
 
     def with_adapters(self, held: float) -> StaticBytes:
-        """With so many bytes of adapters more."""
+        """The same with ``held`` more bytes of adapters."""
         return replace(self, layers=self.layers + held)
 
     def stage(self, layer_split: Sequence[int], stage: int) -> float:
-        """Of one pipeline stage."""
+        """Bytes of one pipeline stage."""
         found = self.layers * layer_split[stage] / sum(layer_split)
         if stage == 0:
             found += self.embedding

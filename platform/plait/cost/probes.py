@@ -50,7 +50,7 @@ class Probe:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of all samples, in order."""
+        """Lengths of all samples, in order."""
         return tuple(length for segment in self.segments for length in segment.lengths)
 
 
@@ -74,11 +74,11 @@ class Peak(Protocol):
 
     @property
     def live(self) -> int:
-        """At present."""
+        """Bytes that live now."""
 
     @property
     def peak(self) -> int:
-        """Most since :meth:`restart`."""
+        """Most bytes since :meth:`restart`."""
 
     def restart(self) -> None:
         """Forget the peak."""
@@ -288,7 +288,7 @@ class TimeObservation:
 
     @property
     def total(self) -> float:
-        """Of the whole microbatch."""
+        """Seconds of the whole microbatch."""
         return self.layers + self.head
 
 

@@ -20,24 +20,30 @@ OPTIONS = "cluster.options"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The machines of a cluster.
-
-    Attributes:
-        within_node: bytes a second between two devices of a node.
-    """
+    """The machines of a cluster; without ``between_nodes_gb_per_s`` it has one node."""
 
     kind: str
-    memory_bytes: int
+    memory_gib: float
     count: int
     per_node: int
-    within_node: float
-    between_nodes: float | None = None
+    within_node_gb_per_s: float
+    between_nodes_gb_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "kind" and value is not None and not value > 0:
+                raise ConfigError(f"{OPTIONS}.device.{name}={value}", "It must be above 0.")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device."""
+        return int(self.memory_gib * GIB)
 
     def link(self, devices: int) -> float:
         """Bytes a second between stages of a replica on so many devices: of its slowest link."""
-        if devices <= self.per_node or self.between_nodes is None:
-            return self.within_node
-        return self.between_nodes
+        if devices <= self.per_node or self.between_nodes_gb_per_s is None:
+            return self.within_node_gb_per_s * GB
+        return self.between_nodes_gb_per_s * GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ class ClusterProfile:
 
     @property
     def hidden_size(self) -> int:
-        """Of the model; 0 where its sizes are not given."""
+        """The model's hidden size; 0 where its sizes are not given."""
         return 0 if self.shape is None else self.shape["hidden_size"]
 
     def recomputing(self) -> ClusterProfile:
@@ -93,32 +99,6 @@ class ClusterProfile:
                 f"The profile {self.name} is of {self.model}: {known[0]} layers, {known[1]} features.",
                 "Choose a profile of this model, or measure one with `plait profile`.",
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Device:
-    kind: str
-    memory_gib: float
-    count: int
-    per_node: int
-    within_node_gb_per_s: float
-    between_nodes_gb_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "kind" and value is not None and not value > 0:
-                raise ConfigError(f"{OPTIONS}.device.{name}={value}", "It must be above 0.")
-
-    def devices(self) -> Devices:
-        between = self.between_nodes_gb_per_s
-        return Devices(
-            self.kind,
-            int(self.memory_gib * GIB),
-            self.count,
-            self.per_node,
-            self.within_node_gb_per_s * GB,
-            None if between is None else between * GB,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +136,7 @@ class _Options:
     name: str
     source: str
     model: str
-    device: _Device
+    device: Devices
     time: _Time
     max_tokens: str
     max_tokens_tables: dict[str, tuple[tuple[int, int, int], ...]]
@@ -197,7 +177,7 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         source=given.source,
         model=given.model,
         dtype=given.dtype,
-        devices=given.device.devices(),
+        devices=given.device,
         time=given.time.model(),
         configurations=given.configurations(),
         table=given.max_tokens,

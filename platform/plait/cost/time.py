@@ -77,7 +77,7 @@ class LayerTime:
         _not_negative("layer", fixed=self.fixed, token=self.token, square=self.square)
 
     def seconds(self, shape: MicrobatchShape) -> float:
-        """Of one microbatch; 0 where it is empty."""
+        """Seconds of one microbatch; 0 where it is empty."""
         if shape.tokens == 0:
             return 0.0
         return self.fixed + self.token * shape.tokens + self.square * shape.squares
@@ -94,7 +94,7 @@ class HeadTime:
         _not_negative("head", fixed=self.fixed, labelled=self.labelled)
 
     def seconds(self, shape: MicrobatchShape) -> float:
-        """Of one microbatch; 0 where it is empty."""
+        """Seconds of one microbatch; 0 where it is empty."""
         return self.fixed + self.labelled * shape.labelled if shape.tokens else 0.0
 
 

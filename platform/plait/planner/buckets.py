@@ -27,12 +27,6 @@ class Buckets:
     counts: tuple[int, ...]
     tokens: int
 
-    @property
-    def padding_share(self) -> float:
-        """Padded positions over all positions."""
-        padded = sum(length * count for length, count in zip(self.lengths, self.counts, strict=True))
-        return 1.0 - self.tokens / padded if padded else 0.0
-
 
 def dynamic_buckets(
     lengths: Sequence[int] | Int64,

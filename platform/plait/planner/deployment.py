@@ -341,7 +341,7 @@ class _Search:
             self.high, self._best = expected.makespan, (kinds, expected)
 
     def _filled(self, replicas: Replicas) -> Replicas:
-        """With the devices that stay idle given to the largest configurations that fit: none is slower so."""
+        """The same with idle devices given to the largest configurations that fit, which is never slower."""
         filled, left = list(replicas), self._devices - self._patterns.devices(replicas)
         for place in sorted(
             range(len(filled)), key=lambda each: (-self._sizes[each], self._costs[each].ramp)

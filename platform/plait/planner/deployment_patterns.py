@@ -6,6 +6,9 @@ stock problem. Its linear relaxation, solved by generating columns (Gilmore and 
 sequences and whole microbatches on every replica, which the linear relaxation of the dispatch does not, so
 it proves far better bounds where replicas take few sequences; and its patterns, in whole numbers, are a
 deployment with its dispatch.
+
+A seam: what is proved here about one makespan holds for any search over makespans and replicas, and is tested
+without one.
 """
 
 from __future__ import annotations
@@ -287,7 +290,7 @@ class Patterns:
         return Ranges((0,) * len(self._costs), tuple(int(most) for most in self._devices // self._sizes))
 
     def devices(self, replicas: Sequence[int]) -> int:
-        """That these replicas take."""
+        """Devices that these replicas take."""
         return int(self._sizes @ np.asarray(replicas))
 
     def relax(self, tau: float, ranges: Ranges, *, exact: bool = False) -> Relaxed:
@@ -368,7 +371,7 @@ class Patterns:
         return self._found[key]
 
     def _within(self, tau: float) -> list[Pattern]:
-        """All that take at most ``tau`` seconds."""
+        """The patterns that take at most ``tau`` seconds."""
         return [each for each in self._found.values() if each.seconds <= tau * (1 + HOLDS)]
 
     def _start(self, tau: float) -> tuple[Pricing, ...]:
@@ -384,7 +387,7 @@ class Patterns:
         return self._pricing[1]
 
     def _priced(self, pricing: Sequence[Pricing], solved: _Solved, ranges: Ranges, level: int) -> Float64:
-        """Keep patterns that help; by how much one of each configuration may still be worth too much."""
+        """Keeps patterns that help; returns by how much one of each configuration may exceed its need."""
         excess = np.zeros(len(self._costs))
         for place, each in enumerate(pricing):
             if ranges.high[place]:

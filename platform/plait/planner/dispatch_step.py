@@ -49,7 +49,7 @@ def by_load(
 def by_dispatch(
     batches: Sequence[GlobalBatch], replica_of: Sequence[int], replicas: Sequence[int]
 ) -> dict[int, tuple[GlobalBatch, ...]]:
-    """As a dispatch says, for example :func:`plait.planner.dispatch_step.plan_step`.
+    """Each sample to the replica that a dispatch such as :func:`plan_step` chose.
 
     Args:
         replica_of: for each sample, batch by batch in their order, the number of its replica.
@@ -125,12 +125,10 @@ class StepPlan:
 
     Attributes:
         replica_of: for each sample, the number of its replica.
-        padding_share: of the bucketed lengths, for comparison with padded systems; packing stores none.
     """
 
     replica_of: tuple[int, ...]
     expected: Dispatch
-    padding_share: float
 
 
 def plan_step(lengths: Sequence[int], replicas: Replicas, limits: Limits | None = None) -> StepPlan:
@@ -165,7 +163,7 @@ def plan_step(lengths: Sequence[int], replicas: Replicas, limits: Limits | None 
     for bucket in range(len(buckets.lengths)):
         shares = [row[bucket] for row in found.assigned]
         replica_of[place == bucket] = np.repeat(np.arange(len(shares)), shares)
-    return StepPlan(tuple(int(replica) for replica in replica_of), found, buckets.padding_share)
+    return StepPlan(tuple(int(replica) for replica in replica_of), found)
 
 
 class StepPlanner:

@@ -74,13 +74,13 @@ class Draft:
         return {job for job, _ in self.tokens}
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Put samples in."""
+        """Adds samples."""
         for piece in pieces:
             self.pieces.append(piece)
             self.tokens[piece.key] = self.tokens.get(piece.key, 0) + piece.length
 
     def remove(self, pieces: Collection[Piece]) -> None:
-        """Take samples out."""
+        """Removes samples."""
         gone = {(piece.key, piece.position) for piece in pieces}
         kept = [piece for piece in self.pieces if (piece.key, piece.position) not in gone]
         self.pieces, self.tokens = [], {}

@@ -122,5 +122,5 @@ class Outlook:
     device_seconds_side_by_side: float | None = None
 
     def mapping(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as JSON has it."""
         return asdict(self)

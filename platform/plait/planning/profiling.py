@@ -1,4 +1,4 @@
-"""What `plait profile` does, without its printing: measure, compute or compare by simulation."""
+"""What `plait profile` does: measure, compute or compare by simulation. A seam: its command only prints."""
 
 from __future__ import annotations
 

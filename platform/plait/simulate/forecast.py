@@ -133,11 +133,6 @@ class Forecast:
     pipelines: Mapping[int, Pipeline]
     replica_bytes: Mapping[int, int] = field(default_factory=dict)
 
-    @property
-    def saved(self) -> float:
-        """Share of the device-seconds that Plait saves over training job by job."""
-        return 1 - self.metrics.device_seconds / self.alone.device_seconds
-
 
 def forecast(
     batches: Mapping[str, Sequence[GlobalBatch]],

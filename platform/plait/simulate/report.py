@@ -128,7 +128,7 @@ def bubble(pipelines: Mapping[int, Pipeline], run: Run, tp: Mapping[int, int] | 
 
 
 def _ends(run: Run) -> dict[int, float]:
-    """By replica, when its last piece of work ends."""
+    """End of each replica's last piece of work."""
     ends: dict[int, float] = {}
     for span in run.spans:
         ends[span.replica] = max(ends.get(span.replica, 0.0), span.end)
