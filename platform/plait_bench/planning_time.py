@@ -207,7 +207,7 @@ def planner(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
         ConfigError: a wrong option, or a cluster that is not described.
     """
     asked = build(PlannerOptions, options, OPTIONS)
-    read_options(asked.lorafusion)  # so that a mistake there is told before deployments take their time
+    read_options(asked.lorafusion)  # so that a mistake there is found before the deployments take their time
     deployed = planning_time(settings, jobs, asked.lobra)
     packed = scheduler_time(settings, jobs, asked.lorafusion)
     figures = [*deployed.figures]

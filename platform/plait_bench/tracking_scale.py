@@ -52,7 +52,7 @@ COEFFICIENTS = 24  # of a fit of bytes, the longer one
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the tracker is told was trained.
+    """The training that the tracker's calls describe.
 
     Attributes:
         adapters: in all.

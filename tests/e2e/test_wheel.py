@@ -35,6 +35,8 @@ def test_it_holds_the_packages_and_the_configuration(wheel: Path) -> None:
         "plait/__init__.py",
         "plait/conf/config.yaml",
         "plait/sweeps/quickstart.yaml",
+        "plait_bench/register.py",
+        "plait_bench/data/sft_sweep.json",
         "plait_kernels/__init__.py",
         "plait_dashboards/__init__.py",
     ):
@@ -43,11 +45,24 @@ def test_it_holds_the_packages_and_the_configuration(wheel: Path) -> None:
     assert any(name.startswith("hydra_plugins/plait_sweeper/") for name in names)
 
 
-def test_it_composes_a_configuration_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["-m", "plait", "--cfg", "job", "adapter.rank=3"], "rank: 3"),
+        (
+            ["-c", "from plait.utils.benchmarks import BENCHMARKS; print(*BENCHMARKS.names())"],
+            "joint_vs_peft",
+        ),
+    ],
+    ids=["configuration", "benchmarks"],
+)
+def test_it_finds_what_is_in_it_outside_the_checkout(
+    wheel: Path, tmp_path: Path, arguments: list[str], shown: str
+) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     done = subprocess.run(
-        [sys.executable, "-m", "plait", "--cfg", "job", "adapter.rank=3"],
+        [sys.executable, *arguments],
         cwd=tmp_path,
         env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
         capture_output=True,
@@ -55,4 +70,4 @@ def test_it_composes_a_configuration_outside_the_checkout(wheel: Path, tmp_path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "rank: 3" in done.stdout
+    assert shown in done.stdout

@@ -85,7 +85,7 @@ def part(text: str, pieces: int = 1) -> Callable[[str], None]:
 
     Returns:
         A function to call before each piece, with its name; from the second on it also says how long the rest
-        of the part will take, if the pieces go on as they went.
+        of the part will take, at the pace so far.
     """
     progress = _current.get()
     if progress is None:
