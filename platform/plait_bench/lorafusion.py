@@ -73,7 +73,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the benchmarks on this workload.
+    """Options of the benchmarks on this workload.
 
     Attributes:
         trace: name of a trace that comes with Plait, or a file.

@@ -328,7 +328,7 @@ def _check(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
             "Give them: search/stopping=successive_halving search.stopping.rungs=[2,4,8].",
         )
     if settings.search.metric != "eval/loss":
-        raise ConfigError(f"search.metric={settings.search.metric}", "This benchmark judges by eval/loss.")
+        raise ConfigError(f"search.metric={settings.search.metric}", "This benchmark compares by eval/loss.")
     check_measured(settings.search, [job.data for job in jobs])
 
 

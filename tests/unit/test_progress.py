@@ -25,7 +25,7 @@ def test_the_rest_is_told_from_the_second_piece_on(monkeypatch: pytest.MonkeyPat
             piece(name)
             now[0] += 60.0
     assert out.getvalue().splitlines() == [
-        "       0 s  race: begins",
+        "       0 s  race: started",
         "       5 s  race: training: 1 of 4 (a)",
         "1 min 05 s  race: training: 2 of 4 (b), about 3 min 00 s left of this part",
         "2 min 05 s  race: training: 3 of 4 (c), about 2 min 00 s left of this part",

@@ -102,8 +102,6 @@ PENDING: frozenset[str] = frozenset(
         "platform/plait/tracking/final.py",
         "platform/plait/tracking/spool.py",
         "platform/plait/tracking/tracker.py",
-        "platform/plait_bench/lorafusion.py",
-        "platform/plait_bench/search_vs_sequential.py",
     }
 )
 

@@ -1,4 +1,4 @@
-"""What a benchmark is doing, on standard error while it runs: what now, how long so far, how long still.
+"""What a running benchmark is doing, on standard error: the current part, time so far, time left.
 
 A benchmark marks its parts with :func:`part` and each piece of work with the function that it gives; who runs
 the benchmark decides, with :func:`shown`, whether that is written anywhere.
@@ -42,12 +42,12 @@ class Progress:
         self._started = self.clock()
 
     def say(self, text: str) -> None:
-        """One line: the time so far, and what runs now."""
+        """One line: the time so far, and the current part."""
         self._now = text
         print(f"{duration(self.clock() - self._started):>10}  {self.name}: {text}", file=self.out, flush=True)
 
     def again(self) -> None:
-        """The last line once more: it still runs."""
+        """Repeat the last line: it is still running."""
         self.say(self._now)
 
 
@@ -64,7 +64,7 @@ def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT)
         while not ended.wait(heartbeat):
             progress.again()
 
-    progress.say("begins")
+    progress.say("started")
     token = _current.set(progress)
     thread = threading.Thread(target=beat, name="progress", daemon=True)
     thread.start()
@@ -77,7 +77,7 @@ def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT)
 
 
 def part(text: str, pieces: int = 1) -> Callable[[str], None]:
-    """Say that a part of the benchmark begins.
+    """Say that a part of the benchmark starts.
 
     Args:
         text: what it does.
