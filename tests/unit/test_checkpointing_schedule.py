@@ -79,7 +79,7 @@ def test_by_steps_at_every_multiple_and_never_when_the_budget_is_spent(tmp_path:
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000032", "step-00000024"]
 
 
-def test_what_is_recorded_is_durable_before_the_state_is_there(tmp_path: Path) -> None:
+def test_what_is_recorded_is_durable_before_the_checkpoint_is_there(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=1)
     jobs = [live("a", 3), live("b", 5)]
     made.saving.save_due(jobs)
@@ -96,7 +96,7 @@ def test_by_minutes_since_the_last_one(tmp_path: Path) -> None:
     assert [event.step for event in saved if isinstance(event, JobSaved)] == [10, 13, 16, 19, 22, 25]
 
 
-def test_a_job_that_goes_on_counts_from_where_it_went_on(tmp_path: Path) -> None:
+def test_a_job_that_resumes_counts_from_its_checkpoint(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=10)
     job = live(step=17)
     made.saving.admitted(job, Path("elsewhere"))
@@ -164,11 +164,11 @@ def test_the_newest_up_to_the_present_step_are_kept(
     assert not list(folder.glob(".*"))
 
 
-def test_states_of_a_place_that_is_not_there() -> None:
+def test_no_checkpoints_where_there_is_no_folder() -> None:
     assert checkpoints(Path("nowhere")) == []
 
 
-def test_a_state_is_a_place_of_its_own(tmp_path: Path) -> None:
+def test_a_checkpoint_s_own_path_is_taken_too(tmp_path: Path) -> None:
     (tmp_path / checkpoint_name(3)).mkdir()
     (tmp_path / checkpoint_name(3) / HEADER).touch()
     assert checkpoints(tmp_path / checkpoint_name(3)) == [tmp_path / checkpoint_name(3)]

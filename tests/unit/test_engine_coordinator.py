@@ -258,7 +258,7 @@ def test_a_validation_row_that_is_longer_than_a_microbatch_is_refused_too() -> N
         made.submit(job("long", validation=(17,)))
 
 
-def test_a_state_is_saved_of_steps_that_were_handed_over_only(tmp_path: Path) -> None:
+def test_a_checkpoint_is_saved_of_steps_that_were_handed_over_only(tmp_path: Path) -> None:
     """Whoever follows the run keeps what it was handed before the state is published."""
     run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
     made = Coordinator(CurveWorker(), DataCatalogue(load_lengths), run, folder=tmp_path)
@@ -311,7 +311,7 @@ def test_stop_saves_live_jobs_and_ends_all() -> None:
     assert nanoseconds(ends["a"].device_seconds) == made.device_ns
 
 
-def test_a_resumed_job_goes_on_from_its_cursor() -> None:
+def test_a_job_resumes_from_its_cursor() -> None:
     save(Path("saved", "step-00000002"), Cursor(2, 100, 5_000_000_000))
     made = coordinator(CurveWorker())
     made.submit(job("a", steps=4), resume_from=Path("saved"))

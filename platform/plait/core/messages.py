@@ -20,7 +20,7 @@ NANOSECONDS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Take a job in: fresh, or from a checkpoint.
+    """Attach a job: fresh, or from a checkpoint.
 
     ``resume_from`` is a checkpoint, or a folder of them: then the newest that is whole is taken. Where there
     is none, ``warm_from`` is the folder of an adapter or checkpoint whose weights it begins with.
@@ -33,7 +33,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Let a job go and free its tensors."""
+    """Detach a job and free its tensors."""
 
     job: str
 
@@ -144,7 +144,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A job is in, and resumes from ``cursor``: from the start where it is fresh.
+    """A job is attached at ``cursor``: at the start where it is fresh.
 
     ``checkpoint`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
     """
@@ -209,9 +209,9 @@ class StepDone:
 @dataclass(frozen=True, slots=True)
 class JobFailed:
     """A loss or gradient was not finite, or the job's data or checkpoint cannot be used, or there is no
-    memory for one of its answers; others go on.
+    memory for one of its answers; the others continue.
 
-    ``seconds`` are those that no other event has: of a step that was not taken, of taking the job in, or of
+    ``seconds`` are those that no other event has: of a step that was not taken, of attaching the job, or of
     generating.
     """
 
@@ -244,8 +244,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again; a
-    job that was to be taken in has left nothing.
+    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again;
+    nothing is left of a job that was to be attached.
 
     ``seconds`` are those of the microbatch, or the job, that did not get through.
     """

@@ -1,4 +1,4 @@
-"""The adapters that one worker holds: taken in, saved, kept at their best, exported.
+"""The adapters that one worker holds: attached, saved, kept at their best, exported.
 
 A seam: how a worker runs microbatches is its own affair (:mod:`plait.engine.local_worker` does it on one
 device); what becomes of an adapter's tensors before and after is here, for all of them.
@@ -32,9 +32,6 @@ class AdapterStore:
     evaluation is the best so far; the copy is in main memory. What is trained is not touched, so losses and
     checkpoints are those of ``train.keep=last``; a checkpoint holds the copy too.
 
-    Args:
-        model: the frozen base.
-
     Attributes:
         bank: the tensors that are trained.
     """
@@ -54,11 +51,10 @@ class AdapterStore:
     def attach(
         self, job: JobSpec, data: str, resume_from: Path | None = None, warm_from: Path | None = None
     ) -> Found:
-        """Take a job in: from the newest whole checkpoint that there is, else fresh, or with weights of
+        """Attach a job: from the newest whole checkpoint that there is, else fresh, or with weights of
         another.
 
         Args:
-            job: to be trained.
             data: digest of its data.
             resume_from: a checkpoint, or a folder of them.
             warm_from: an adapter or checkpoint whose weights it begins with.
@@ -80,7 +76,7 @@ class AdapterStore:
         return found
 
     def detach(self, job: str) -> None:
-        """Let a job go, also one that was only partly taken in."""
+        """Detach a job, also one that was attached only in part."""
         self._specs.pop(job, None)
         self._origins.pop(job, None)
         self._best.pop(job, None)

@@ -49,8 +49,6 @@ class Admission:
     """Answers whether jobs fit together into the worker's memory.
 
     Args:
-        facts: of the worker.
-        settings: capacity, checkpointing and memory share.
         profile: stored, of this model, device, dtype and engine options; None where there is none.
     """
 
@@ -167,7 +165,6 @@ def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, che
     """Bytes that a full microbatch needs at its peak: an estimate.
 
     Args:
-        model: its shape.
         capacity: tokens of the microbatch.
         longest: tokens of the longest sample: bounds Σℓ² of those that keep their attention probabilities.
         checkpointing: only the layers' inputs are kept, and one layer's insides.
@@ -193,9 +190,6 @@ def choose_capacity(
     One that is not given is at least the longest sample, and is halved while a job does not fit into memory.
 
     Args:
-        settings: of the run; ``engine.capacity`` is None where it is left open.
-        facts: of the worker.
-        profile: stored, of this model on this device, or None.
         jobs: each adapter with the tokens of the longest sample that it is trained on.
         recorded: what the search was started with.
     """

@@ -49,9 +49,6 @@ def open_data(
     """Tokenise the data of all jobs with the model's tokeniser; no weight is loaded.
 
     Args:
-        settings: of the run.
-        max_length: longest sample that the model takes.
-        jobs: that the search may ask for.
         cluster: described cluster whose devices set engine.capacity; "": the user did.
 
     Raises:
@@ -107,15 +104,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
 def settle_engine(
     settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
 ) -> tuple[RunSettings, tuple[str, ...]]:
-    """The settings with the capacity that the run takes, and what the user should know about it.
-
-    Args:
-        settings: of the run.
-        shape: of its model.
-        data: of all jobs.
-        jobs: that the search may ask for.
-        folder: of the search, where its plan is.
-    """
+    """The settings with the capacity that the run takes, and what the user should know about it."""
     facts = worker_facts(settings.model, shape, free_memory(settings))
     plan = None if settings.search.fresh else _read_plan(folder)
     before = {} if plan is None else plan.choices
@@ -194,10 +183,7 @@ def build_coordinator(
     """Load the model and put the engine together.
 
     Args:
-        settings: of the run.
-        data: shared by coordinator and worker.
         folder: for finished adapters, and checkpoints where ``checkpoints`` is None.
-        checkpoints: for checkpoints.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.

@@ -154,7 +154,6 @@ def warm_start(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Fill an adapter's weights from a saved adapter or checkpoint.
 
     Args:
-        path: PEFT folder or checkpoint.
         weights: the adapter's, by PEFT's names, to be filled in place.
 
     Raises:

@@ -108,10 +108,7 @@ class Checkpointer:
     """Takes checkpoints of the jobs that are due.
 
     Args:
-        settings: ``checkpoint_steps``, ``checkpoint_minutes``, ``checkpoint_keep``.
         folder: for the jobs' folders of checkpoints.
-        send: carries a command out.
-        clock: seconds, rising.
 
     Attributes:
         commit: makes durable what was recorded so far.

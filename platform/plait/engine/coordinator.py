@@ -52,15 +52,12 @@ class Coordinator:
     waits at a rung, is paused or preempted is saved, taken from the worker, and later resumed exactly.
 
     Args:
-        worker: owns model and adapters.
         data: where jobs find their data.
-        settings: of the run.
         folder: where finished adapters (``adapters/``) and checkpoints (``checkpoints/``) go.
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
         profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
         patient: whether a finished job waits for a disk that cannot take its adapter.
-        group: name of the group that it trains.
 
     Attributes:
         checkpointer: takes the jobs' checkpoints.
@@ -112,8 +109,6 @@ class Coordinator:
         """Queue a job, fresh or from a checkpoint.
 
         Args:
-            job: to train.
-            resume_from: a checkpoint, or a folder of them.
             warm_from: adapter or checkpoint whose weights it begins with where there is no checkpoint yet.
             rungs: steps after which it waits until ``resume(job, AT_RUNG)`` lets it past.
             measured: whether the validation loss is wanted at every rung.

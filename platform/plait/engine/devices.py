@@ -112,9 +112,6 @@ def free_under_limit(root: Path = CGROUP) -> int | None:
 
     Pages of files that were read count as free: the kernel gives them back. Control groups of version 2, as
     the container sees its own; others are taken as no limit.
-
-    Args:
-        root: of the control groups.
     """
     with suppress(OSError, ValueError):
         limit = int((root / "memory.max").read_text())  # "max" where there is none

@@ -138,9 +138,6 @@ class Finishing:
 
     Args:
         data: whose verifiers judge answers.
-        folder: for adapters, one folder each.
-        send: carries a command out.
-        clock: seconds, rising.
         patient: whether a job waits, on the worker, for a disk that cannot take its adapter.
     """
 

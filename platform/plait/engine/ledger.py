@@ -72,9 +72,6 @@ class Ledger:
     """The way to the worker. A microbatch's seconds are shared out to its jobs by their tokens.
 
     A job pays for all that the worker does for it: to attach and save it, a step that is not taken.
-
-    Args:
-        worker: carries out the commands.
     """
 
     def __init__(self, worker: Worker) -> None:

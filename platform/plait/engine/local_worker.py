@@ -55,8 +55,6 @@ class LocalWorker:
 
     Args:
         model: the frozen base; its linear layers become adapter-aware.
-        data: where jobs find their data.
-        settings: backend, threads, checkpointing.
         clock: seconds, rising.
     """
 
@@ -144,10 +142,10 @@ class LocalWorker:
     # ---- jobs -----------------------------------------------------------------------------------------
 
     def _attach(self, command: Attach) -> WorkerEvent:
-        """Take a job in; where memory runs out, nothing of it stays."""
+        """Attach a job; where memory runs out, nothing of it is left."""
         started = self._clock()
         name = command.job.name
-        event, detail = attempt(lambda: self._take_in(command, started))
+        event, detail = attempt(lambda: self._try_attach(command, started))
         if event is not None:
             return event
         self._jobs.pop(name, None)
@@ -155,7 +153,7 @@ class LocalWorker:
         release_unused(self._model.device)
         return OutOfMemory(detail or "", self._clock() - started)
 
-    def _take_in(self, command: Attach, started: float) -> WorkerEvent:
+    def _try_attach(self, command: Attach, started: float) -> WorkerEvent:
         job = command.job
         self._jobs[job.name] = job
         data = self._data.of(job.data).digest
@@ -308,13 +306,9 @@ def answer(
     command: Generate, splits: Mapping[str, Split], model: BaseModel, bank: Bank, *, capacity: int
 ) -> dict[str, Answers]:
     """Answers by job. Where memory runs out, fewer prompts are in work at a time, down to one; a job of which
-    one alone is too much has no answers, and the others go on.
+    one alone is too much has no answers, and the others have theirs.
 
     Args:
-        command: jobs and samples.
-        splits: the samples of each job.
-        model: the frozen base.
-        bank: holds the jobs' adapters.
         capacity: most tokens in work at a time.
     """
     room = command.max_new_tokens

@@ -101,7 +101,6 @@ class PeakMeter:
 
     Args:
         read: highest bytes since it was last called; None observes nothing.
-        static: bytes at the start.
     """
 
     def __init__(self, read: Callable[[], int] | None = None, static: int = 0) -> None:
@@ -110,7 +109,7 @@ class PeakMeter:
         self._phases: list[tuple[str, int]] = []
 
     def end(self, phase: str) -> None:
-        """A phase is over."""
+        """End a phase: note its highest bytes."""
         if self._read is not None:
             self._phases.append((phase, self._read()))
 
@@ -124,7 +123,6 @@ class PeakObserver:
     """Observes microbatches on one device.
 
     Args:
-        device: where they run.
         static: gives the tensors that stay.
     """
 

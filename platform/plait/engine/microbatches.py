@@ -31,7 +31,6 @@ class LoadedMicrobatch:
         targets: (labelled,) int64, those next tokens.
         weights: (labelled,) float32, each row's share of its job's loss.
         counts: labelled rows of each segment.
-        segments: as planned.
     """
 
     context: MicrobatchContext
@@ -61,7 +60,6 @@ def load_microbatch(
     """Gather a microbatch's tokens and lay out its routing.
 
     Args:
-        microbatch: at least one segment.
         split_of: the samples that a segment's indices mean.
         bank: holds every adapter that a segment names.
         training: whether dropout is applied.

@@ -61,9 +61,7 @@ class Predictions:
     """Predicts iterations of one worker's group, and learns from them.
 
     Args:
-        facts: of the worker.
-        admission: is told of every fitted memory model.
-        profile: to start from, or None.
+        admission: learns every fitted memory model.
         folder: of the search; observed peaks are kept there.
 
     Raises:
@@ -96,7 +94,6 @@ class Predictions:
         """What an iteration will take.
 
         Args:
-            microbatches: of the iteration.
             jobs: all that are attached.
         """
         shapes = [_time_shape(each, jobs) for each in microbatches]
@@ -145,10 +142,7 @@ class Predictions:
         """Take in what an iteration took; the fits that came of it.
 
         Args:
-            expected: of this iteration.
-            outcome: of its microbatches.
             seconds: of the whole iteration.
-            iteration: its number.
         """
         if seconds > 0:
             self._take_seconds(expected, seconds)

@@ -110,7 +110,7 @@ def test_alone_in_company_and_after_an_interruption(laboratory: Any) -> None:
     assert later.ended(best.name).eval_loss == losses[lowest]
 
 
-def test_a_state_without_its_best_weights_is_refused(laboratory: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_best_weights_is_refused(laboratory: Any, tmp_path: Path) -> None:
     lab = laboratory("llama")
     data, best = DataCatalogue(random_data), overfitting(lab, 0, "best")
     worker = LocalWorker(lab.model, data, EngineSettings(kernels="reference"))

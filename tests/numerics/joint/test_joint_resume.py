@@ -30,7 +30,7 @@ def interrupted(
     return history, {job.name: history.ended(job.name).checkpoint for job in jobs}
 
 
-def test_an_interrupted_group_goes_on_bit_for_bit(laboratory: Any) -> None:
+def test_an_interrupted_group_resumes_bit_for_bit(laboratory: Any) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=9)[:5]
     whole = lab.run(jobs, kernels="grouped")
@@ -47,7 +47,7 @@ def test_an_interrupted_group_goes_on_bit_for_bit(laboratory: Any) -> None:
             assert all(torch.equal(a, b) for a, b in zip(pair, rest.end[job.name][site], strict=True))
 
 
-def test_a_job_goes_on_in_another_group(laboratory: Any) -> None:
+def test_a_job_resumes_in_another_group(laboratory: Any) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=9)
     whole = lab.run(jobs[1:2], kernels="grouped")
@@ -58,7 +58,7 @@ def test_a_job_goes_on_in_another_group(laboratory: Any) -> None:
     assert whole.difference(rest, name) <= 1e-4
 
 
-def test_the_state_is_whole_tensors_under_peft_names(laboratory: Any) -> None:
+def test_the_checkpoint_is_whole_tensors_under_peft_names(laboratory: Any) -> None:
     lab = laboratory("llama")
     job = lab.group(steps=3)[1]
     _, states = interrupted(lab, [job], after=2)
@@ -108,7 +108,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_state_is_passed_over_for_the_one_before_it(laboratory: Any, kind: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(laboratory: Any, kind: str) -> None:
     """And it is said; nobody else is touched, and the losses are those of a run without any interruption."""
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=5)[:2]
@@ -128,7 +128,7 @@ def test_a_damaged_state_is_passed_over_for_the_one_before_it(laboratory: Any, k
     assert rest.losses(name) == whole.losses(name)[2:4]
 
 
-def test_without_any_whole_state_a_job_starts_afresh(laboratory: Any) -> None:
+def test_without_any_whole_checkpoint_a_job_starts_afresh(laboratory: Any) -> None:
     lab = laboratory("llama")
     job = lab.group(dropout=0.1, steps=3)[0]
     whole = lab.run([job], kernels="grouped")
@@ -144,7 +144,7 @@ def test_without_any_whole_state_a_job_starts_afresh(laboratory: Any) -> None:
     )
 
 
-def test_a_state_of_another_job_is_refused_with_the_difference(laboratory: Any) -> None:
+def test_a_checkpoint_of_another_job_is_refused_with_the_difference(laboratory: Any) -> None:
     lab = laboratory("llama")
     job = lab.group(steps=3)[0]
     _, states = interrupted(lab, [job], after=1)

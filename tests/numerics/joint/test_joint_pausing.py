@@ -1,4 +1,4 @@
-"""Jobs that are parked, displaced, or thrown back by lack of memory end where they would have ended alone."""
+"""Jobs that are paused, preempted, or thrown back by lack of memory end where they would have ended alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def lab(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     torch.set_num_threads(1)
-    return Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("parking"))
+    return Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("pausing"))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def with_priority(job: JobSpec, priority: int) -> JobSpec:
     return replace(job, train=replace(job.train, priority=priority))
 
 
-def test_parked_jobs_end_where_they_would_have_ended_alone(
+def test_paused_jobs_end_where_they_would_have_ended_alone(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
     def between(turn: int, coordinator: Coordinator) -> None:
@@ -55,13 +55,13 @@ def test_parked_jobs_end_where_they_would_have_ended_alone(
             coordinator.resume(jobs[2].name)
 
     together = lab.run(jobs, between=between)
-    parked = [event.job for event in together.events if isinstance(event, JobPaused)]
-    assert set(parked) == {jobs[0].name, jobs[2].name}
-    assert len(parked) >= 3
+    paused = [event.job for event in together.events if isinstance(event, JobPaused)]
+    assert set(paused) == {jobs[0].name, jobs[2].name}
+    assert len(paused) >= 3
     _same_as_alone(alone, jobs, together)
 
 
-def test_a_displaced_job_goes_on_where_it_would_have_been_alone(
+def test_a_preempted_job_resumes_where_it_would_have_been_alone(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
     """Two places, of which one of higher priority takes one in the middle."""
@@ -72,12 +72,12 @@ def test_a_displaced_job_goes_on_where_it_would_have_been_alone(
             coordinator.submit(urgent)
 
     together = lab.run(jobs[1:3], between=between, max_jobs=2)
-    (parked,) = [event for event in together.events if isinstance(event, JobPaused)]
-    assert (parked.job, parked.step, parked.reason) == (jobs[2].name, 2, PauseReason.PREEMPTED)
+    (paused,) = [event for event in together.events if isinstance(event, JobPaused)]
+    assert (paused.job, paused.step, paused.reason) == (jobs[2].name, 2, PauseReason.PREEMPTED)
     _same_as_alone(alone, [jobs[1], jobs[2], urgent], together)
 
 
-def test_a_displaced_job_that_trained_alone_goes_on_bit_for_bit(
+def test_a_preempted_job_that_trained_alone_resumes_bit_for_bit(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
     """With one place, each is packed as if it were alone."""
@@ -92,7 +92,7 @@ def test_a_displaced_job_that_trained_alone_goes_on_bit_for_bit(
         _same_bits(job, together, alone[job.name])
 
 
-def test_a_parked_job_alone_goes_on_bit_for_bit(
+def test_a_paused_job_alone_resumes_bit_for_bit(
     lab: Laboratory, jobs: list[JobSpec], alone: dict[str, History]
 ) -> None:
     job = jobs[2]
@@ -103,9 +103,9 @@ def test_a_parked_job_alone_goes_on_bit_for_bit(
         if turn in (3, 6):
             coordinator.resume(job.name)
 
-    parked = lab.run([job], between=between)
-    assert sum(isinstance(event, JobPaused) for event in parked.events) == 2
-    _same_bits(job, parked, alone[job.name])
+    paused = lab.run([job], between=between)
+    assert sum(isinstance(event, JobPaused) for event in paused.events) == 2
+    _same_bits(job, paused, alone[job.name])
 
 
 def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
@@ -127,8 +127,8 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
             _fail_once(worker, after=1)
 
     together = lab.run(jobs, capacity=120, before=before)
-    parked = [event.job for event in together.events if isinstance(event, JobPaused)]
-    assert parked == [jobs[2].name, jobs[0].name]
+    paused = [event.job for event in together.events if isinstance(event, JobPaused)]
+    assert paused == [jobs[2].name, jobs[0].name]
     sizes = [len(event.jobs) for event in together.events if isinstance(event, GroupStep)]
     assert sizes[:2] == [4, 4]
     assert max(sizes[2:]) <= 3
@@ -152,7 +152,7 @@ def _fail_once(worker: LocalWorker, *, after: int) -> None:
 
 
 @pytest.mark.parametrize("planted", ["attach", "block"])
-def test_a_job_that_runs_out_of_memory_as_it_is_taken_in_comes_later(
+def test_a_job_that_runs_out_of_memory_as_it_is_attached_comes_later(
     lab: Laboratory,
     jobs: list[JobSpec],
     alone: dict[str, History],

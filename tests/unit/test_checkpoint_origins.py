@@ -38,14 +38,14 @@ def test_what_gives_a_step_its_samples_is_part_of_the_origin(key: str) -> None:
     assert Origin.of(longer, model="m", data="d") == ORIGIN
 
 
-def test_a_state_of_another_model_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2, replace(ORIGIN, model="other"))
     with pytest.raises(OriginError, match="model"):
         newest_checkpoint(tmp_path, ORIGIN)
 
 
-def test_a_state_of_another_version_is_not_read_however_whole_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_not_read_however_whole_it_is(tmp_path: Path) -> None:
     directory = save(tmp_path, 2)
     header = json.loads((directory / HEADER).read_text()) | {"version": 99}
     del header["sha256"]

@@ -1,4 +1,4 @@
-"""Jobs that leave their places and come back: at rungs, paused, displaced, or when memory runs out."""
+"""Jobs that leave their slots and come back: at rungs, paused, preempted, or when memory runs out."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Full(CurveWorker):
         return super().execute(command)
 
 
-def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -> None:
+def test_a_job_is_not_paused_with_an_older_checkpoint_than_its_step(tmp_path: Path) -> None:
     run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
     made = Coordinator(Full(falling), DataCatalogue(load_lengths), run, folder=tmp_path)
     made.submit(job("a"))
@@ -89,7 +89,7 @@ def test_a_job_is_not_parked_with_an_older_state_than_its_step(tmp_path: Path) -
     assert paused(made.settle()) == []
 
 
-def test_a_job_that_waits_is_parked_too(make: Callable[..., tuple[Coordinator, CurveWorker]]) -> None:
+def test_a_job_that_waits_is_paused_too(make: Callable[..., tuple[Coordinator, CurveWorker]]) -> None:
     made, _ = make(max_jobs=1)
     made.submit(job("a"))
     made.submit(job("b"))
@@ -106,7 +106,7 @@ def paused(events: Sequence[Event]) -> list[tuple[str, int, str]]:
     return [(e.job, e.step, e.reason) for e in events if isinstance(e, JobPaused)]
 
 
-def test_a_job_at_a_rung_gives_its_place_to_the_next_and_comes_back(make: Any) -> None:
+def test_a_job_at_a_rung_gives_its_slot_to_the_next_and_comes_back(make: Any) -> None:
     made, worker = make(max_jobs=1)
     made.submit(job("a"), rungs=(2, 4), measured=True)
     made.submit(job("b", steps=3))
@@ -120,7 +120,7 @@ def test_a_job_at_a_rung_gives_its_place_to_the_next_and_comes_back(make: Any) -
     assert worker.jobs == {}
 
 
-def test_a_job_that_is_let_past_before_the_boundary_keeps_its_place(make: Any) -> None:
+def test_a_job_that_is_let_past_before_the_boundary_keeps_its_slot(make: Any) -> None:
     made, _ = make()
     made.submit(job("a"), rungs=(2,))
     events = [*made.advance(), *made.advance()]
@@ -149,7 +149,7 @@ def test_all_jobs_at_a_rung_are_evaluated_together(make: Any) -> None:
     assert made.free_slots() > 0
 
 
-def test_parking_and_unparking_by_hand_wherever_the_job_stands(make: Any) -> None:
+def test_pausing_and_resuming_by_hand_wherever_the_job_stands(make: Any) -> None:
     made, _ = make(max_jobs=1)
     made.submit(job("a"))
     made.submit(job("b", steps=2))
@@ -182,7 +182,7 @@ def test_a_pause_at_a_rung_lasts_until_both_are_over(make: Any) -> None:
     assert steps(drain(made), "a") == [2, 3]
 
 
-def test_a_parked_job_can_be_cancelled(make: Any) -> None:
+def test_a_paused_job_can_be_cancelled(make: Any) -> None:
     made, _ = make()
     made.submit(job("a"), rungs=(2,))
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_a_parked_job_can_be_cancelled(make: Any) -> None:
     assert made.idle
 
 
-def test_stopping_saves_parked_jobs_too(make: Any) -> None:
+def test_stopping_saves_paused_jobs_too(make: Any) -> None:
     made, _ = make(max_jobs=1)
     made.submit(job("a"), rungs=(2,))
     made.submit(job("b"))
@@ -208,7 +208,7 @@ def test_stopping_saves_parked_jobs_too(make: Any) -> None:
         assert end.checkpoint.is_dir()
 
 
-def test_a_job_that_goes_on_from_a_state_at_a_rung_waits_there(make: Any, tmp_path: Path) -> None:
+def test_a_job_that_resumes_from_a_checkpoint_at_a_rung_waits_there(make: Any, tmp_path: Path) -> None:
     made, _ = make()
     made.submit(job("a"), rungs=(2, 4))
     for _ in range(3):
@@ -226,7 +226,7 @@ def test_a_job_that_goes_on_from_a_state_at_a_rung_waits_there(make: Any, tmp_pa
     assert steps([*again.advance(), *again.advance()], "a") == [3, 4]
 
 
-def test_a_job_of_higher_priority_takes_the_place_of_the_latest_of_the_lowest(make: Any) -> None:
+def test_a_job_of_higher_priority_takes_the_slot_of_the_latest_of_the_lowest(make: Any) -> None:
     made, _ = make(max_jobs=3)
     made.submit(job("a", priority=1))
     made.submit(job("b"))
@@ -375,8 +375,8 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
     assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was attached alone: no room"))
 
 
-def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: Any) -> None:
-    """It comes in when one of the others has been parked for it, and that one goes on exactly."""
+def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_slot(make: Any) -> None:
+    """It comes in when one of the others has been paused for it, and that one goes on exactly."""
     made, _ = make(attach_room=2)
     for name in "ab":
         made.submit(job(name))
@@ -389,7 +389,7 @@ def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_place(make: A
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_parked_job_that_finds_no_room_keeps_its_state_and_its_account(make: Any) -> None:
+def test_a_paused_job_that_finds_no_room_keeps_its_checkpoint_and_its_account(make: Any) -> None:
     made, worker = make(attach_room=2)
     made.submit(job("a"))
     made.submit(job("b"))
