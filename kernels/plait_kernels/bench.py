@@ -301,7 +301,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write every figure to this file, and resume from it")
     found = parser.parse_args(arguments)
     if found.backends is None:
-        found.backends = ["grouped", "triton"] if large else ["reference", "grouped"]
+        candidates = [name for name in BACKENDS if BACKENDS[name].candidate(found.device)]
+        found.backends = candidates if large else ["reference", *candidates]
     return found
 
 

@@ -150,7 +150,7 @@ def test_a_wrong_routing_is_refused(segments):
         (["q", "v"], "grouped", torch.zeros(4, 6), "the bank has q, k"),
         (["q"], "grouped", torch.zeros(4, 6), "add up"),
         ([None, "q", None], "grouped", torch.zeros(4, 6), "add up"),
-        (["q", "k"], "fast", torch.zeros(4, 6), "reference, grouped, triton"),
+        (["q", "k"], "fast", torch.zeros(4, 6), "grouped, reference, triton"),
         (["q", "k"], "grouped", torch.zeros(4, 6, dtype=torch.float64), "compute dtype"),
         (["q", "k"], "grouped", torch.zeros(3, 6), "4 tokens"),
         (["q", "k"], "grouped", torch.zeros(4, 5), "weight is"),
