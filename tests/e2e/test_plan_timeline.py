@@ -39,7 +39,7 @@ def test_a_figure_and_a_trace(empty: Path, short: Short) -> None:
         ((CLUSTER, "--timeline", "run.txt"), ".html"),
         (("--timeline", "run.html"), "described"),
         ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: -1.0, token: 1e-6}]"), "fixed=-1"),
-        ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: 1.0}]"), "token is missing"),
+        ((CLUSTER, "cluster.options.time.layer=[{tp: 1, fixed: 1.0}]"), "has no token"),
         (
             (CLUSTER, "cluster.options.max_tokens=xsum", "cluster.options.device.count=1"),
             "'xsum' has no replica for so few devices: ⟨1,4⟩ takes 4",
