@@ -327,12 +327,12 @@ def test_a_job_resumes_from_its_cursor() -> None:
 def test_answers_are_generated_and_judged_at_the_end() -> None:
     asked: dict[str, list[object]] = defaultdict(list)
 
-    def judge(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> Sequence[float]:
+    def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> Sequence[float]:
         assert spec.source == "lengths"
         asked["rows"] += rows
         return [1.0 if text == "a" else 0.0 for text in texts]
 
-    catalogue = DataCatalogue(load_lengths, generation_limit=lambda _: 8, judge=judge)
+    catalogue = DataCatalogue(load_lengths, generation_limit=lambda _: 8, score=score)
     made = coordinator(worker := CurveWorker(), catalogue=catalogue)
     made.submit(job("a", steps=1, validation=(4, 4, 4, 4)))
     made.submit(job("b", steps=1, validation=(4, 4)))
@@ -347,7 +347,7 @@ def test_answers_are_generated_and_judged_at_the_end() -> None:
 def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -> None:
     """What it learned is kept; that its accuracy is missing is said with the reason."""
     catalogue = DataCatalogue(
-        load_lengths, generation_limit=lambda _: 8, judge=lambda _spec, rows, _texts: [1.0] * len(rows)
+        load_lengths, generation_limit=lambda _: 8, score=lambda _spec, rows, _texts: [1.0] * len(rows)
     )
     worker = CurveWorker(fault=lambda kind, name, _: "no room" if (kind, name) == ("generate", "a") else None)
     made = coordinator(worker, catalogue=catalogue)
@@ -356,9 +356,9 @@ def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -
     events = drain(made)
     assert [(e.job, e.accuracy) for e in of(JobGenerated, events)] == [("b", 1.0)]
     ends = {e.job: (e.state, e.reason, e.adapter) for e in of(JobResult, events)}
-    unjudged = "budget spent; its answers were not judged: no room"
+    unscored = "budget spent; its answers were not scored: no room"
     assert ends == {
-        "a": ("finished", unjudged, Path("run/adapters/a")),
+        "a": ("finished", unscored, Path("run/adapters/a")),
         "b": ("finished", "budget spent", Path("run/adapters/b")),
     }
     assert [e.text for e in of(Notice, events)] == ["a: its answers could not be generated: no room"]

@@ -213,5 +213,5 @@ def test_another_rule_has_cohorts_of_its_own() -> None:
             with_it = replace(stopping, divergence=divergence)
             found = make_stopper(replace(search, stopping=with_it), 8, memory)
             assert found is not None
-            assert found.ladder(0).cohort == range(size)
+            assert found.rungs_of(0).cohort == range(size)
     assert len(memory.cohorts) == 3

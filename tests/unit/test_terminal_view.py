@@ -35,7 +35,7 @@ from plait.terminal.text import (
     status_rows,
 )
 from plait.terminal.view import Terminal, print_summary
-from plait.tracking.board import Board, JobRecord, Ladder
+from plait.tracking.board import Board, JobRecord, TrialRungs
 from plait.utils.durations import duration
 
 
@@ -189,7 +189,7 @@ def test_the_line_on_the_whole_is_broken_where_it_does_not_fit() -> None:
     board = board_of(12)
     for trial in range(8):
         board.handle(ended("pruned" if trial % 2 else "failed", job=spec(trial).name))
-    board.ladder = lambda _: Ladder((2,), range(8, 12))
+    board.rungs_of = lambda _: TrialRungs((2,), range(8, 12))
     board.handle(JobPaused(spec(8).name, 2, PauseReason.AT_RUNG))
     board.jobs[spec(8).name].step = 2
     whole = status_line(board, 400.0)
@@ -439,7 +439,7 @@ def test_trials_that_are_not_asked_yet_count_as_work_to_do() -> None:
 
 def test_rungs_are_shown_and_what_is_waited_for() -> None:
     board = board_of(6, trials=7)
-    board.ladder = lambda number: Ladder((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
+    board.rungs_of = lambda number: TrialRungs((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
     stage = Stage(board, terminal=True)
     for trial in range(6):
         stage.play(JobAdmitted(spec(trial), 0, 8, "g0"))
@@ -461,7 +461,7 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     assert "paused" in describe_status(board, "running", "mine")
     board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
     assert "rung 3" not in status_line(board, None)
-    board.ladder = None
+    board.rungs_of = None
     assert "rung" not in status_line(board, None)
 
 
@@ -469,11 +469,11 @@ def test_of_many_cohorts_that_wait_two_are_named() -> None:
     board = board_of(400)
     asked: list[int] = []
 
-    def ladder(number: int) -> Ladder:
+    def rungs_of(number: int) -> TrialRungs:
         asked.append(number)
-        return Ladder((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
+        return TrialRungs((2, 4), range(number // 4 * 4, number // 4 * 4 + 4))
 
-    board.ladder = ladder
+    board.rungs_of = rungs_of
     for trial in range(4, 400, 3):
         board.handle(JobAdmitted(spec(trial), 2, 8, "g0"))
         board.handle(JobPaused(spec(trial).name, 2, PauseReason.AT_RUNG))

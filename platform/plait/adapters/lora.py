@@ -35,7 +35,7 @@ class Lora(plait_kernels.Lora):
     """A (rank, in) begins as PEFT's default, B (out, rank) as zero: training starts from the base model."""
 
     def initial(self, tensor: TensorSpec, seed: int, module: str, _weight: Callable[[], Tensor], /) -> Tensor:
-        """Of A: Kaiming uniform with a = sqrt(5), as PEFT and nn.Linear have it.
+        """The initial values of A: Kaiming uniform with a = sqrt(5), as PEFT and nn.Linear have it.
 
         The generator depends on the job's seed and the module's name alone, so neither the order of modules
         nor which others are targeted changes a weight.

@@ -43,11 +43,11 @@ class StorageCounter:
         if address in self._counted:
             return
         size = storage.nbytes()
-        self._counted[address] = weakref.ref(storage, lambda _: self._gone(address, size))
+        self._counted[address] = weakref.ref(storage, lambda _: self._freed(address, size))
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, address: int, size: int) -> None:
+    def _freed(self, address: int, size: int) -> None:
         del self._counted[address]
         self.live -= size
 

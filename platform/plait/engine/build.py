@@ -64,7 +64,7 @@ def open_data(
             spec, tokeniser, max_length=max_length, capacity=capacity, cluster=cluster, cache=cache_dir()
         )
 
-    catalogue = DataCatalogue(load, generation_limit=generation_limit, judge=score)
+    catalogue = DataCatalogue(load, generation_limit=generation_limit, score=score)
     facts: dict[str, Any] = {}
     lengths: dict[str, Any] = {}
     for spec in dict.fromkeys(job.data for job in jobs):

@@ -9,7 +9,7 @@ from plait.core.jobs import DataSpec
 from plait.core.messages import Generated
 from plait.core.samples import TokenisedData
 
-Judge = Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]]
+Scorer = Callable[[DataSpec, Sequence[int], Sequence[str]], Sequence[float]]
 
 
 class DataCatalogue:
@@ -20,7 +20,7 @@ class DataCatalogue:
     Args:
         load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
         generation_limit: most new tokens of a generated answer, or None where none is asked for.
-        judge: scores answers to rows of the source (``plait.data.score``); needed where answers are.
+        score: scores answers to rows of the source (``plait.data.score``), where they are generated.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class DataCatalogue:
         load: Callable[[DataSpec], TokenisedData],
         *,
         generation_limit: Callable[[DataSpec], int | None] = lambda _: None,
-        judge: Judge | None = None,
+        score: Scorer | None = None,
     ) -> None:
         self._load = load
         self.generation_limit = generation_limit
-        self._judge = judge
+        self._score = score
         self._by_spec: dict[DataSpec, TokenisedData] = {}
 
     def of(self, spec: DataSpec) -> TokenisedData:
@@ -47,12 +47,14 @@ class DataCatalogue:
         return max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation))
 
     def scores(self, spec: DataSpec, data: TokenisedData, answers: Generated) -> Sequence[float]:
-        """The judge's scores of answers to validation samples.
+        """The verifier's scores of answers to validation samples.
 
         Raises:
-            ConfigError: there is no judge.
+            ConfigError: there is no verifier.
         """
-        if self._judge is None:
-            raise ConfigError(f"answers of job {answers.job!r}", "Generated answers need a judge.")
+        if self._score is None:
+            raise ConfigError(
+                f"answers of job {answers.job!r}", "Generated answers need a data source with a verifier."
+            )
         rows = [int(data.validation.rows[sample]) for sample in answers.samples]
-        return self._judge(spec, rows, answers.texts)
+        return self._score(spec, rows, answers.texts)

@@ -116,11 +116,11 @@ class _Progress:
     """How far the finishing of a job has come.
 
     Attributes:
-        unjudged: why its answers were not judged.
+        unscored: why its answers were not scored.
         failed_at: time of the last attempt to write its adapter, where that failed.
     """
 
-    unjudged: str = ""
+    unscored: str = ""
     failed_at: float | None = None
 
 
@@ -161,7 +161,7 @@ class Finishing:
         Raises:
             StorageError: an adapter cannot be written, and nobody wants to wait until it can.
         """
-        events = self._judge([job for job in done if job.name not in self._progress])
+        events = self._score([job for job in done if job.name not in self._progress])
         finished = []
         for job in done:
             progress = self._progress[job.name]
@@ -179,12 +179,12 @@ class Finishing:
             else:
                 if progress.failed_at is not None:
                     events.append(Notice(f"{job.name}: its adapter is written now"))
-                unjudged = f"; its answers were not judged: {progress.unjudged}" if progress.unjudged else ""
-                finished.append(Finished(job, adapter, SPENT + unjudged))
+                unscored = f"; its answers were not scored: {progress.unscored}" if progress.unscored else ""
+                finished.append(Finished(job, adapter, SPENT + unscored))
         return events, finished
 
-    def _judge(self, jobs: Sequence[LiveJob]) -> list[Event]:
-        """Judge answers to the validation prompts of every job that asks for them, generated together."""
+    def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
+        """Score answers to the validation prompts of every job that asks for them, generated together."""
         self._progress |= {job.name: _Progress() for job in jobs}
         asking: dict[int, list[LiveJob]] = {}
         for job in jobs:
@@ -197,7 +197,7 @@ class Finishing:
             outcome = self._send(Generate(tuple(wanted), limit))
             for job in group:
                 if trouble := outcome.failures.get(job.name):
-                    self._progress[job.name].unjudged = trouble
+                    self._progress[job.name].unscored = trouble
                     events.append(Notice(f"{job.name}: its answers could not be generated: {trouble}"))
                     continue
                 scores = self._data.scores(job.spec.data, job.data, outcome.generated[job.name])

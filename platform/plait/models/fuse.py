@@ -85,7 +85,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
 
 
 def _activation_kind(act: Callable[[Tensor], Tensor]) -> int | None:
-    """Which of the compiled activations this is, judged in float32, where GELU's two forms differ."""
+    """Which of the compiled activations this is, compared in float32, where GELU's two forms differ."""
     gate = torch.linspace(-6.0, 6.0, 100)
     fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), act(gate)))
     return next(fitting, None)

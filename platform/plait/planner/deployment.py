@@ -37,7 +37,7 @@ CLOSENESS = (0.35, 0.1)  # how far the bracket is closed before patterns are rou
 ROOM = (0.3, 0.6, 0.9)  # above the least makespan with a candidate, for patterns that are rounded
 ENOUGH = 0.5  # above it, for a deployment that needs no more rounding before the proof
 INTEGRAL = 1e-6
-Judge = Callable[[tuple[ReplicaKind, ...]], Dispatch]
+Evaluate = Callable[[tuple[ReplicaKind, ...]], Dispatch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +128,18 @@ def exact_deployment(
     """The optimum by enumeration and integer programs; for small instances.
 
     Args:
-        equal_shares: judge by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
+        equal_shares: evaluate by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
             sequences are shared out replica by replica, which is never slower and what a step does.
 
     Raises:
         CapacityError: as :func:`deploy`.
     """
 
-    def judge(kinds: tuple[ReplicaKind, ...]) -> Dispatch:
+    def evaluate(kinds: tuple[ReplicaKind, ...]) -> Dispatch:
         return dispatch(kinds if equal_shares else single(kinds), counts, limits)
 
     able = _able(costs, counts, devices)
-    return _enumerated(able, counts, list(_maximal(able, devices)), judge, gap=0.0)
+    return _enumerated(able, counts, list(_maximal(able, devices)), evaluate, gap=0.0)
 
 
 def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
@@ -245,7 +245,7 @@ class _Search:
         self._costs, self._counts, self._devices, self._goal = costs, counts, devices, goal
         self._patterns = Patterns(costs, counts, devices)
         self._sizes = [cost.configuration.devices for cost in costs]
-        self._judged: dict[Replicas, float] = {}
+        self._makespans: dict[Replicas, float] = {}
         self._rounded: set[tuple[Replicas, float]] = set()
         self._best: tuple[tuple[ReplicaKind, ...], Dispatch] | None = None
         self._limit_hit: Limit | None = None
@@ -253,7 +253,7 @@ class _Search:
         self.reached = self.high = math.inf
         for place, size in enumerate(self._sizes):  # equal replicas, so that there is always an answer
             if costs[place].batch[np.flatnonzero(counts)[-1]]:
-                self._judge(tuple(devices // size * (each == place) for each in range(len(costs))))
+                self._evaluate(tuple(devices // size * (each == place) for each in range(len(costs))))
 
     @property
     def done(self) -> bool:
@@ -296,7 +296,7 @@ class _Search:
             tau = min(self._ending, (self.low * min(tau, self.reached)) ** 0.5)
 
     def ask(self, tau: float, *, candidates: int = 1, exact: bool = False) -> None:
-        """Branch and bound at one makespan; candidates are judged by a dispatch of some milliseconds.
+        """Branch and bound at one makespan; candidates are evaluated by a dispatch of some milliseconds.
 
         Args:
             candidates: how many; where it is more than one, others than those that are known.
@@ -309,11 +309,11 @@ class _Search:
             if closed:
                 self.low = max(self.low, tau)
         for replicas in found:
-            self._judge(replicas)
+            self._evaluate(replicas)
 
     def round_patterns(self) -> None:
         """Give the best candidates' replicas whole patterns, and what those leave uncovered by descent."""
-        best = sorted(self._judged, key=lambda replicas: (self._judged[replicas], replicas))
+        best = sorted(self._makespans, key=lambda replicas: (self._makespans[replicas], replicas))
         for replicas in best[:CANDIDATES]:
             for share in ROOM:
                 tau = self.reached * (1 + share * self._goal)
@@ -329,11 +329,11 @@ class _Search:
                     shares = completed(single(kinds), self._counts, rows)
                     self._keep(kinds, dispatch_of(single(kinds), self._counts, shares, self.low))
 
-    def _judge(self, replicas: Replicas) -> None:
-        if replicas not in self._judged:
+    def _evaluate(self, replicas: Replicas) -> None:
+        if replicas not in self._makespans:
             kinds = kinds_of(self._costs, replicas)
             expected = _by_replica(kinds, self._counts)
-            self._judged[replicas] = expected.makespan
+            self._makespans[replicas] = expected.makespan
             self._keep(kinds, expected)
 
     def _keep(self, kinds: tuple[ReplicaKind, ...], expected: Dispatch) -> None:
@@ -368,7 +368,7 @@ class _Search:
             if not branches:
                 closed = False
                 whole = self._filled(tuple(round(number) for number in relaxed.replicas))
-                if most == 1 or whole not in self._judged:
+                if most == 1 or whole not in self._makespans:
                     candidates.append(whole)
         if nodes and len(candidates) < most:
             self._limit_hit = self._limit_hit or "nodes"
@@ -427,11 +427,11 @@ def _enumerated(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
     deployments: Sequence[Replicas],
-    judge: Judge,
+    evaluate: Evaluate,
     *,
     gap: float,
 ) -> Deployment:
-    """Judge deployments by ascending bound until no bound is left below the best, or below it by ``gap``."""
+    """Evaluate deployments by ascending bound until none is left below the best, or below it by ``gap``."""
     longest = np.flatnonzero(counts)[-1]
     bounded = sorted(
         (relaxed_shares(kinds_of(costs, p), counts)[0], p)
@@ -444,7 +444,7 @@ def _enumerated(
             bounds.append(bound)
             break
         kinds = kinds_of(costs, p)
-        found = judge(kinds)
+        found = evaluate(kinds)
         limit_hit = limit_hit or found.limit_hit
         bounds.append(max(bound, found.bound))
         if best is None or found.makespan < best.makespan:

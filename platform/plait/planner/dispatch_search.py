@@ -1,7 +1,7 @@
 """Dispatch without a solver: a bound by linear programming, rounding, and descent by small moves.
 
 A few milliseconds a step. It is the start that the integer program must beat, the fallback where the
-program stops early, and the judge of candidate deployments.
+program stops early, and the evaluation of candidate deployments.
 
 Shares: e (K, R) integer, sequences of bucket j that one replica of kind k takes.
 """
@@ -169,7 +169,7 @@ class _State:
     counts: Int64
     shares: Int64
     loads: Float64
-    same_cost: Sequence[tuple[ReplicaCost, Int64]]  # kinds of one configuration are judged in one call
+    same_cost: Sequence[tuple[ReplicaCost, Int64]]  # kinds of one configuration are decided in one call
 
 
 @dataclass(frozen=True, slots=True)

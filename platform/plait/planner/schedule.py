@@ -81,8 +81,8 @@ class Draft:
 
     def remove(self, pieces: Collection[Piece]) -> None:
         """Removes samples."""
-        gone = {(piece.key, piece.position) for piece in pieces}
-        kept = [piece for piece in self.pieces if (piece.key, piece.position) not in gone]
+        taken = {(piece.key, piece.position) for piece in pieces}
+        kept = [piece for piece in self.pieces if (piece.key, piece.position) not in taken]
         self.pieces, self.tokens = [], {}
         self.add(kept)
 

@@ -31,7 +31,7 @@ class ModelMemory:
     Attributes:
         model: of peaks above static bytes.
         keep_up_to: longest sample that keeps its attention probabilities.
-        adapters: of the search: those that microbatches of unknown jobs are judged with.
+        adapters: of the search: those that microbatches of unknown jobs are estimated with.
     """
 
     model: MemoryModel

@@ -291,7 +291,7 @@ class _Launch:
                 self._source.link(run_id, str(tracker.location))
             if tracker.away is not None and self._tracked.away is None:  # since this began
                 _tell(self._console, [without_store(tracker.away, self._settings, self._source.name)])
-            tracker.board.ladder = None if self._stopper is None else self._stopper.ladder
+            tracker.board.rungs_of = None if self._stopper is None else self._stopper.rungs_of
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             tracker.record(

@@ -27,7 +27,7 @@ from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
 from plait.search.storage import Patience
 from plait.search.trials import Trial
-from plait.tracking.board import Ladder
+from plait.tracking.board import TrialRungs
 
 RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
@@ -164,13 +164,13 @@ class Stopper:
         """Whether the validation split must be evaluated at rungs."""
         return self._metric.startswith("eval/")
 
-    def ladder(self, number: int) -> Ladder:
+    def rungs_of(self, number: int) -> TrialRungs:
         """The rungs and the cohort of trial ``number``, as views show them."""
         rule = self._rule.rule if isinstance(self._rule, Divergence) else self._rule
         if isinstance(rule, CohortRule):
             cohort = rule.layout.cohort(number)
-            return Ladder(cohort.rungs, cohort.numbers)
-        return Ladder(rule.rungs(number))
+            return TrialRungs(cohort.rungs, cohort.numbers)
+        return TrialRungs(rule.rungs(number))
 
     def start(self, trial: Trial) -> tuple[int, ...]:
         """The rungs of a trial that is about to begin or to resume."""

@@ -74,7 +74,7 @@ def jobs_table(board: Board, rows: int, width: int) -> Segments:
 
 def _columns(board: Board, shown: Sequence[JobRecord], width: int) -> list[_Column]:
     """The columns that are always shown, then the rate and the parameters as far as there is room."""
-    rungs = [] if board.ladder is None else [_Column("rung", [rung_text(board, each) for each in shown])]
+    rungs = [] if board.rungs_of is None else [_Column("rung", [rung_text(board, each) for each in shown])]
     always = [
         _Column("job", [each.name for each in shown], right=False),
         _Column("state", [each.state for each in shown], right=False, least=STATE),

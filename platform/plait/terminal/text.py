@@ -133,23 +133,23 @@ def lowest_loss(board: Board) -> JobRecord | None:
 
 def rung_text(board: Board, record: JobRecord) -> str:
     """How many of its rungs a job has reached: 2/3."""
-    if board.ladder is None:
+    if board.rungs_of is None:
         return ""
-    steps = board.ladder(record.trial).steps
+    steps = board.rungs_of(record.trial).steps
     return f"{sum(step <= record.step for step in steps)}/{len(steps)}"
 
 
 def rungs_waited_for(board: Board) -> list[str]:
     """The rungs at which jobs wait for their cohort, at most ``MOST_RUNGS``: ``rung 10: 5 of 8 arrived``."""
-    if board.ladder is None:
+    if board.rungs_of is None:
         return []
     found: dict[tuple[range, int], None] = {}
     for job in sorted(
         (job for job in board.jobs.values() if job.state == JobState.PAUSED), key=lambda job: job.trial
     ):
-        ladder = board.ladder(job.trial)
-        if ladder.cohort and job.step in ladder.steps:
-            found[ladder.cohort, job.step] = None
+        rungs = board.rungs_of(job.trial)
+        if rungs.cohort and job.step in rungs.steps:
+            found[rungs.cohort, job.step] = None
             if len(found) == MOST_RUNGS:
                 break
     jobs = {job.trial: job for job in board.jobs.values()} if found else {}

@@ -99,13 +99,13 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class TrialRungs:
     """The rungs of a trial, and with whom it is compared there.
 
     Attributes:
         steps: of its rungs.
         cohort: numbers of the trials that are compared with each other, itself included; empty where each is
-            judged by itself.
+            decided by itself.
     """
 
     steps: tuple[int, ...]
@@ -120,7 +120,7 @@ class Board:
         direction: "minimize" or "maximize" the objective, or the first of several.
         trials: trials that the search wants in all.
         others: the further objectives.
-        ladder: the rungs of a trial, by its number; None where a search has none.
+        rungs_of: the rungs of a trial, by its number; None where a search has none.
     """
 
     direction: str
@@ -129,7 +129,7 @@ class Board:
     group: GroupStep | None = None
     iterations: int = 0
     others: tuple[Objective, ...] = ()
-    ladder: Callable[[int], Ladder] | None = None
+    rungs_of: Callable[[int], TrialRungs] | None = None
     _varying: tuple[list[Mapping[str, Any]], list[str]] = field(
         default_factory=lambda: ([], []), init=False, repr=False, compare=False
     )
