@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -119,6 +120,27 @@ def without_passwords(folder: Path) -> None:
         ) from error
 
 
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be made or written, without making it.
+
+    Raises:
+        StorageError: it cannot.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise _not_written(folder, f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK):
+        raise _not_written(folder, "Permission denied")
+
+
+def _not_written(folder: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{folder}: {reason}",
+        "Each trial's configuration is written there.",
+        "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
+    )
+
+
 def save_all(folder: Path, files: dict[str, object]) -> None:
     """Write configurations as YAML files, addresses without passwords.
 
@@ -130,11 +152,7 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
         for name, node in files.items():
             (folder / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(node)), encoding="utf-8")
     except OSError as error:
-        raise StorageError(
-            f"{folder}: {error.strerror or error}",
-            "Each trial's configuration is written there.",
-            "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
-        ) from error
+        raise _not_written(folder, error.strerror or str(error)) from error
 
 
 def remove_unused_folder() -> None:

@@ -19,7 +19,7 @@ from hydra.core.utils import configure_log
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from plait.cli.compose import TrialComposer, hydra_config, save_all, without_passwords
+from plait.cli.compose import TrialComposer, check_folder, hydra_config, save_all, without_passwords
 from plait.config.build import Config, check_keys, job_of, plain, settings_of
 from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, choices
@@ -92,11 +92,14 @@ def sweep(
         return composer.job(trial)
 
     mode = composed["mode"]
+    planning = mode in ("plan", "profile")
+    if not planning:
+        check_folder(directory)
     command = SearchCommand(
         settings=settings,
         space=request.space,
         base=composer.probe(),
-        make_job=composer.unwritten if mode in ("plan", "profile") else make_job,
+        make_job=composer.unwritten if planning else make_job,
         probes=probes,
         config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=tuple(words),
