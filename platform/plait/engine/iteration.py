@@ -137,7 +137,7 @@ class Finishing:
     """Finishes jobs whose budget is spent: judges their answers and writes their adapters.
 
     Args:
-        data: whose verifiers judge answers.
+        data: whose verifiers score answers.
         patient: whether a job waits, on the worker, for a disk that cannot take its adapter.
     """
 
