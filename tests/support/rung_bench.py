@@ -14,6 +14,7 @@ from typing import Any
 import optuna
 from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
 from optuna.trial import FrozenTrial, TrialState
+from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.jobs import JobSpec, TrainSpec
@@ -23,7 +24,6 @@ from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, Se
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.search.control import Orders
-from plait.search.identity import identify
 from plait.search.results import SearchResult
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
@@ -107,8 +107,7 @@ class Bench:
             planner=PlannerSettings(max_jobs=min(self.max_jobs or parallel, parallel)),
             search=self.search,
         )
-        identity = identify(SPACE, JobSpec("base"), run)
-        source = StudyTrials(self.search, SPACE, identity, self.storage, folder=lambda _: self.folder)
+        source = study_of(SPACE, self.search, self.storage, run=run, folder=lambda _: self.folder)
         try:
             engine = Coordinator(
                 self.make_worker(**{"curve": curve} | self.worker),

@@ -11,14 +11,11 @@ import optuna
 import pytest
 from job_results import ended
 from rung_bench import SPACE, Bench, halving, states
+from studies import study_of
 
-from plait.core.jobs import JobSpec
 from plait.core.messages import JobAdmitted
-from plait.core.settings import RunSettings
 from plait.search.control import Orders
-from plait.search.identity import identify
 from plait.search.ownership import BEATS, MISSED_BEATS, Workers
-from plait.search.study import StudyTrials
 
 HOUR = 3600.0
 
@@ -42,10 +39,9 @@ def test_a_worker_elsewhere_keeps_its_trial_as_long_as_it_beats(
     """It ends it after so many looks; or it dies at once, and its trial is taken over."""
     search = halving(trials=4, parallel=2, kind="none")
     storage = optuna.storages.InMemoryStorage()
-    identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
     with monkeypatch.context() as patch:
         patch.setattr("plait.search.ownership.this_host", lambda: "elsewhere")
-        far = StudyTrials(search, SPACE, identity, storage, folder=lambda _: tmp_path / "far")
+        far = study_of(SPACE, search, storage, folder=lambda _: tmp_path / "far")
     trial = far.ask()
     assert trial is not None
     assert far._workers is not None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from job_results import ended
 from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
+from studies import space_of, study_of
 
 from plait.config.build import settings_of
 from plait.config.overrides import read_request
@@ -39,10 +40,7 @@ TWO = {"metric": ("eval/loss", "adapter.rank"), "constraints": {"adapter.rank": 
 def source(
     arguments: Sequence[str] = NUMBERS, storage: BaseStorage | None = None, **settings: Any
 ) -> StudyTrials:
-    search = replace(SearchSettings(), **settings)
-    space = read_request(arguments, {}, {}).space
-    identity = identify(space, JobSpec("base"), RunSettings(search=search))
-    return StudyTrials(search, space, identity, storage or InMemoryStorage())
+    return study_of(space_of(*arguments), replace(SearchSettings(), **settings), storage)
 
 
 def loss(trial: Trial) -> float:

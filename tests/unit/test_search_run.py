@@ -13,19 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import TrialState
+from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.errors import CapacityError, ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
-from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait.search.identity import identify
+from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.interrupt import Interrupts
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
 from plait.search.results import SearchResult
 from plait.search.run import SearchRun
-from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
@@ -159,8 +158,7 @@ class Bench:
     stop: Callable[[], bool] = lambda: False
 
     def run(self) -> SearchResult:
-        identity = identify(SPACE, JobSpec("base"), RunSettings(search=self.search))
-        source = StudyTrials(self.search, SPACE, identity, self.storage)
+        source = study_of(SPACE, self.search, self.storage)
         return SearchRun(source, self.make_job, self.engine, self.notes, self.search, self.stop).run()
 
     @property

@@ -8,16 +8,13 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from studies import study_of
 
 from plait.config.overrides import is_sweep, read_request
 from plait.core.errors import ConfigError, PlaitError, SearchError
-from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings, SearchSettings
+from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Whole
-from plait.search.identity import identify
 from plait.search.samplers import SAMPLERS, Sampler, check_sampler, of_optuna
-from plait.search.storage import in_memory
-from plait.search.study import StudyTrials
 
 DEFAULTS = {"adapter.rank": "choice(4,8)", "train.lr": "tag(log,interval(1e-4,1e-3))"}
 
@@ -257,7 +254,7 @@ def test_samplers_that_can_do_any_space(sampler: str) -> None:
     search = SearchSettings(sampler=sampler)
     space = space_of("adapter.rank=1,2", "train.lr=interval(1e-5,1e-3)")
     check_sampler(search, space)
-    trial = StudyTrials(search, space, identify(space, JobSpec("base"), RunSettings()), in_memory()).ask()
+    trial = study_of(space, search).ask()
     assert trial is not None
     assert trial.values["adapter.rank"] in (1, 2)
     rate = trial.values["train.lr"]

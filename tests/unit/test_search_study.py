@@ -11,14 +11,11 @@ import torch
 from job_results import ended
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
+from studies import space_of, study_of
 
-from plait.config.overrides import read_request
 from plait.core.errors import SearchError, StorageError
-from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings, SearchSettings
-from plait.core.space import Space
+from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
-from plait.search.identity import identify
 from plait.search.prior import Known
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
@@ -32,17 +29,11 @@ COUNTED = ("adapter.rank=4,8,16", "train.steps=range(10,40,10)")
 SPACES = {"cmaes": NUMBERS, "qmc": NUMBERS, "grid": COUNTED}
 
 
-def space_of(arguments: Sequence[str]) -> Space:
-    return read_request(arguments, {}, {}).space
-
-
 def source(
     arguments: Sequence[str] = MIXED, storage: BaseStorage | None = None, **settings: object
 ) -> StudyTrials:
     search = replace(SearchSettings(), **settings)  # type: ignore[arg-type]  # keyword by keyword
-    space = space_of(arguments)
-    identity = identify(space, JobSpec("base"), RunSettings(search=search))
-    return StudyTrials(search, space, identity, storage or optuna.storages.InMemoryStorage())
+    return study_of(space_of(*arguments), search, storage)
 
 
 def complete(trials: StudyTrials, trial: Trial, value: float = 1.0) -> None:
@@ -64,7 +55,7 @@ def frozen(storage: BaseStorage) -> list[optuna.trial.FrozenTrial]:
 def test_every_sampler_draws_in_batches_inside_the_space(sampler: str) -> None:
     arguments = SPACES.get(sampler, MIXED)
     trials = source(arguments, sampler=sampler, trials=9)
-    allowed = distributions(space_of(arguments))
+    allowed = distributions(space_of(*arguments))
     seen = []
     while batch := [trial for _ in range(3) if (trial := trials.ask()) is not None]:
         seen += batch
@@ -131,7 +122,7 @@ def test_the_gaussian_process_gives_the_threads_back() -> None:
 @pytest.mark.parametrize("log", [True, False])
 def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> None:
     numbers = "interval(4,64)"
-    space = space_of([f"adapter.rank={f'tag(log,{numbers})' if log else numbers}"])
+    space = space_of(f"adapter.rank={f'tag(log,{numbers})' if log else numbers}")
     found = distributions(space)["adapter.rank"]
     assert isinstance(found, optuna.distributions.IntDistribution)
     assert (found.low, found.high, found.log) == (4, 64, log)
@@ -139,7 +130,7 @@ def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> N
 
 def test_a_trial_of_an_earlier_study_keeps_its_constraints() -> None:
     known = Known({"adapter.rank": 8, "train.lr": 1e-4}, (1.5,), {"job/tokens <= 9": 0.5})
-    trial = known.frozen(distributions(space_of(MIXED)))
+    trial = known.frozen(distributions(space_of(*MIXED)))
     assert (trial.value, trial.constraints) == (1.5, {"job/tokens <= 9": 0.5})
 
 
@@ -213,11 +204,9 @@ def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: P
         copy.mkdir(parents=True)
     storage = optuna.storages.InMemoryStorage()
     search = SearchSettings(trials=1)
-    space = space_of(MIXED)
-    identity = identify(space, JobSpec("base"), RunSettings(search=search))
 
     def begin() -> StudyTrials:
-        return StudyTrials(search, space, identity, storage, folder=lambda _: tmp_path / "search")
+        return study_of(space_of(*MIXED), search, storage, folder=lambda _: tmp_path / "search")
 
     trials = begin()
     for copy in copies:
@@ -238,11 +227,10 @@ def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -
     copy = tmp_path / "control" / "warm-a"
     copy.mkdir(parents=True)
     storage = optuna.storages.InMemoryStorage()
-    search, space = SearchSettings(trials=1, failed="retry"), space_of(MIXED)
-    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    search, space = SearchSettings(trials=1, failed="retry"), space_of(*MIXED)
     begun = []
     for state in ("failed", "failed", "finished"):
-        trials = StudyTrials(search, space, identity, storage, folder=lambda _: tmp_path)
+        trials = study_of(space, search, storage, folder=lambda _: tmp_path)
         if not begun:
             trials.enqueue({}, request="a", warm_from=copy, priority=5)
         trial = trials.ask()
@@ -331,8 +319,8 @@ def test_a_study_that_plait_did_not_make() -> None:
 
 def test_an_option_that_the_sampler_does_not_have() -> None:
     with pytest.raises(SearchError, match="sampler_options"):
-        make_sampler(SearchSettings(sampler_options={"temperature": 1}), space_of(MIXED), 0)
-    make_sampler(SearchSettings(sampler_options={"n_startup_trials": 2}), space_of(MIXED), 0)
+        make_sampler(SearchSettings(sampler_options={"temperature": 1}), space_of(*MIXED), 0)
+    make_sampler(SearchSettings(sampler_options={"n_startup_trials": 2}), space_of(*MIXED), 0)
 
 
 # ---- storage -----------------------------------------------------------------------------------------------
@@ -406,9 +394,9 @@ def test_a_trial_that_was_killed_while_it_was_drawn_gets_the_values_it_would_hav
     cut, storage = opened("cut")
     assert cut.ask() == expected[0]
     study = optuna.load_study(study_name="s", storage=storage)
-    study.sampler = make_sampler(SearchSettings(sampler="random"), space_of(MIXED), 1)
+    study.sampler = make_sampler(SearchSettings(sampler="random"), space_of(*MIXED), 1)
     half = study.ask()
-    half._suggest("adapter.rank", distributions(space_of(MIXED))["adapter.rank"])
+    half._suggest("adapter.rank", distributions(space_of(*MIXED))["adapter.rank"])
     again, _ = opened("cut")
     assert again.left_over == 2
     assert [again.ask() for _ in range(3)] == expected

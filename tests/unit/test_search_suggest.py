@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from job_results import ended
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
+from studies import space_of, study_of
 
-from plait.config.overrides import read_request
-from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings, SearchSettings
+from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
-from plait.search.identity import identify
 from plait.search.points import too_few_points, tried_points
 from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.storage import open_storage
@@ -35,10 +33,6 @@ CONTINUOUS = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
 NAMES = ("tpe", "random", "grid", "cmaes", "qmc", "gp", "nsgaii")
 
 
-def space_of(arguments: tuple[str, ...]) -> Space:
-    return read_request(arguments, {}, {}).space
-
-
 def source(
     space: Space | tuple[str, ...] = EIGHT,
     storage: BaseStorage | None = None,
@@ -46,10 +40,9 @@ def source(
     **settings_: Any,
 ) -> StudyTrials:
     search = replace(SearchSettings(name="s", trials=12), **settings_)
-    space = space if isinstance(space, Space) else space_of(space)
-    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    space = space if isinstance(space, Space) else space_of(*space)
     where = None if folder is None else lambda _: folder
-    return StudyTrials(search, space, identity, storage or optuna.storages.InMemoryStorage(), folder=where)
+    return study_of(space, search, storage, folder=where)
 
 
 def point(trial: Trial) -> tuple[tuple[str, Value], ...]:
@@ -249,7 +242,7 @@ def test_who_was_killed_in_the_middle_of_a_draw_keeps_its_point_to_itself(
     first = source(storage=storage, sampler="random")
     found = [trial for _ in range(3) if (trial := first.ask()) is not None]
     study = optuna.load_study(study_name="s", storage=storage)
-    space = space_of(EIGHT)
+    space = space_of(*EIGHT)
     tried = tried_points(study.get_trials(), space)
     study.sampler = make_sampler(SearchSettings(sampler="random"), space, 3, tried=tried)
     half = study.ask()
@@ -301,12 +294,12 @@ def test_a_search_that_drops_what_failed_knows_its_end(sampler: str, trials: int
 
 
 def test_a_space_with_fewer_points_than_trials_is_told_of() -> None:
-    few = too_few_points(SearchSettings(trials=12), space_of(EIGHT))
+    few = too_few_points(SearchSettings(trials=12), space_of(*EIGHT))
     assert few == "Only 8 combinations exist; running 8 trials."
     one = too_few_points(SearchSettings(trials=12), Space((Dimension("k", Choice((4,), ("4",))),)))
     assert one == "Only 1 combination exists; running 1 trial."
-    assert too_few_points(SearchSettings(trials=8), space_of(EIGHT)) == ""
-    assert too_few_points(SearchSettings(trials=10**9), space_of(CONTINUOUS)) == ""
+    assert too_few_points(SearchSettings(trials=8), space_of(*EIGHT)) == ""
+    assert too_few_points(SearchSettings(trials=10**9), space_of(*CONTINUOUS)) == ""
 
 
 @given(DOMAINS, st.integers(0, 20))

@@ -25,12 +25,11 @@ from job_results import ended
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
+from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.errors import SearchError, StorageError
-from plait.core.jobs import JobSpec
-from plait.core.settings import RunSettings, SearchSettings
-from plait.search.identity import identify
+from plait.core.settings import SearchSettings
 from plait.search.locks import LifeLock, advisory_lock, file_lock, holder_lives
 from plait.search.ownership import (
     BEAT_SECONDS,
@@ -61,9 +60,7 @@ SPACE = read_request(["adapter.rank=1,2,3,4"], {}, {}).space
 
 def opened(root: Path, address: str | None = None, **settings: object) -> StudyTrials:
     search = SearchSettings(name="s", trials=4, sampler="grid", **settings)  # type: ignore[arg-type]
-    identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
-    storage = open_storage(address, root)
-    return StudyTrials(search, SPACE, identity, storage, folder=lambda name: root / name)
+    return study_of(SPACE, search, open_storage(address, root), folder=lambda name: root / name)
 
 
 class Other:

@@ -18,6 +18,7 @@ from laboratory import Recorder, random_data, random_texts
 from optuna.trial import TrialState
 from rung_bench import Notes
 from safetensors.torch import load_file
+from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.errors import StorageError
@@ -30,9 +31,7 @@ from plait.engine.coordinator import Coordinator
 from plait.engine.iteration import RETRY_SECONDS
 from plait.engine.local_worker import LocalWorker
 from plait.models import BaseModel
-from plait.search.identity import identify
 from plait.search.run import SearchRun
-from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=2,3,4,5"], {}, {}).space
@@ -84,7 +83,7 @@ def test_a_search_waits_for_room_for_its_adapters(
     seconds = itertools.count(0.0, RETRY_SECONDS / 8)
     made, recorder = engine(tiny_model("llama"), tmp_path, patient=True, clock=lambda: next(seconds))
     storage, notes = optuna.storages.InMemoryStorage(), Notes()
-    source = StudyTrials(SEARCH, SPACE, identify(SPACE, JobSpec("base"), RunSettings(search=SEARCH)), storage)
+    source = study_of(SPACE, SEARCH, storage)
 
     def make_room() -> bool:
         if len(said(notes, "could not be written")) == 2:

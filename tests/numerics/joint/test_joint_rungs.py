@@ -14,6 +14,7 @@ import torch
 from laboratory import History, Laboratory, Recorder, random_data, random_texts
 from optuna.trial import TrialState
 from rung_bench import Notes
+from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
@@ -26,10 +27,8 @@ from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
 from plait.models import BaseModel
 from plait.planner.packing import pack
-from plait.search.identity import identify
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper
-from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=interval(1,12)", "train.lr=tag(log,interval(1e-4,1e-1))"], {}, {}).space
@@ -68,7 +67,7 @@ def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.Te
     engine = EngineSettings(kernels="reference", capacity=CAPACITY)
     settings = RunSettings(engine=engine, search=search)
     storage = optuna.storages.InMemoryStorage()
-    source = StudyTrials(search, SPACE, identify(SPACE, JobSpec("base"), settings), storage)
+    source = study_of(SPACE, search, storage, run=settings)
     data, notes, packed = DataCatalogue(random_data), Notes(), []
 
     def before(_: LocalWorker, command: Command) -> None:
