@@ -10,7 +10,8 @@ from plait.cli.results import sort_records, store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.tracking import JobRecord, Location, SearchResult, print_leaderboard
+from plait.terminal.leaderboard import print_leaderboard
+from plait.tracking import JobRecord, Location, SearchResult
 
 RECORDS = [
     JobRecord("a", 0, {"train.lr": 1e-3}, JobState.FINISHED, objective=2.0),

@@ -42,7 +42,7 @@ from plait.search.recorded import RecordedCommand, write_command
 from plait.search.storage import Patience, from_anywhere, open_storage
 from plait.search.study_orders import StudyOrders
 from plait.terminal.text import status_line
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.paths import search_folder
 
 SPACE = Space(
@@ -701,7 +701,7 @@ def test_asking_a_search_that_runs_loads_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_status_for_programs_has_every_job(tmp_path: Path) -> None:
-    board = Board("minimize", 3)
+    board = Leaderboard("minimize", 3)
     for trial, state in ((1, JobState.RUNNING), (0, JobState.QUEUED)):
         board.add(JobRecord(f"trial-{trial:04d}", trial, {"adapter.rank": 8}, state, step=trial + 3, steps=9))
     facts = status_facts(board, "paused", "mine")
@@ -725,7 +725,7 @@ def test_a_status_for_programs_has_every_job(tmp_path: Path) -> None:
 def test_the_total_that_is_shown_is_the_studys() -> None:
     """What was added by hand counts, before it begins, and the study is asked when something happened."""
     source = SimpleNamespace(revision=0, total=14, departed=list)
-    board = Board("minimize", 12)
+    board = Leaderboard("minimize", 12)
     times = iter((0.0, 1.0, 2.0, 10.0))
     attend = Attend(source, board, print, Orders, clock=lambda: next(times))
     assert attend() == Orders()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.search.stored import Importance, StudyObjective
-from plait.tracking import Board, JobRecord
+from plait.tracking import JobRecord, Leaderboard
 from plait.tracking.tables import GroupStepRow
 from plait_dashboards import curves, packing, parameters, table
 from plait_dashboards.costs import device_seconds, pareto, pareto_axes, seconds_by_outcome
@@ -232,7 +232,9 @@ def several(count: int, trials: int = 12) -> Sweep:
         StudyObjective(f"m{at}", way, {trial: each[at] for trial, each in values.items()})
         for at, way in enumerate(ways)
     )
-    board = Board(ways[0], trials, others=tuple(Objective(f"m{at}", ways[at]) for at in range(1, count)))
+    board = Leaderboard(
+        ways[0], trials, others=tuple(Objective(f"m{at}", ways[at]) for at in range(1, count))
+    )
     for trial, (first, *others) in values.items():
         board.add(record(trial, "finished", first, others=tuple(others)))
     board.add(record(trials, "pruned", 0.0))

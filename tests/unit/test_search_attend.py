@@ -6,12 +6,12 @@ from plait.core.lifecycle import JobState
 from plait.search.attend import Attend
 from plait.search.control.orders import Orders
 from plait.search.ownership import Departed, Owner
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 
 def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
     """Its dead owner is told of after the trial went on here."""
-    board = Board("minimize", 2)
+    board = Leaderboard("minimize", 2)
     for number in (0, 1):
         board.add(JobRecord(f"trial-{number:04d}", number, {}, state=JobState.RUNNING))
     gone = Departed(Owner("w", "vm", "7-w"), {0: 3, 1: 5})
@@ -27,7 +27,7 @@ def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     source = SimpleNamespace(revision=0, total=2, own=set(), departed=list)
     said: list[str] = []
     attend = Attend(
-        source, Board("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"
+        source, Leaderboard("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"
     )
     told = []
     for _ in range(7):

@@ -29,7 +29,7 @@ from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 DIRECTIONS = ("minimize", "maximize")
 NUMBERS = ("adapter.rank=range(4,65)", "train.lr=tag(log,interval(1e-5,1e-1))")
@@ -110,7 +110,7 @@ def test_the_front_is_complete_and_none_of_it_is_dominated(
 def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, int, bool]]) -> None:
     """Whoever broke a constraint or did not finish is on no front, and stands behind it on a leaderboard."""
     objectives = (Objective("eval/loss"), Objective("adapter.rank", "maximize"))
-    board = Board("minimize", len(rows), others=objectives[1:])
+    board = Leaderboard("minimize", len(rows), others=objectives[1:])
     finished = []
     for number, (state, one, two, feasible) in enumerate(rows):
         board.add(JobRecord(f"trial-{number:04d}", number))
@@ -128,7 +128,7 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
 
 
 def test_of_one_objective_the_best_keeps_the_constraints() -> None:
-    board = Board("minimize", 2)
+    board = Leaderboard("minimize", 2)
     board.handle(ended("finished", 1.0, job="a", violations={"x": 1.0}))
     assert board.best() is None
     board.handle(ended("finished", 2.0, job="b"))

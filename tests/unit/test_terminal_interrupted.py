@@ -13,12 +13,12 @@ from plait.engine.coordinator import INTERRUPTED
 from plait.terminal.table import jobs_table
 from plait.terminal.text import share_done, status_line
 from plait.terminal.view import EXITING, Terminal, print_summary
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 
-def interrupted_search(console: Console) -> tuple[Board, Terminal]:
+def interrupted_search(console: Console) -> tuple[Leaderboard, Terminal]:
     """Two of four trials are interrupted at step 5 of 10, one was by order, one waits."""
-    board = Board("minimize", 4)
+    board = Leaderboard("minimize", 4)
     jobs = [JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=trial + 1)) for trial in range(4)]
     for trial, job in enumerate(jobs):
         board.add(JobRecord(job.name, trial, job.parameters()))
@@ -46,7 +46,7 @@ def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
 ) -> None:
     now = [0.0]
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    with Terminal(Board("minimize", 1), console, clock=lambda: now[0]) as view:
+    with Terminal(Leaderboard("minimize", 1), console, clock=lambda: now[0]) as view:
         view.announce()
         out, err = capfd.readouterr()
         assert out == f"\r\x1b[2K{EXITING}"  # no line is begun
@@ -61,7 +61,7 @@ def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
 
 
 def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.CaptureFixture[str]) -> None:
-    with Terminal(Board("minimize", 1), Console(file=io.StringIO())) as view:
+    with Terminal(Leaderboard("minimize", 1), Console(file=io.StringIO())) as view:
         view.announce()
         assert capfd.readouterr() == ("", f"\n{EXITING}\n")
 
@@ -74,7 +74,7 @@ def test_ctrl_c_with_nobody_left_who_reads_is_no_error(
     os.close(reader)
     write = os.write
     monkeypatch.setattr("plait.terminal.view.os.write", lambda _, text: write(writer, text))
-    with Terminal(Board("minimize", 1), Console(file=io.StringIO(), force_terminal=terminal)) as view:
+    with Terminal(Leaderboard("minimize", 1), Console(file=io.StringIO(), force_terminal=terminal)) as view:
         view.announce()
     monkeypatch.undo()
     with pytest.raises(BrokenPipeError):
@@ -83,7 +83,7 @@ def test_ctrl_c_with_nobody_left_who_reads_is_no_error(
 
 
 def test_an_iteration_is_drawn_as_a_whole() -> None:
-    board, now = Board("minimize", 2), [0.0]
+    board, now = Leaderboard("minimize", 2), [0.0]
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     with Terminal(board, console, clock=lambda: now[0]) as view:
         before = len(console.file.getvalue())  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ from plait.terminal.text import (
     status_rows,
 )
 from plait.terminal.view import Terminal, print_summary
-from plait.tracking.board import Board, JobRecord, TrialRungs
+from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs
 from plait.utils.durations import duration
 
 
@@ -51,8 +51,8 @@ def spec(trial: int) -> JobSpec:
     return JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=trial + 1))
 
 
-def board_of(jobs: int, trials: int | None = None) -> Board:
-    board = Board("minimize", jobs if trials is None else trials)
+def board_of(jobs: int, trials: int | None = None) -> Leaderboard:
+    board = Leaderboard("minimize", jobs if trials is None else trials)
     for trial in range(jobs):
         board.add(JobRecord(spec(trial).name, trial, spec(trial).parameters()))
     return board
@@ -61,7 +61,7 @@ def board_of(jobs: int, trials: int | None = None) -> Board:
 class Stage:
     """A board and a terminal that see the same events."""
 
-    def __init__(self, board: Board, *, terminal: bool, height: int = 40, width: int = 120) -> None:
+    def __init__(self, board: Leaderboard, *, terminal: bool, height: int = 40, width: int = 120) -> None:
         self.clock = Clock()
         self.file = io.StringIO()
         self.console = Console(

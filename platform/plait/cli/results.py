@@ -43,7 +43,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     from rich.console import Console
 
-    from plait.tracking import print_leaderboard
+    from plait.terminal.leaderboard import print_leaderboard
 
     result = _search(store_settings(known), known.name)
     order = None
@@ -80,7 +80,8 @@ def sort_records(
     Raises:
         ConfigError: there is no such column.
     """
-    from plait.tracking.leaderboard import columns, heading
+    from plait.terminal.leaderboard import heading
+    from plait.tracking.leaderboard import columns
 
     names, rows = columns(records)
     if column not in names:

@@ -11,7 +11,7 @@ from typing import Protocol
 from plait.search.control.orders import Orders
 from plait.search.ownership import Departed
 from plait.search.trials import Trial
-from plait.tracking.board import Board, orphan
+from plait.tracking.leaderboard import Leaderboard, orphan
 
 LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
 
@@ -50,7 +50,7 @@ class Attend:
     """
 
     source: Source
-    board: Board
+    board: Leaderboard
     say: Callable[[str], None]
     owner: Callable[[], Orders]
     unreachable: Callable[[], str] = str

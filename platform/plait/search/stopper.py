@@ -27,7 +27,7 @@ from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
 from plait.search.storage import Patience
 from plait.search.trials import Trial
-from plait.tracking.board import TrialRungs
+from plait.tracking.leaderboard import TrialRungs
 
 RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it

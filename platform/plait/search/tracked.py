@@ -17,8 +17,8 @@ from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 from plait.tracking import (
     AwayError,
-    Board,
     JobRecord,
+    Leaderboard,
     SearchResult,
     check_tracking,
     conclude,
@@ -138,7 +138,7 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     quiet()
     standing = read_standing(recorded, location.root)
     first, *others = standing.objectives
-    board = Board(first.direction, len(standing.states), others=tuple(others))
+    board = Leaderboard(first.direction, len(standing.states), others=tuple(others))
     for number, state in enumerate(standing.states):
         board.add(JobRecord(Trial(number).name, number, state=state))
     for result in standing.result.finished:

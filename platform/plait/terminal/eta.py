@@ -9,7 +9,7 @@ from statistics import fmean
 
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, GroupStep, JobAdmitted, JobPaused
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 DECAY = 0.99  # of an iteration's weight with each that follows it
 LEAST_ITERATIONS = 5  # before the remaining time is estimated
@@ -25,7 +25,7 @@ class Pace:
         clock: seconds, never going back.
     """
 
-    def __init__(self, board: Board, clock: Callable[[], float]) -> None:
+    def __init__(self, board: Leaderboard, clock: Callable[[], float]) -> None:
         self._board = board
         self._clock = clock
         self._training: set[str] = set()  # in this process: the board also has those of others

@@ -15,7 +15,7 @@ from rich.style import Style
 
 from plait.core.lifecycle import JobState
 from plait.terminal.text import number, rung_text, setting, shown_first
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 STYLES = {
     JobState.QUEUED: "dim",
@@ -51,7 +51,7 @@ class _Column:
         return space + text if self.right else text + space
 
 
-def jobs_table(board: Board, rows: int, width: int) -> Segments:
+def jobs_table(board: Leaderboard, rows: int, width: int) -> Segments:
     """At most ``rows`` jobs, running ones first. A last line counts the others; parameters that do not fit
     are not shown."""
     records = shown_first(board.jobs.values())
@@ -72,7 +72,7 @@ def jobs_table(board: Board, rows: int, width: int) -> Segments:
     return Segments(out)
 
 
-def _columns(board: Board, shown: Sequence[JobRecord], width: int) -> list[_Column]:
+def _columns(board: Leaderboard, shown: Sequence[JobRecord], width: int) -> list[_Column]:
     """The columns that are always shown, then the rate and the parameters as far as there is room."""
     rungs = [] if board.rungs_of is None else [_Column("rung", [rung_text(board, each) for each in shown])]
     always = [

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from plait.core.lifecycle import JobState
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
@@ -48,7 +48,7 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
     return " ".join(f"{key}={setting(record.parameters[key])}" for key in said)
 
 
-def share_done(board: Board) -> float:
+def share_done(board: Leaderboard) -> float:
     """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
     total = max(board.trials, len(board.jobs), 1)
     open_jobs = [job for job in board.jobs.values() if not job.ended]
@@ -56,7 +56,7 @@ def share_done(board: Board) -> float:
     return min((len(board.jobs) - len(open_jobs) + begun) / total, 1.0)
 
 
-def all_trained(board: Board) -> bool:
+def all_trained(board: Leaderboard) -> bool:
     """Whether no step is left to train but not all jobs have ended: the last ones are being evaluated."""
     if len(board.jobs) < board.trials:
         return False
@@ -64,7 +64,7 @@ def all_trained(board: Board) -> bool:
     return bool(open_jobs) and all(0 < job.steps <= job.step and not job.ended for job in open_jobs)
 
 
-def status_parts(board: Board, left: float | None) -> list[str]:
+def status_parts(board: Leaderboard, left: float | None) -> list[str]:
     """The status of the whole search, most important part first.
 
     Args:
@@ -87,17 +87,17 @@ def status_parts(board: Board, left: float | None) -> list[str]:
     return parts
 
 
-def status_line(board: Board, left: float | None) -> str:
+def status_line(board: Leaderboard, left: float | None) -> str:
     """The status of the whole search in one line; arguments as of :func:`status_parts`."""
     return " · ".join(status_parts(board, left))
 
 
-def progress_line(board: Board, left: float | None) -> str:
+def progress_line(board: Leaderboard, left: float | None) -> str:
     """The status with the losses, where no table shows them."""
     return " · ".join([*status_parts(board, left), *losses(board)])
 
 
-def status_rows(board: Board, left: float | None, width: int) -> list[str]:
+def status_rows(board: Leaderboard, left: float | None, width: int) -> list[str]:
     """The status in at most ``MOST_STATUS`` lines of ``width`` characters; less important parts are
     dropped."""
     lines: list[str] = []
@@ -109,7 +109,7 @@ def status_rows(board: Board, left: float | None, width: int) -> list[str]:
     return lines
 
 
-def losses(board: Board) -> list[str]:
+def losses(board: Leaderboard) -> list[str]:
     """The lowest and the median training loss of running jobs; then the best so far: by the objective, or
     by the evaluations while no job has finished."""
     live = [job.loss for job in board.jobs.values() if job.live and job.loss is not None]
@@ -125,13 +125,13 @@ def losses(board: Board) -> list[str]:
     return parts
 
 
-def lowest_loss(board: Board) -> JobRecord | None:
+def lowest_loss(board: Leaderboard) -> JobRecord | None:
     """The job with the lowest validation loss; None with several objectives, where it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 
 
-def rung_text(board: Board, record: JobRecord) -> str:
+def rung_text(board: Leaderboard, record: JobRecord) -> str:
     """How many of its rungs a job has reached: 2/3."""
     if board.rungs_of is None:
         return ""
@@ -139,7 +139,7 @@ def rung_text(board: Board, record: JobRecord) -> str:
     return f"{sum(step <= record.step for step in steps)}/{len(steps)}"
 
 
-def rungs_waited_for(board: Board) -> list[str]:
+def rungs_waited_for(board: Leaderboard) -> list[str]:
     """The rungs at which jobs wait for their cohort, at most ``MOST_RUNGS``: ``rung 10: 5 of 8 arrived``."""
     if board.rungs_of is None:
         return []
@@ -163,7 +163,7 @@ def _arrived(jobs: Mapping[int, JobRecord], members: range, rung: int) -> str:
     return f"rung {rung}: {arrived} of {len(members)} arrived"
 
 
-def best_line(board: Board) -> str:
+def best_line(board: Leaderboard) -> str:
     """The best job so far with its parameters, or the Pareto front; by the evaluations while no job has
     finished; "" before there is one."""
     if front := board.front():

@@ -37,7 +37,7 @@ from plait.terminal.text import (
     settings_line,
     status_rows,
 )
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Terminal:
 
     def __init__(
         self,
-        board: Board,
+        board: Leaderboard,
         console: Console,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -225,7 +225,7 @@ def _ended_line(result: JobResult, record: JobRecord | None) -> str:
     return f"{result.job} {result.state}{reason}: {', '.join(figures)}"
 
 
-def print_summary(console: Console, board: Board, facts: Mapping[str, Any]) -> None:
+def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]) -> None:
     """Print how a search ended: the best trial with its parameters and its adapter, or the Pareto front, and
     the failed trials.
 

@@ -20,16 +20,15 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
-from plait.tracking.board import Board, JobRecord
 from plait.tracking.connection import AwayError, check_folder, check_tracking
 from plait.tracking.facts import SearchFacts
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location, locate
 from plait.tracking.results import (
     SearchResult,
     delete_runs,
     export,
     load_search,
-    print_leaderboard,
     search_names,
     stored_runs,
 )
@@ -41,8 +40,8 @@ from plait.tracking.unsent import left_unsent, send_left
 __all__ = [
     "AwayError",
     "Begun",
-    "Board",
     "JobRecord",
+    "Leaderboard",
     "Location",
     "SearchFacts",
     "SearchResult",
@@ -57,7 +56,6 @@ __all__ = [
     "left_unsent",
     "load_search",
     "locate",
-    "print_leaderboard",
     "run_ui",
     "search_names",
     "send_left",

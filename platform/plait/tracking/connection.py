@@ -186,7 +186,7 @@ def _is_away(location: Location, error: Exception) -> bool:
 
 
 def _check_server(location: Location) -> None:
-    """One short request. MLflow's own client would go on trying for minutes."""
+    """One short request. MLflow's own client would retry for minutes."""
     request = urllib.request.Request(f"{location.uri.rstrip('/')}/health")
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
@@ -209,7 +209,7 @@ def _check_server(location: Location) -> None:
 
 
 def _check_database(location: Location) -> None:
-    """One short connection. MLflow's own client would go on trying for minutes."""
+    """One short connection. MLflow's own client would retry for minutes."""
     if location.scheme not in ("postgresql", "mysql"):
         return
     try:

@@ -376,5 +376,5 @@ def free_logs(folder: Path, parent_id: str | None = None) -> Iterator[EventLog]:
 
 
 def _log_files(folder: Path, parent_id: str | None) -> list[Path]:
-    """The files of event logs, whoever has them open; of one search's run, if given."""
+    """The files of event logs, open or not; of one search's run, if given."""
     return sorted(folder.glob(f"{parent_id or '*'}-*{SUFFIX}"))

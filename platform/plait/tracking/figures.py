@@ -1,4 +1,4 @@
-"""Figures of a search: made by whatever package offers them, while the search runs and when it is over.
+"""Figures of a search: made by whatever package offers them, while the search runs and when it has ended.
 
 A package offers them by an entry point of the group ``plait.figures`` that names a :class:`Publish`. Plait
 itself knows of none: without such a package a search has no figures and lacks nothing else.
@@ -26,7 +26,7 @@ class Publish(Protocol):
     """Reads a search from the tracking store and writes its figures to the search's run."""
 
     def __call__(self, settings: TrackingSettings, run_id: str, storage: str | None, final: bool) -> None:
-        """``storage`` is the study's; ``final``: the search is over."""
+        """``storage`` is the study's; ``final``: the search has ended."""
 
 
 def publishers() -> list[Publish]:
@@ -37,7 +37,7 @@ def publishers() -> list[Publish]:
 class Figures:
     """Makes a search's figures now and then in the background; as a context manager, around the search.
 
-    Figures are for looking at: whatever goes wrong with them is told in ``trouble`` and stops nothing.
+    Figures are for looking at: whatever goes wrong with them stands in ``trouble`` and stops nothing.
 
     Args:
         settings: of the tracking store.

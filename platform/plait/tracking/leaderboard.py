@@ -1,4 +1,8 @@
-"""The leaderboard of a search: one row a job, best first, as table, CSV or JSON."""
+"""The leaderboard of a search: what is known of every job, gathered from events, and its rows, best first.
+
+It is the source of the totals, of the live view and of what MLflow and the command line show. Plain Python,
+no clock and no store.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,293 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
-from plait.core.lifecycle import JobState
-from plait.tracking.board import JobRecord, varying
-from plait.tracking.names import objective_name
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.messages import (
+    Event,
+    GroupStep,
+    JobAdmitted,
+    JobEvaluated,
+    JobGenerated,
+    JobPaused,
+    JobProgress,
+    ModelFitted,
+    Notice,
+)
+from plait.core.objectives import Objective, pareto_front
+from plait.tracking.names import OBJECTIVE, objective_name
+from plait.tracking.values import parameter_text
 
 Cell = str | int | float | None
-FORMATS = ("table", "csv", "json")
-WIDTH = 80  # of a table, in characters, where nothing else is known
-LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
-LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """One job as far as events have reported.
+
+    Attributes:
+        trial: Optuna's number of the trial.
+        parameters: config keys that define the job.
+        steps: optimiser steps in all; 0 until the job is admitted.
+        eval_loss: of the last evaluation; of a finished job that keeps its best weights, of those.
+        best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
+        tokens_per_s: of the newest step.
+        adapter: folder of the finished adapter, or its place among the run's artifacts.
+        others: values of the further objectives, where there are several.
+        feasible: it breaks no constraint of the search.
+        on_front: no other job dominates it; set by ``Leaderboard.front``.
+    """
+
+    name: str
+    trial: int
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    state: JobState = JobState.QUEUED
+    group: str = ""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_eval_step: int | None = None
+    accuracy: float | None = None
+    objective: float | None = None
+    tokens: int = 0
+    tokens_per_s: float | None = None
+    device_seconds: float = 0.0
+    completion_seconds: float | None = None
+    adapter: str = ""
+    reason: str = ""
+    run_id: str = ""
+    others: tuple[float, ...] = ()
+    feasible: bool = True
+    on_front: bool = False
+
+    @property
+    def live(self) -> bool:
+        """It trains now."""
+        return self.state == JobState.RUNNING
+
+    @property
+    def was_better(self) -> bool:
+        """An earlier evaluation was better than the last one. Its weights are not those of the adapter."""
+        if self.best_eval_loss is None or self.eval_loss is None:
+            return False
+        return self.best_eval_loss < self.eval_loss
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Take in an evaluation after ``step`` optimiser steps; of equal ones the first is best. A job that
+        resumes from a checkpoint reports some of them again."""
+        self.eval_loss = loss
+        if math.isfinite(loss) and (self.best_eval_loss is None or loss < self.best_eval_loss):
+            self.best_eval_loss, self.best_eval_step = loss, step
+
+    @property
+    def ended(self) -> bool:
+        """It will not train again."""
+        return self.state.ended
+
+    def recall(self, earlier: JobRecord) -> None:
+        """Take the best evaluation from what was recorded earlier, where that was better."""
+        loss = earlier.best_eval_loss
+        if loss is not None and (self.best_eval_loss is None or loss < self.best_eval_loss):
+            self.best_eval_loss, self.best_eval_step = loss, earlier.best_eval_step
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRungs:
+    """The rungs of a trial, and with whom it is compared there.
+
+    Attributes:
+        steps: of its rungs.
+        cohort: numbers of the trials that are compared with each other, itself included; empty where each is
+            decided by itself.
+    """
+
+    steps: tuple[int, ...]
+    cohort: range = range(0)
+
+
+@dataclass(slots=True)
+class Leaderboard:
+    """All jobs of a search.
+
+    Attributes:
+        direction: "minimize" or "maximize" the objective, or the first of several.
+        trials: trials that the search wants in all.
+        others: the further objectives.
+        rungs_of: the rungs of a trial, by its number; None where a search has none.
+    """
+
+    direction: str
+    trials: int
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    group: GroupStep | None = None
+    iterations: int = 0
+    others: tuple[Objective, ...] = ()
+    rungs_of: Callable[[int], TrialRungs] | None = None
+    _varying: tuple[list[Mapping[str, Any]], list[str]] = field(
+        default_factory=lambda: ([], []), init=False, repr=False, compare=False
+    )
+
+    def add(self, record: JobRecord) -> None:
+        """Take a job in, or take up one that was there."""
+        self.jobs[record.name] = record
+
+    def handle(self, event: Event) -> None:
+        """Learn from an event. Jobs that were not announced get the trial number -1."""
+        if isinstance(event, GroupStep):
+            self.group = event
+            self.iterations += 1
+            return
+        if isinstance(event, JobAdmitted):
+            record = self._record(event.job.name)
+            record.state, record.group = JobState.RUNNING, event.group
+            record.step, record.steps, record.reason = event.step, event.steps, ""
+            return
+        if isinstance(event, (Notice, ModelFitted)):
+            return
+        record = self._record(event.job)
+        match event:
+            case JobProgress():
+                record.step, record.loss, record.tokens = event.step, event.loss, event.tokens
+                record.tokens_per_s, record.device_seconds = event.tokens_per_s, event.device_seconds
+            case JobEvaluated():
+                record.evaluated(event.step, event.loss)
+            case JobPaused():
+                record.state, record.reason = JobState.PAUSED, event.reason
+            case JobGenerated():
+                record.accuracy = event.accuracy
+            case JobResult():
+                self._end(record, event)
+
+    def take_result(self, result: JobResult) -> None:
+        """Learn from the study how a trial ended. One that failed before it had a run is none of the search's
+        jobs."""
+        if result.job not in self.jobs:
+            if result.state == JobState.FAILED:
+                return
+            self.add(JobRecord(result.job, result.trial, result.parameters))
+        self.handle(result)
+
+    def best(self) -> JobRecord | None:
+        """The finished job with the best objective that breaks no constraint, ties by trial number; None
+        before there is one, and where several objectives are optimised: they have a front."""
+        done = [] if self.others else [job for job in self.jobs.values() if _counts(job)]
+        return min(done, key=self.rank, default=None)
+
+    def front(self) -> list[JobRecord]:
+        """The finished jobs that break no constraint and that no other dominates, best in the first objective
+        first; none where there is only one objective."""
+        for record in self.jobs.values():
+            record.on_front = False
+        if not self.others:
+            return []
+        done = sorted(
+            (job for job in self.jobs.values() if _counts(job) and len(job.others) == len(self.others)),
+            key=lambda job: job.trial,
+        )
+        points = [(job.objective, *job.others) for job in done if job.objective is not None]
+        front = [done[at] for at in pareto_front(points, self.objectives)]
+        for record in front:
+            record.on_front = True
+        return front
+
+    @property
+    def objectives(self) -> tuple[Objective, ...]:
+        """All of them; the first one is called "objective"."""
+        return Objective(OBJECTIVE, self.direction), *self.others
+
+    def rank(self, record: JobRecord) -> tuple[int, float, int]:
+        """Sorting key: finished by objective, with those on a front first and those that break a constraint
+        last; others that have an objective, then the rest; ties by trial number."""
+        if record.objective is None:
+            return 4, 0.0, record.trial
+        place = (
+            3 if record.state != JobState.FINISHED else 2 if not record.feasible else int(not record.on_front)
+        )
+        return place, self.objectives[0].badness(record.objective), record.trial
+
+    def ordered(self) -> list[JobRecord]:
+        """All jobs, best first."""
+        self.front()
+        return sorted(self.jobs.values(), key=self.rank)
+
+    def count(self, *states: JobState) -> int:
+        """Jobs in any of the states."""
+        return sum(job.state in states for job in self.jobs.values())
+
+    def varying(self) -> list[str]:
+        """Parameters that are not the same in all jobs; compared only where a job is new or has others."""
+        now = [record.parameters for record in self.jobs.values()]
+        before, found = self._varying
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            found = varying(list(self.jobs.values()))
+            self._varying = now, found
+        return found
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of all jobs."""
+        return sum(job.tokens for job in self.jobs.values())
+
+    @property
+    def device_seconds(self) -> float:
+        """Device-seconds of all jobs."""
+        return sum(job.device_seconds for job in self.jobs.values())
+
+    def _record(self, name: str) -> JobRecord:
+        return self.jobs.setdefault(name, JobRecord(name, -1))
+
+    @staticmethod
+    def _end(record: JobRecord, result: JobResult) -> None:
+        record.state, record.reason = result.state, result.reason or record.reason
+        record.feasible = result.feasible
+        if result.values:
+            objective, *others = result.values
+            record.objective = objective if math.isfinite(objective) else None
+            record.others = tuple(others)
+        if result.completion_seconds is None:  # the rest is not known here
+            return
+        record.step, record.tokens, record.device_seconds = result.step, result.tokens, result.device_seconds
+        record.eval_loss = record.eval_loss if result.eval_loss is None else result.eval_loss
+        record.completion_seconds = result.completion_seconds
+        record.adapter = "" if result.adapter is None else str(result.adapter)
+
+
+def varying(records: Sequence[JobRecord]) -> list[str]:
+    """Parameters that are not the same in all jobs, in the order in which jobs name them; of a single job
+    none.
+
+    Values are the same that MLflow keeps as the same text: a list read back from it stands for the tuple that
+    another job has.
+    """
+    jobs = [record.parameters for record in records]
+    keys = dict.fromkeys(key for job in jobs for key in job)
+    return [key for key in keys if len({parameter_text(job.get(key)) for job in jobs}) > 1]
+
+
+def job_of(event: Event) -> str:
+    """The name of the job that an event is about; "" where it is about none, or several."""
+    return event.job.name if isinstance(event, JobAdmitted) else getattr(event, "job", "")
+
+
+def orphan(records: Iterable[JobRecord], names: Collection[str]) -> None:
+    """Mark those of these names that have begun and not ended as orphaned: their worker is dead."""
+    for record in records:
+        if record.name in names and record.state in (JobState.RUNNING, JobState.PAUSED):
+            record.state = JobState.ORPHANED
+
+
+def _counts(job: JobRecord) -> bool:
+    """It may be called best."""
+    return job.state == JobState.FINISHED and job.feasible and job.objective is not None
+
+
+# ---- rows --------------------------------------------------------------------------------------
 
 
 def columns(
@@ -83,86 +360,3 @@ def to_csv(records: Sequence[JobRecord]) -> str:
     writer.writerow(names)
     writer.writerows(rows)
     return text.getvalue()
-
-
-def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Table:
-    """A table for the terminal: without columns that are empty or repeat the objective, without ids and
-    paths, and with parameters by their last word. What is too wide for ``width`` characters is left
-    out, the least needed first, which the caption says."""
-    names, rows = columns(records)
-    cells = {name: [row[at] for row in rows] for at, name in enumerate(names)}
-    shown = {name: _shown(name, cells, records) for name in names if not _repeats(name, cells)}
-    shown = {name: column for name, column in shown.items() if any(cell not in (None, "") for cell in column)}
-    hidden = _too_wide(shown, width)
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=f"hidden columns: {', '.join(map(heading, hidden))} (--format csv)" if hidden else None,
-        caption_justify="left",
-        header_style="bold",
-        box=None,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    kept = [name for name in shown if name not in hidden]
-    for name in kept:
-        numeric = name == "steps" or all(isinstance(cell, (int, float, type(None))) for cell in shown[name])
-        table.add_column(heading(name), justify="right" if numeric else "left", no_wrap=name != "reason")
-    for cells_of_row in zip(*(shown[name] for name in kept), strict=True):
-        table.add_row(*(_text(cell) for cell in cells_of_row))
-    return table
-
-
-def heading(name: str) -> str:
-    """A column's name as the table has it."""
-    return name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
-
-
-def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
-    """Whether a column says what another one says."""
-    if name in ("run_id", "adapter"):  # for programs
-        return True
-    if name == "eval_loss":
-        return cells[name] == cells["objective"]
-    others = [column for other, column in cells.items() if not other.startswith("objective")]
-    return name.startswith("objective_") and cells[name] in others
-
-
-def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
-    """A column's cells without what says nothing new."""
-    if name == "reason":
-        return [None if record.state == JobState.FINISHED else record.reason for record in records]
-    if name == "steps":  # of those that go on, how many there are to be
-        return [_progress(record) for record in records]
-    if name in ("best_eval_loss", "best_eval_step"):
-        return [
-            cell if record.was_better else None for cell, record in zip(cells[name], records, strict=True)
-        ]
-    return cells[name]
-
-
-def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
-    """The columns to leave out so that the others fit; reasons may break into a few lines."""
-    wanted = {
-        name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
-        for name, column in shown.items()
-    }
-    if "reason" in wanted:
-        wanted["reason"] = min(wanted["reason"], LEAST_REASON)
-    hidden: list[str] = []
-    for name in LEAST_NEEDED:
-        if sum(wanted.values()) + len(wanted) - 1 <= width:
-            break
-        if wanted.pop(name, None) is not None:
-            hidden.append(name)
-    return [name for name in shown if name in hidden]
-
-
-def _progress(record: JobRecord) -> Cell:
-    return record.step if record.ended or not record.steps else f"{record.step}/{record.steps}"
-
-
-def _text(value: Cell) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.tracking import names
-from plait.tracking.board import Board, JobRecord
+from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location
 from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_STUDY, TAG_TRIAL
 from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, SetStatus, resolve_references
@@ -320,12 +320,12 @@ def job_record(run: Run) -> JobRecord:
     )
 
 
-def stored_board(run: Run, children: Mapping[int, Run]) -> Board:
+def stored_leaderboard(run: Run, children: Mapping[int, Run]) -> Leaderboard:
     """All jobs of a search, from its run and theirs."""
     tags = run.data.tags
     _, *others = json.loads(tags.get(names.TAG_OBJECTIVES, "[null]"))
     further = tuple(Objective(metric, direction) for metric, direction in others)
-    board = Board(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
+    board = Leaderboard(tags.get(names.TAG_DIRECTION, "minimize"), len(children), others=further)
     for child in children.values():
         board.add(job_record(child))
     return board

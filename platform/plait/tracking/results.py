@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlflow.entities import Run
-from rich.console import Console
 
-from plait.core.errors import ConfigError, SearchError, StorageError, choices
+from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
-from plait.tracking.board import JobRecord
 from plait.tracking.connection import open_store, storage_errors
-from plait.tracking.leaderboard import FORMATS, to_csv, to_json, to_table
+from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
-from plait.tracking.mlflow_store import Store, job_record, stored_board
+from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 
 SHOWN = 20  # searches listed in a remedy
 
@@ -86,7 +84,7 @@ def _result(store: Store, run: Run) -> SearchResult:
     with storage_errors(store.location):
         children = store.children(run.info.run_id)
     tags = run.data.tags
-    board = stored_board(run, children)
+    board = stored_leaderboard(run, children)
     return SearchResult(
         name=tags[names.TAG_SEARCH],
         state=JobState(tags[names.TAG_STATE]),
@@ -98,31 +96,6 @@ def _result(store: Store, run: Run) -> SearchResult:
         records=tuple(board.ordered()),
         others=board.others,
     )
-
-
-def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
-    """Print a search's jobs as "table", "csv" or "json", in the order in which ``result`` has them.
-
-    Args:
-        result: the search.
-        form: which of the three.
-        console: where to.
-        order: what the title says of the order; None: best first.
-
-    Raises:
-        ConfigError: another form.
-    """
-    if form not in FORMATS:
-        raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
-    if form == "table":
-        if order is None:
-            named = " and ".join(map(str, result.objectives))
-            order = f"Pareto front of {named} first" if result.others else f"{named} first"
-        title = f"{result.name} ({result.state}), {order}"
-        console.print(to_table(result.records, title, console.width))
-        return
-    text = to_csv(result.records) if form == "csv" else to_json(result.records)
-    console.file.write(text if text.endswith("\n") else f"{text}\n")
 
 
 def export(
@@ -230,8 +203,8 @@ def _run_by_id(store: Store, text: str) -> Run | None:
 def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]:
     """MLflow's ids of a search's runs, the jobs' first.
 
-    In the folder of the runs, where no other search has its name, those of all its beginnings; elsewhere
-    somebody else may have one of this name, and only the run that is known to be its own counts.
+    In the folder of the runs, where no other search has its name, those of all its starts; elsewhere another
+    person may have a search of this name, and only the run that is known to be its own counts.
 
     Args:
         settings: the store.

@@ -21,13 +21,12 @@ from plait.core.errors import StorageError
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
-from plait.tracking.board import Board, JobRecord, varying
 from plait.tracking.connection import AwayError, Connection, open_store, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, time_ms
 from plait.tracking.facts import SearchFacts, run_parameters
-from plait.tracking.leaderboard import to_split_json
+from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, varying
 from plait.tracking.location import locate
-from plait.tracking.mlflow_store import Store, stored_board
+from plait.tracking.mlflow_store import Store, stored_leaderboard
 from plait.tracking.records import LogPoints, run_reference
 from plait.tracking.unsent import send_logs
 from plait.tracking.values import finite, grown_stride, is_kept
@@ -124,7 +123,7 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
 class SearchClock:
     """Steps and seconds of the search's curves: one process writes them at a time, however many train.
 
-    That process holds a lock, which falls with it; then another one goes on where it stood. Processes on
+    That process holds a lock until it ends; then another one continues where it stopped. Processes on
     other hosts have a folder, and curves, of their own.
 
     Args:
@@ -202,7 +201,7 @@ class SearchRun:
         front: jobs that are tagged as being on the Pareto front.
     """
 
-    def __init__(self, log: EventLog, board: Board, clock: SearchClock, most: int) -> None:
+    def __init__(self, log: EventLog, board: Leaderboard, clock: SearchClock, most: int) -> None:
         self.whole = True
         self.front: set[str] = set()
         self.clock = clock
@@ -263,7 +262,7 @@ class SearchRun:
         return {names.TAG_TABLES: json.dumps([{"path": path, "type": "table"} for path in self._tables])}
 
 
-def search_values(board: Board, seconds: float) -> dict[str, float]:
+def search_values(board: Leaderboard, seconds: float) -> dict[str, float]:
     """Totals of a search and its best so far, for the search's run."""
     values: dict[str, float] = {
         names.TRAIN_TOKENS: board.tokens,
@@ -283,7 +282,7 @@ def search_values(board: Board, seconds: float) -> dict[str, float]:
     return values
 
 
-def best_so_far(board: Board) -> str:
+def best_so_far(board: Leaderboard) -> str:
     """What the search has found, in a line for its run's page; "" where there is nothing to tell."""
     if board.others:
         return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
@@ -322,7 +321,7 @@ def conclude(settings: TrackingSettings, search: str, study: str, results: Seque
     return run_id
 
 
-def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Board:
+def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Leaderboard:
     """Write leaderboard, Pareto front, best so far and totals of a search whose trials have ended, as the
     study has them; the rest of each job as the store has it.
 
@@ -334,7 +333,7 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Boar
     """
     run = store.client.get_run(run_id)
     children = store.children(run_id)
-    board = stored_board(run, children)
+    board = stored_leaderboard(run, children)
     for result in results:
         board.take_result(result)
     rows = board.ordered()

@@ -26,10 +26,10 @@ from plait.core.messages import (
 )
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
-from plait.tracking.board import Board, JobRecord, job_of, orphan
 from plait.tracking.connection import AwayError, Connection, check_folder, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, open_event_log
 from plait.tracking.facts import SearchFacts
+from plait.tracking.leaderboard import JobRecord, Leaderboard, job_of, orphan
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import StoreSender
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus
@@ -71,7 +71,7 @@ class Tracker:
     Attributes:
         board: what is known of every job.
         others: whether other processes train jobs of the search.
-        over: jobs that have ended, whoever trained them.
+        over: jobs that have ended, in any process.
         orphaned: jobs whose worker is dead.
         notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
         away: why the search began without the store, if it did.
@@ -90,7 +90,7 @@ class Tracker:
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
-        self.board = Board("minimize", 0)
+        self.board = Leaderboard("minimize", 0)
         self.others: Callable[[], bool] = lambda: False
         self.over: Callable[[], Collection[str]] = tuple
         self.orphaned: Callable[[], Collection[str]] = tuple
@@ -128,7 +128,7 @@ class Tracker:
             StorageError: it refuses.
         """
         first, *others = search.settings.search.objectives
-        self.board = Board(first.direction, search.settings.search.trials, others=tuple(others))
+        self.board = Leaderboard(first.direction, search.settings.search.trials, others=tuple(others))
         git = facts.git_state(self._directory)
         tags = facts.search_tags(search, git)
         found = begin_run(self._connection, search, begun, tags, self._now())
@@ -398,7 +398,7 @@ class Tracker:
     def close(self, patience: float | None = None) -> None:
         """Send what is left and stop writing; further calls do nothing.
 
-        What the store does not take is kept in the event log, and told in ``notices``: that is no reason for
+        What the store does not take is kept in the event log and listed in ``notices``: that is no reason for
         a search to fail that has its results.
 
         Args:

@@ -43,7 +43,7 @@ def send_logs(store: Store, folder: Path) -> list[str]:
     """Send what the logs of a folder hold that no process has open; as :func:`send_left`.
 
     A log stays where it is, without anything unsent: it knows which points are written. Only that of a
-    search's run which is not in this store, or that somebody deleted, is not sent.
+    search's run which is not in this store, or that was deleted, is not sent.
     """
     troubles: list[str] = []
     for log in free_logs(folder):

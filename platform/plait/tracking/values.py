@@ -74,7 +74,7 @@ def is_kept(step: int, stride: int) -> bool:
 
 
 def grown_stride(step: int, points: int) -> int:
-    """Stride at a step of a curve whose length nobody knows: a power of two that doubles whenever the steps
+    """Stride at a step of a curve of unknown length: a power of two that doubles whenever the steps
     do, from a quarter of ``points`` on. Of T steps it keeps about points / 4 · (1 + log2(4 T / points))."""
     return 1 << max(0, (step // max(1, points // 4)).bit_length() - 1)
 

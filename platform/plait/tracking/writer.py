@@ -2,7 +2,7 @@
 
 Records wait in the event log and leave it only when the store has taken them. A store that does not answer is
 tried again, later and later; what waits is kept. A store that is slow for the number of runs is written to
-less often, more at a time. What the store refuses for good (a changed parameter, a run that somebody deleted)
+less often, more at a time. What the store refuses for good (a changed parameter, a run that was deleted)
 is set aside, so that it does not hold up the rest.
 """
 

@@ -1,7 +1,8 @@
 """A crash-safe log of JSON lines: a line is whole or absent, and what was committed survives a loss of power.
 
-A crash can leave a part of a last line. Whoever locks the log next cuts it off, but only behind lines of the
-right kind: a file of another kind, say a user's text without a final newline, is refused and never changed.
+A crash can leave a part of a last line. The next process that locks the log cuts it off, but only behind
+lines of the right kind: a file of another kind, say a user's text without a final newline, is refused and
+never changed.
 """
 
 from __future__ import annotations

@@ -8,13 +8,12 @@ from typing import Any
 
 from plait.search.control.orders import Mode
 from plait.terminal.text import best_line, number, settings_line, shown_first, status_line
-from plait.tracking.board import Board
-from plait.tracking.leaderboard import to_json
+from plait.tracking.leaderboard import Leaderboard, to_json
 
 MOST_JOBS = 40
 
 
-def describe_status(board: Board, mode: Mode, name: str) -> str:
+def describe_status(board: Leaderboard, mode: Mode, name: str) -> str:
     """How the search ``name`` stands: a line on the whole, the best so far, a line for each job, live ones
     first."""
     lines = [f"{mode}: {status_line(board, None)}"]
@@ -33,7 +32,7 @@ def describe_status(board: Board, mode: Mode, name: str) -> str:
     return "\n".join(lines)
 
 
-def status_facts(board: Board, mode: Mode, name: str) -> dict[str, Any]:
+def status_facts(board: Leaderboard, mode: Mode, name: str) -> dict[str, Any]:
     """The same for programs: all jobs by trial, with what the leaderboard knows of each."""
     records = sorted(board.jobs.values(), key=lambda record: record.trial)
     jobs = [

@@ -1,4 +1,4 @@
-"""Board, leaderboard and values: what is known of the jobs, in order, in every form."""
+"""Leaderboard, leaderboard and values: what is known of the jobs, in order, in every form."""
 
 import csv
 import io
@@ -17,12 +17,20 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
-from plait.tracking.board import Board, JobRecord, varying
+from plait.terminal.leaderboard import print_leaderboard, to_table
 from plait.tracking.facts import run_parameters
-from plait.tracking.leaderboard import columns, to_csv, to_json, to_split_json, to_table
+from plait.tracking.leaderboard import (
+    JobRecord,
+    Leaderboard,
+    columns,
+    to_csv,
+    to_json,
+    to_split_json,
+    varying,
+)
 from plait.tracking.location import Location
 from plait.tracking.records import resolve_references, run_reference
-from plait.tracking.results import SearchResult, print_leaderboard
+from plait.tracking.results import SearchResult
 from plait.tracking.search_run import search_values
 from plait.tracking.values import (
     Curve,
@@ -40,8 +48,8 @@ objectives = st.one_of(st.none(), st.floats(-10, 10))
 states = st.sampled_from([JobState.FINISHED, JobState.PRUNED, JobState.FAILED, JobState.RUNNING])
 
 
-def board_of(rows: list[tuple[str, float | None]], direction: str) -> Board:
-    board = Board(direction, len(rows))
+def board_of(rows: list[tuple[str, float | None]], direction: str) -> Leaderboard:
+    board = Leaderboard(direction, len(rows))
     for trial, (state, objective) in enumerate(rows):
         board.add(JobRecord(f"trial-{trial:04d}", trial, state=state, objective=objective))
     return board
@@ -69,7 +77,7 @@ def test_the_best_is_the_first_of_the_order_and_nobody_is_better(
 
 
 def test_events_tell_the_board_what_a_job_does() -> None:
-    board = Board("minimize", 2)
+    board = Leaderboard("minimize", 2)
     spec = JobSpec("a", AdapterSpec(rank=4))
     board.add(JobRecord("a", 0, spec.parameters()))
     assert board.jobs["a"].state == "queued"
@@ -122,7 +130,7 @@ points = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([None, 1, 2, "
 def test_keys_that_vary_are_those_while_jobs_come_change_and_go(
     stages: list[dict[str, dict[str, Any]]],
 ) -> None:
-    board = Board("minimize", 4)
+    board = Leaderboard("minimize", 4)
     for jobs in stages:
         read = [{key: parameter_text(value) for key, value in each.items()} for each in jobs.values()]
         named = {key for each in read for key in each}
@@ -184,7 +192,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
 
 
 def test_the_best_evaluation_is_kept_and_shown_where_the_last_one_is_worse() -> None:
-    board = Board("minimize", 2)
+    board = Leaderboard("minimize", 2)
     board.add(JobRecord("a", 0, {"train.lr": 1.0}))
     board.add(JobRecord("b", 1, {"train.lr": 2.0}))
     for step, loss in ((10, 1.5), (20, 1.25), (30, math.nan), (40, 1.75)):

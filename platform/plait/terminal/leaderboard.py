@@ -1,0 +1,126 @@
+"""The leaderboard of a search, printed: as a table for the terminal, as CSV or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.core.errors import ConfigError, choices
+from plait.core.lifecycle import JobState
+from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
+from plait.tracking.results import SearchResult
+
+FORMATS = ("table", "csv", "json")
+WIDTH = 80  # of a table, in characters, where nothing else is known
+LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
+LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
+
+
+def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
+    """Print a search's jobs as "table", "csv" or "json", in the order in which ``result`` has them.
+
+    Args:
+        result: the search.
+        form: which of the three.
+        console: where to.
+        order: what the title says of the order; None: best first.
+
+    Raises:
+        ConfigError: another form.
+    """
+    if form not in FORMATS:
+        raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
+    if form == "table":
+        if order is None:
+            named = " and ".join(map(str, result.objectives))
+            order = f"Pareto front of {named} first" if result.others else f"{named} first"
+        title = f"{result.name} ({result.state}), {order}"
+        console.print(to_table(result.records, title, console.width))
+        return
+    text = to_csv(result.records) if form == "csv" else to_json(result.records)
+    console.file.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Table:
+    """A table for the terminal: without columns that are empty or repeat the objective, without ids and
+    paths, and with parameters by their last word. What is too wide for ``width`` characters is left
+    out, the least needed first, which the caption says."""
+    names, rows = columns(records)
+    cells = {name: [row[at] for row in rows] for at, name in enumerate(names)}
+    shown = {name: _shown(name, cells, records) for name in names if not _repeats(name, cells)}
+    shown = {name: column for name, column in shown.items() if any(cell not in (None, "") for cell in column)}
+    hidden = _too_wide(shown, width)
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=f"hidden columns: {', '.join(map(heading, hidden))} (--format csv)" if hidden else None,
+        caption_justify="left",
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    kept = [name for name in shown if name not in hidden]
+    for name in kept:
+        numeric = name == "steps" or all(isinstance(cell, (int, float, type(None))) for cell in shown[name])
+        table.add_column(heading(name), justify="right" if numeric else "left", no_wrap=name != "reason")
+    for cells_of_row in zip(*(shown[name] for name in kept), strict=True):
+        table.add_row(*(_text(cell) for cell in cells_of_row))
+    return table
+
+
+def heading(name: str) -> str:
+    """A column's name as the table has it."""
+    return name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
+
+
+def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
+    """Whether a column says what another one says."""
+    if name in ("run_id", "adapter"):  # for programs
+        return True
+    if name == "eval_loss":
+        return cells[name] == cells["objective"]
+    others = [column for other, column in cells.items() if not other.startswith("objective")]
+    return name.startswith("objective_") and cells[name] in others
+
+
+def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
+    """A column's cells without what says nothing new."""
+    if name == "reason":
+        return [None if record.state == JobState.FINISHED else record.reason for record in records]
+    if name == "steps":  # of those that go on, how many there are to be
+        return [_progress(record) for record in records]
+    if name in ("best_eval_loss", "best_eval_step"):
+        return [
+            cell if record.was_better else None for cell, record in zip(cells[name], records, strict=True)
+        ]
+    return cells[name]
+
+
+def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
+    """The columns to leave out so that the others fit; reasons may break into a few lines."""
+    wanted = {
+        name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
+        for name, column in shown.items()
+    }
+    if "reason" in wanted:
+        wanted["reason"] = min(wanted["reason"], LEAST_REASON)
+    hidden: list[str] = []
+    for name in LEAST_NEEDED:
+        if sum(wanted.values()) + len(wanted) - 1 <= width:
+            break
+        if wanted.pop(name, None) is not None:
+            hidden.append(name)
+    return [name for name in shown if name in hidden]
+
+
+def _progress(record: JobRecord) -> Cell:
+    return record.step if record.ended or not record.steps else f"{record.step}/{record.steps}"
+
+
+def _text(value: Cell) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
