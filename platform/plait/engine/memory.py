@@ -3,6 +3,8 @@
 On CUDA the allocator tells the peak, for nothing. On a CPU live tensor storage is counted, operation by
 operation (:mod:`plait.cost.storage_counter`); the resident size of the process would tell of the allocator
 and of everything else in it. Counting slows a microbatch down, so there only a sample is counted.
+
+A seam: what a device tells of its memory differs by its kind, and every worker asks here.
 """
 
 from __future__ import annotations

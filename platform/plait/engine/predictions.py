@@ -4,6 +4,9 @@ Seconds: non-negative least squares on relative error over what an iteration con
 the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
 on. Both start from a stored profile where there is one, and are fitted again as observations come in: when
 depends on their number alone, never on the clock.
+
+A seam: what is learned from training, apart from what is decided; seconds change no decision, and bytes only
+by way of admission.
 """
 
 from __future__ import annotations
