@@ -99,12 +99,12 @@ def generate_task(options: TaskOptions) -> Task:
         ConfigError: unknown task, level or setting.
         DataError: the task's rows have no written answer.
     """
-    return _generate(json.dumps(_settings(options), sort_keys=True))
+    return _generate(_content(options))
 
 
 def check_task(options: TaskOptions) -> None:
     """Raise what :func:`generate_task` would, from the first row only, or that there are too few rows."""
-    _generate(json.dumps(_settings(replace(options, size=1)), sort_keys=True))
+    _generate(_content(replace(options, size=1)))
     options.check_split(options.size, options.task)
 
 
@@ -125,24 +125,27 @@ SOURCES.add(
 )
 
 
-def _settings(options: TaskOptions) -> dict[str, Any]:
-    names = ("task", "size", "seed", "difficulty", "task_options")
-    return {name: getattr(options, name) for name in names}
+def _content(options: TaskOptions) -> TaskOptions:
+    """The options with those that do not change the rows at their defaults."""
+    return TaskOptions(
+        task=options.task,
+        size=options.size,
+        seed=options.seed,
+        difficulty=options.difficulty,
+        task_options=options.task_options,
+    )
 
 
 @functools.lru_cache(maxsize=16)
-def _generate(settings: str) -> Task:
-    asked = json.loads(settings)
-    name = asked["task"]
+def _generate(options: TaskOptions) -> Task:
+    name = options.task
     with contextlib.redirect_stdout(io.StringIO()):  # some generators print
-        dataset = _dataset(
-            name, asked["difficulty"], asked["task_options"] | {"size": asked["size"], "seed": asked["seed"]}
-        )
+        dataset = _dataset(options)
         try:
-            rows = _rows(name, dataset, asked["size"])
+            rows = _rows(name, dataset, options.size)
         except Exception as error:
             raise DataError(
-                f"data.task={name!r}, data.task_options={asked['task_options']}",
+                f"data.task={name!r}, data.task_options={options.task_options}",
                 f"The task could not generate its rows: {type(error).__name__}: {error}.",
                 "Change data.task_options, data.difficulty or data.size.",
             ) from error
@@ -172,9 +175,10 @@ def _rows(name: str, dataset: Any, size: int) -> tuple[dict[str, Any], ...]:
     return rows
 
 
-def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
+def _dataset(options: TaskOptions) -> Any:
     from reasoning_gym import factory  # a second of imports, for those who use it
 
+    name, given = options.task, options.task_options
     if name not in factory.DATASETS:
         meant = did_you_mean(name, factory.DATASETS, cutoff=LEAST_ALIKE)
         raise ConfigError(
@@ -184,25 +188,22 @@ def _dataset(name: str, difficulty: int | None, given: dict[str, Any]) -> Any:
         )
     _, config_class = factory.DATASETS[name]
     known = [item.name for item in fields(config_class) if item.name not in ("seed", "size")]
-    for option in given.keys() - {"seed", "size"}:
+    for option in given:
         if option not in known:
             raise ConfigError(
                 f"data.task_options.{option}={given[option]!r}",
                 f"The task {name} has no setting {option!r}.",
                 f"{did_you_mean(option, known, cutoff=LEAST_ALIKE)}Its settings are {choices(known)}.",
             )
+    settings = _level(name, options.difficulty) | given | {"size": options.size, "seed": options.seed}
     try:
-        return factory.create_dataset(name, **(_level(name, difficulty) | given))
+        return factory.create_dataset(name, **settings)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"data.task={name!r}, data.task_options={_own(given)}",
+            f"data.task={name!r}, data.task_options={given}",
             f"The task rejects these settings: {error}.",
             f"Its settings are {choices(known)}.",
         ) from error
-
-
-def _own(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in ("seed", "size")}
 
 
 def _level(name: str, difficulty: int | None) -> dict[str, Any]:
