@@ -159,7 +159,7 @@ def test_resume_runs_the_kept_command_where_it_was_given(
         (["train", f"tracking.root={root}", "engine.threads=1", "search.name=one"], tmp_path / "there"),
         (["sweep", f"tracking.root={root}", "search.name=two"], tmp_path),
     ]
-    assert "is gone" in capsys.readouterr().out
+    assert "no longer exists" in capsys.readouterr().out
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:5000")  # it was begun without
     assert resume(["one", "tracking.root=there/runs"]) == 130
