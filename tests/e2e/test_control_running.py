@@ -15,7 +15,6 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
-from plait.search.control import Mailbox
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
@@ -74,8 +73,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 
 def steps(status: str) -> dict[str, int]:
-    """Step of every job that `status` shows."""
-    return {name: int(step) for name, step in re.findall(r"(trial-\d+).*?step (\d+)/", status)}
+    """The step of the last report of every live trial that `status` shows."""
+    return {name: int(step) for name, step in re.findall(r"(trial-\d+).*? at step (\d+)", status)}
 
 
 @pytest.mark.slow
@@ -84,23 +83,23 @@ def test_every_command_against_a_running_sweep(
 ) -> None:
     arguments = [
         *short, *SPACE, "search.trials=3", "search.parallel=3", "train.steps=100000",
-        "engine.checkpoint_steps=20",
+        "engine.checkpoint_steps=20", "train.eval_every=20",
     ]  # fmt: skip
-    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+    search = folder / "plait-runs" / "searches" / "mine"
 
     def state(number: int) -> TrialState:
         return trials(folder)[number].state
 
     with running(arguments) as sweep:
-        until(sweep, lambda: mailbox.attended)
+        until(sweep, lambda: (search / "command.json").exists())
         until(sweep, lambda: len(steps(said("status"))) == 3)
 
-        assert "goes on" in said("pause")
-        until(sweep, lambda: "3 parked" in said("status"))
+        assert "paused after the current step" in said("pause")
+        until(sweep, lambda: "3 paused" in said("status"))
         held = steps(said("status"))
         time.sleep(0.5)
         assert steps(said("status")) == held
-        assert said("status").startswith("paused")
+        assert said("status").startswith("mine is paused")
 
         said("resume")
         until(sweep, lambda: all(step > held[name] for name, step in steps(said("status")).items()))
@@ -108,11 +107,12 @@ def test_every_command_against_a_running_sweep(
         assert "Trial 0 ends" in said("stop", "0")
         until(sweep, lambda: state(0) == TrialState.PRUNED)
         assert trials(folder)[0].user_attrs["plait.reason"] == "by the user"
-        assert "is pruned" in said("stop", "0", status=2)
+        assert "is stopped" in said("stop", "0", status=2)
 
         assert "Trial 3" in said("add", "adapter.rank=4", "train.lr=2e-3")
         point = {"adapter.rank": 4, "train.lr": 2e-3}  # written value by value, once it runs
         until(sweep, lambda: trials(folder)[3].params == point)
+        until(sweep, lambda: "trial-0003" in steps(said("status")))
         assert "choice(1,2,4)" in said("add", "adapter.rank=64", status=2)
 
         assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "train.priority=5", "--warm")
@@ -120,19 +120,19 @@ def test_every_command_against_a_running_sweep(
         until(sweep, lambda: trials(folder)[4].params == cloned)
         assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "checkpoint.json").exists()
         until(sweep, lambda: "trial-0004" in steps(said("status")))
-        until(sweep, lambda: "1 parked" in said("status"))  # trial 3 made room
+        until(sweep, lambda: "1 paused" in said("status"))  # trial 3 was preempted
     # killed: what is asked for now is done when it goes on
     assert "does not run now" in said("status")
     assert "no such trial" in said("stop", "9", status=2)
     assert "does not run now" in said("stop", "1")
     with running(arguments) as sweep:
         until(sweep, lambda: state(1) == TrialState.PRUNED)
-        until(sweep, lambda: len(re.findall(r"running +step", said("status"))) == 3)
-        assert "ends after this step" in said("cancel")
+        until(sweep, lambda: "3 running" in said("status"))
+        assert "ends after the current step" in said("cancel")
         assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
     assert "plait sweep" in Path("sweep.log").read_text()  # the command that goes on
-    assert mailbox.orders.mode == "running"
+    assert "Ordered" not in said("status")
 
 
 @pytest.mark.slow
@@ -140,10 +140,10 @@ def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
     arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=150"]
-    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+    search = folder / "plait-runs" / "searches" / "mine"
     with running(arguments) as sweep:
-        until(sweep, lambda: mailbox.attended)
-        until(sweep, lambda: len(steps(said("status"))) == 2)
+        until(sweep, lambda: (search / "command.json").exists())
+        until(sweep, lambda: "2 running" in said("status"))
         assert "No further trial starts" in said("stop")
         assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
     assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 2
@@ -156,9 +156,9 @@ def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
     folder: Path, short: tuple[str, ...], trials: Trials, said: Said
 ) -> None:
     arguments = [*short, *SPACE, "search.trials=4", "search.parallel=2", "train.steps=100000"]
-    mailbox = Mailbox(folder / "plait-runs" / "searches" / "mine" / "control")
+    search = folder / "plait-runs" / "searches" / "mine"
     with running(arguments) as sweep:
-        until(sweep, lambda: mailbox.attended)
+        until(sweep, lambda: (search / "command.json").exists())
         until(sweep, lambda: [item.state for item in trials(folder)] == [TrialState.RUNNING] * 2)
     assert "does not run now" in said("cancel")
     assert main(["sweep", *arguments]) == 0

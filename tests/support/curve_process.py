@@ -1,7 +1,7 @@
 """One worker process of a search on curves, on a study that others may share.
 
 Takes the folder as its argument, then "leaves" where it is to get a Ctrl-C after its first step, or
-"steered=NAME" where its part of the search lies in another folder, has one place, and listens there. Prints
+"steered=NAME" where its part of the search lies in another folder, has one slot, and obeys orders. Prints
 "ready", waits for a line, searches, and prints each step that it trained as a line "JOB STEP".
 """
 
@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from curve_worker import CurveWorker
-from rung_bench import SPACE, Bench, Notes, halving
+from rung_bench import Bench, Notes, halving
 
 from plait.core.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
 from plait.core.settings import SearchSettings
-from plait.search.control import Mailbox, Orders
-from plait.search.control.desk import Clerk
 from plait.search.interrupt import Interrupts
 from plait.search.storage import open_storage, quiet
-from plait.search.study import StudyTrials
 
 TRIALS = 12
 STEP_SECONDS = 0.02
@@ -64,29 +61,10 @@ def bench(folder: Path) -> Bench:
 
 
 def steered(folder: Path, name: str) -> Bench:
-    """One that takes orders in a folder of its own, and does not come to an end."""
-    mailbox, clerks = Mailbox(folder / name / "control"), list[Clerk]()
-
-    def owner(study: StudyTrials, _poll: int) -> Orders:
-        if not clerks:
-            clerks.append(
-                Clerk(
-                    mailbox,
-                    mailbox.desk(),
-                    study,
-                    SPACE,
-                    weights=lambda _number, _name: None,
-                    save=lambda _number: False,
-                    describe=lambda mode: mode,
-                    facts=lambda _mode: {},
-                    say=print,
-                    name="s",
-                )
-            )
-        return clerks[0].attend()
-
+    """One with a folder of its own that obeys orders, and does not come to an end."""
     own = halving(trials=TRIALS, parallel=1, kind="none")
-    made = Bench(folder / name, own, open_storage(None, folder), make_worker=SlowWorker, owner=owner)
+    made = Bench(folder / name, own, open_storage(None, folder), make_worker=SlowWorker)
+    made.owner = lambda study, _poll: study.orders.poll()
     made.steps = lambda _: 100_000
     return made
 

@@ -23,7 +23,7 @@ from plait.core.messages import Event
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.search.control import Orders
+from plait.search.orders import Orders
 from plait.search.results import SearchResult
 from plait.search.run import SearchRun
 from plait.search.stopper import make_stopper

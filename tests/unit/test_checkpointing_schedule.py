@@ -104,14 +104,6 @@ def test_a_job_that_resumes_counts_from_its_checkpoint(tmp_path: Path) -> None:
     assert saved == [20]
 
 
-def test_asked_for_by_name(tmp_path: Path) -> None:
-    made = desk(tmp_path)
-    jobs = [live("a", 3), live("b", 3)]
-    made.saving.request("b")
-    assert [event.job for event in made.saving.save_due(jobs) if isinstance(event, JobSaved)] == ["b"]
-    assert made.saving.save_due(jobs) == []
-
-
 def test_an_interruption_saves_what_has_moved_and_finds_the_rest(tmp_path: Path) -> None:
     made = desk(tmp_path, steps=5)
     moved, still, fresh = live("moved"), live("still", 4), live("fresh")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from plait.core.lifecycle import JobState
 from plait.search.attend import Attend
-from plait.search.control.orders import Orders
+from plait.search.orders import Orders
 from plait.search.ownership import Departed, Owner
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 

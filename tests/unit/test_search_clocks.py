@@ -14,7 +14,7 @@ from rung_bench import SPACE, Bench, halving, states
 from studies import study_of
 
 from plait.core.messages import JobAdmitted
-from plait.search.control import Orders
+from plait.search.orders import Orders
 from plait.search.ownership import BEATS, MISSED_BEATS, Workers
 
 HOUR = 3600.0

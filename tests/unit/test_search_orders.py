@@ -25,8 +25,7 @@ from plait.core.messages import (
     SaveCheckpoint,
     WorkerEvent,
 )
-from plait.search.control import Orders
-from plait.search.control.orders import Mode
+from plait.search.orders import Mode, Orders
 from plait.search.ownership import Owner as Trainer
 from plait.search.study import StudyTrials
 

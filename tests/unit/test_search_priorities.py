@@ -13,7 +13,7 @@ from rung_bench import Bench, KilledError, Notes, halving, states
 
 from plait.core.lifecycle import PauseReason
 from plait.core.messages import GroupStep, JobPaused, JobProgress
-from plait.search.control import Orders
+from plait.search.orders import Orders
 from plait.search.study import StudyTrials
 
 GROUP = ("trial-0000", "trial-0001")

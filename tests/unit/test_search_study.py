@@ -198,8 +198,8 @@ def test_intermediate_values_are_kept_once_and_finite() -> None:
 
 def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: Path) -> None:
     """And no others: a copy of another search, or an adapter that was given by hand."""
-    names = [("search", "warm-a"), ("search", "warm-b"), ("search", "saved"), ("other", "warm-c")]
-    copies = [tmp_path / search / "control" / name for search, name in names]
+    folders = ["search/warm/a", "search/warm/b", "search/saved", "other/warm/c"]
+    copies = [tmp_path / folder for folder in folders]
     for copy in copies:
         copy.mkdir(parents=True)
     storage = optuna.storages.InMemoryStorage()
@@ -224,7 +224,7 @@ def test_the_weights_that_a_warm_clone_began_with_go_when_it_is_over(tmp_path: P
 
 
 def test_a_failed_trial_is_tried_again_with_what_it_began_with(tmp_path: Path) -> None:
-    copy = tmp_path / "control" / "warm-a"
+    copy = tmp_path / "warm" / "a"
     copy.mkdir(parents=True)
     storage = optuna.storages.InMemoryStorage()
     search, space = SearchSettings(trials=1, failed="retry"), space_of(*MIXED)

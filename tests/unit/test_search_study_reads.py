@@ -11,7 +11,7 @@ from rung_bench import Bench, halving
 
 from plait.core.messages import GroupStep
 from plait.core.settings import SearchSettings
-from plait.search.control import Orders
+from plait.search.orders import Orders
 from plait.search.run import Outlook
 from plait.search.study import StudyTrials
 

@@ -16,8 +16,8 @@ import pytest
 from curve_worker import CurveWorker
 from rung_bench import Bench, states
 
-from plait.cli.control import read_request
-from plait.search.control import Mailbox
+from plait.search.control import SearchControl
+from plait.search.recorded import RecordedCommand
 from plait.search.storage import open_storage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,25 +136,19 @@ def test_who_leaves_gives_its_trials_to_the_others(
     assert {(job, 2) for job in left} <= set(staying.steps)
 
 
-def order(control: Path, *words: str) -> None:
-    mailbox, request = Mailbox(control), read_request(words[0], words[1:])
-    mailbox.post(request)
-    answer = mailbox.take_answer(request, 30)
-    assert answer is not None
-    assert answer.done, answer.text
-
-
-def test_orders_reach_a_worker_that_shares_the_study_but_no_folder(tmp_path: Path) -> None:
-    """As on two hosts: each hears of what was asked for in the folder of the other."""
+def test_orders_reach_workers_that_share_the_study_but_no_folder(tmp_path: Path) -> None:
+    """As on several hosts: who orders has neither worker's folder."""
     with Process(tmp_path, "steered=one") as one, Process(tmp_path, "steered=other") as other:
         for each in (one, other):
             each.wait_until_ready()
             each.go()
         first, _ = other.next_job(), one.next_job()
-        order(tmp_path / "one" / "control", "stop", first)
+        (name,) = optuna.get_all_study_names(open_storage(None, tmp_path))
+        control = SearchControl(RecordedCommand(name, "sweep", (), str(tmp_path)), tmp_path)
+        control.stop_trial(int(first.removeprefix("trial-")))
         while other.next_job() == first:
             pass
-        order(tmp_path / "other" / "control", "cancel")
+        control.order("cancel")
         for each in (one, other):
             each.read()
             assert each.last == "done"

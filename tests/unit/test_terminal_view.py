@@ -21,7 +21,6 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
-from plait.search.control.status import describe_status
 from plait.terminal.table import jobs_table
 from plait.terminal.text import (
     best_line,
@@ -458,7 +457,6 @@ def test_rungs_are_shown_and_what_is_waited_for() -> None:
     rows = {row.split()[0]: row for row in stage.file.getvalue().splitlines() if row.startswith("trial")}
     assert rows["trial-0000"].split()[1:4] == ["paused", "2/8", "1/2"]
     assert " 0/2 " in rows["trial-0005"]
-    assert "paused" in describe_status(board, "running", "mine")
     board.handle(JobPaused(spec(1).name, 3, PauseReason.BY_ORDER))
     assert "rung 3" not in status_line(board, None)
     board.rungs_of = None

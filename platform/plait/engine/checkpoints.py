@@ -127,7 +127,6 @@ class Checkpointer:
         self._send = send
         self._clock = clock
         self._records: dict[str, _SaveRecord] = {}
-        self._requested: set[str] = set()
 
     def admitted(self, job: LiveJob, checkpoint: Path | None = None) -> None:
         """A job starts, or resumes from a checkpoint: the next is counted from here."""
@@ -136,17 +135,10 @@ class Checkpointer:
     def ended(self, job: str) -> None:
         """Forget a job."""
         self._records.pop(job, None)
-        self._requested.discard(job)
-
-    def request(self, job: str) -> None:
-        """Save a job at the next boundary, whatever the schedule says."""
-        self._requested.add(job)
 
     def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
         """Save the jobs whose time has come."""
-        due = [job for job in jobs if self._due(job)]
-        self._requested.clear()
-        return list(self._save(due))
+        return list(self._save([job for job in jobs if self._due(job)]))
 
     def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
         """Save those of these jobs that have trained since their last checkpoint.
@@ -177,7 +169,7 @@ class Checkpointer:
         every, minutes = self._settings.checkpoint_steps, self._settings.checkpoint_minutes
         by_steps = every is not None and job.step // every > record.tried_step // every
         by_time = minutes is not None and self._clock() - record.tried_at >= 60 * minutes
-        return by_steps or by_time or job.name in self._requested
+        return by_steps or by_time
 
     def _save(self, jobs: list[LiveJob]) -> Iterator[Event]:
         """One commit for all, then each checkpoint. One that cannot be written harms no job: those before it

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from plait.search.control.orders import Orders
+from plait.search.orders import Orders
 from plait.search.ownership import Departed
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import Leaderboard, orphan

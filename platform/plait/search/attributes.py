@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from uuid import uuid4
 
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobResult, JobState, state_from_optuna
 from plait.core.settings import SearchSettings
-from plait.core.space import Space
+from plait.core.space import Space, Value
 from plait.engine.checkpoints import checkpoints, remove_checkpoints
-from plait.search.control.weights import remove_copy
 from plait.search.points import points_left
 from plait.search.trials import Trial
+from plait.utils.files import new_folder
 
 STATE = "plait.state"  # trial: its state, of which Optuna has fewer
 REASON = "plait.reason"  # trial: why it ended as it did
@@ -27,6 +31,8 @@ WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
 RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
 PRIORITY = "plait.priority"  # trial: its own, where that is not searched
 PRIORITY_KEY = "train.priority"
+ADAPTER = "adapter_model.safetensors"
+WARM_WEIGHTS = "warm"  # folder of a search with the weights that its warm clones start with
 PROBLEM = "plait.problem"  # study: what is searched, as JSON
 MATERIAL = "plait.material"  # study: digests of data and model, as JSON
 TOKEN = "plait.study"  # study: tells it from an earlier one of its name
@@ -82,6 +88,45 @@ def result_of(item: FrozenTrial) -> JobResult:
     )
 
 
+def enqueue(
+    study: Study,
+    values: Mapping[str, Value],
+    *,
+    beyond: bool = True,
+    request: str = "",
+    retry_of: int | None = None,
+    warm_from: Path | None = None,
+    priority: int | None = None,
+) -> int:
+    """Let a trial with these values come next; its number. Call it under the study's lock.
+
+    Args:
+        study: of the search.
+        values: of some or all searched keys; the sampler suggests the others.
+        beyond: it comes on top of ``search.trials``.
+        request: what it answers: a second call for the same one enqueues nothing.
+        retry_of: a failed trial.
+        warm_from: folder of the weights that it starts with.
+        priority: of its own, where that is not searched.
+    """
+    known = (
+        item.number for item in study.get_trials(deepcopy=False) if item.user_attrs.get(REQUEST) == request
+    )
+    if request and (number := next(known, None)) is not None:
+        return number
+    facts = {
+        BEYOND: beyond,
+        REQUEST: request or uuid4().hex,
+        RETRY_OF: retry_of,
+        WARM: None if warm_from is None else str(warm_from.absolute()),
+        PRIORITY: priority,
+    }
+    study.enqueue_trial(
+        dict(values), user_attrs={key: fact for key, fact in facts.items() if fact is not None}
+    )
+    return study.get_trials(deepcopy=False)[-1].number
+
+
 class Kept:
     """Of one study.
 
@@ -95,7 +140,7 @@ class Kept:
 
     def __init__(self, folder: Path | None, token: str) -> None:
         self.states = None if folder is None else folder / "checkpoints" / token
-        self._control = None if folder is None else folder / "control"
+        self._warm = None if folder is None else (folder / WARM_WEIGHTS).absolute()
 
     def resume_from(self, item: FrozenTrial) -> Path | None:
         """Where a state of the trial is, here or where an earlier run left it."""
@@ -112,10 +157,10 @@ class Kept:
     def clear(self, trial: Trial, *, failed: bool) -> None:
         """The trial is over: what was kept for it goes. The weights that a failed one began with stay, since
         it may be tried again. Nothing is raised."""
-        if self.states is not None and self._control is not None:
+        if self.states is not None:
             remove_checkpoints(self.states / trial.name)
-            if not failed:
-                remove_copy(self._control, trial.warm_from)
+        if not failed and trial.warm_from is not None and trial.warm_from.parent == self._warm:
+            shutil.rmtree(trial.warm_from, ignore_errors=True)
 
     def tidy_up(self, trials: Iterable[FrozenTrial]) -> None:
         """As :meth:`clear`, for all that are over: a process may have been killed before it did."""
@@ -123,3 +168,41 @@ class Kept:
             if item.state.is_finished():
                 trial = Trial(item.number, warm_from=self.warm_from(item))
                 self.clear(trial, failed=item.state == TrialState.FAIL)
+
+
+def keep_weights(folder: Path, token: str, number: int, request: str) -> Path:
+    """Copy the newest saved weights of a trial for a warm clone, since the trial may end and its checkpoints
+    go.
+
+    Args:
+        folder: of the search.
+        token: of its study.
+        number: of the trial.
+        request: names the copy.
+
+    Raises:
+        SearchError: the trial has no saved weights.
+        StorageError: they cannot be copied.
+    """
+    name = Trial(number).name
+    exported = folder / "adapters" / name
+    found = (
+        [exported] if (exported / ADAPTER).exists() else checkpoints(folder / "checkpoints" / token / name)
+    )
+    if not found:
+        raise SearchError(
+            f"trial {number} has no saved weights yet",
+            "A warm start begins with the weights of an adapter that was saved.",
+            "Ask again after its next checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
+        )
+    copy = (folder / WARM_WEIGHTS / request).absolute()
+    try:
+        with new_folder(copy) as made:
+            shutil.copytree(found[0], made, dirs_exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"{copy}: {error.strerror or error}",
+            "A warm clone keeps a copy of the weights that it starts with.",
+            "Free some space, or ask again: a newer checkpoint may just have taken the place of this one.",
+        ) from error
+    return copy

@@ -15,7 +15,8 @@ from optuna.study import Study
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import TrackingSettings
 from plait.search.attributes import RUN_ID
-from plait.search.ownership import living, process_id
+from plait.search.locks import WORKERS, living
+from plait.search.ownership import process_id
 from plait.search.recorded import RecordedCommand, given, recorded_command
 from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
@@ -24,7 +25,6 @@ from plait.tracking.location import sqlite_in
 from plait.utils.paths import search_folder
 
 ADAPTERS = "adapters"
-WORKERS = "workers"
 EXPERIMENT = "tracking.experiment"
 
 

@@ -34,10 +34,6 @@ from plait.engine.coordinator import Coordinator
 from plait.search.attend import Attend
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
-from plait.search.control.desk import Clerk
-from plait.search.control.mailbox import Mailbox
-from plait.search.control.status import describe_status, status_facts
-from plait.search.control.weights import copy_of, keep_weights
 from plait.search.identity import Identity, identify
 from plait.search.interrupt import Interrupts
 from plait.search.objective import check_kept, check_measured
@@ -58,7 +54,6 @@ from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, tracked_run, without_store
-from plait.search.trials import Trial
 from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
@@ -330,9 +325,6 @@ class _Launch:
             self._source.patience.say = terminal.note
             self._source.patience.stop = lambda: interrupts.requested
             recorder = SearchRecorder(tracker, terminal)
-            clerk = self._clerk(coordinator, tracker, terminal.note)
-            if self._settings.search.fresh:
-                clerk.begin_anew()
             result = SearchRun(
                 self._source,
                 self._command.make_job,
@@ -341,48 +333,15 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=terminal.beside(self._attend(tracker, terminal.note, clerk)),
+                owner=terminal.beside(self._attend(tracker, terminal.note)),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
-                clerk.withdraw()
-            clerk.close()
+                self._source.orders.withdraw()
             return result
 
-    def _attend(self, tracker: Tracker, say: Callable[[str], None], clerk: Clerk) -> Attend:
-        store = str(tracker.location)
-        return Attend(self._source, tracker.board, say, clerk.attend, lambda: tracker.unreachable, store)
-
-    def _clerk(self, coordinator: Coordinator, tracker: Tracker, say: Callable[[str], None]) -> Clerk:
-        """Who attends to `plait control`."""
-        folder = search_folder(self._settings.tracking.root, self._source.name)
-        control = folder / "control"
-        saved = self._source.states_folder or folder / "checkpoints"
-
-        def weights(number: int, name: str) -> Path | None:
-            job = Trial(number).name
-            return keep_weights([folder / "adapters" / job, saved / job], copy_of(control, name))
-
-        def save(number: int) -> bool:
-            record = tracker.board.jobs.get(Trial(number).name)
-            if record is None or not record.live or record.step == 0:
-                return False
-            coordinator.checkpointer.request(record.name)
-            return True
-
-        mailbox = Mailbox(control)
-        return Clerk(
-            mailbox,
-            mailbox.desk(),
-            self._source,
-            self._command.space,
-            weights,
-            save,
-            lambda mode: describe_status(tracker.board, mode, self._source.name),
-            lambda mode: status_facts(tracker.board, mode, self._source.name),
-            say,
-            self._source.name,
-            whole=self._settings.search.sampler == "grid",
-        )
+    def _attend(self, tracker: Tracker, say: Callable[[str], None]) -> Attend:
+        store, orders = str(tracker.location), self._source.orders.poll
+        return Attend(self._source, tracker.board, say, orders, lambda: tracker.unreachable, store)
 
     def _others(self) -> bool:
         """Whether other processes train trials of this search, as far as one can see."""

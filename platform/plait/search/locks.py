@@ -11,6 +11,7 @@ import sqlalchemy
 from filelock import FileLock, Timeout
 
 POLL_SECONDS = 0.01
+WORKERS = "workers"  # folder of a search with a file for each of its processes on this host
 
 
 @contextmanager
@@ -62,6 +63,20 @@ def remove_dead(path: Path) -> None:
     """
     with suppress(Timeout, PermissionError), FileLock(path, blocking=False):
         path.unlink()
+
+
+def living(folder: Path) -> list[Path]:
+    """The :class:`LifeLock` files in a folder whose processes live; not to be asked by one of them."""
+    found = []
+    for path in sorted(folder.glob("*")):
+        with suppress(FileNotFoundError):
+            found += [path] if holder_lives(path) else []
+    return found
+
+
+def trains_here(folder: Path) -> bool:
+    """Whether a process of this host trains the search in a folder; not to be asked by one that does."""
+    return bool(living(folder / WORKERS))
 
 
 @contextmanager

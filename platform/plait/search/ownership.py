@@ -81,20 +81,6 @@ def host_name(host: str) -> str:
     return host.partition(" ")[0]
 
 
-def living(folder: Path) -> list[Path]:
-    """The files of the processes of this host that train a search; not to be asked where this one is among
-    them.
-
-    Args:
-        folder: of the workers' files.
-    """
-    found = []
-    for path in sorted(folder.glob("*")):
-        with suppress(FileNotFoundError):
-            found += [path] if holder_lives(path) else []
-    return found
-
-
 class Workers:
     """This process among those that train a study's trials.
 

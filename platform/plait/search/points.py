@@ -71,7 +71,7 @@ def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
 
 def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
     """The same for values that a configuration file gives; errors as :func:`read_point`."""
-    return read_point(space, [f"{key}={_written(value)}" for key, value in values.items()])
+    return read_point(space, [f"{key}={as_written(value)}" for key, value in values.items()])
 
 
 def read_value(dimension: Dimension, text: str) -> Value:
@@ -125,12 +125,12 @@ def _outside(dimension: Dimension, text: str) -> SearchError:
     )
 
 
-def _written(value: object) -> str:
-    """As the command line would have it: true, null, [a,b]."""
+def as_written(value: object) -> str:
+    """A value as on the command line: true, null, [a,b]."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(_written(item) for item in value)}]"
+        return f"[{','.join(as_written(item) for item in value)}]"
     return repr(value) if isinstance(value, float) else str(value)
 
 

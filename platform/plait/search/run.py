@@ -17,8 +17,8 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, Notice
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
-from plait.search.control.orders import Orders
 from plait.search.objective import Observed
+from plait.search.orders import Orders
 from plait.search.results import SearchResult, failure_limit
 from plait.search.stopper import Stopper
 from plait.search.trials import Coordinator, Recorder, Trial, TrialSource

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
-from plait.search.attributes import result_of, state_of
+from plait.core.space import Value
+from plait.search.attributes import REASON, result_of, state_of
+from plait.search.locks import holder_lives
 from plait.search.ownership import host_name, this_host, trainer_of
-from plait.search.recorded import RecordedCommand
 from plait.search.results import SearchResult, describe_point
+from plait.search.stopper import RUNGS
 from plait.search.storage import JOURNAL, SQLITE, open_storage
 from plait.search.trials import Trial
 from plait.utils.addresses import redact
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
 LEAST_TRIALS = 5  # of fewer the shares are those of chance
+MOST_LINES = 40  # live trials that are listed
 ENOUGH_FOR_ONE_KEY = 10  # complete trials; below that a share says little
 
 
@@ -152,80 +156,111 @@ def _usable(item: FrozenTrial) -> bool:
     )
 
 
-RUNNING = JobState.RUNNING
+@dataclass(frozen=True, slots=True)
+class TrialStanding:
+    """One trial.
+
+    Attributes:
+        state: ORPHANED where its worker on this host is dead; of one on another host this is not known.
+        host: the other host whose worker trains it; "" otherwise.
+        step: at which it last reported; 0 where it has not.
+        reported: the value, of the metric that rungs or evaluations report.
+        values: of the searched keys, as far as they were suggested.
+        reason: why it ended as it did.
+    """
+
+    number: int
+    state: JobState
+    host: str
+    step: int
+    reported: float | None
+    values: Mapping[str, Value]
+    reason: str
+
+    def __str__(self) -> str:
+        parts = [f"{Trial(self.number).name}  {self.state:<8}"]
+        if self.reported is not None:
+            parts.append(f"{self.reported:.6g} at step {self.step}")
+        return "  ".join([*parts, *(f"{key}={value}" for key, value in self.values.items())]).rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a study says of its search.
+    """What a study says of its search: its trials by number, the results of those that have ended, and its
+    objectives."""
 
-    Attributes:
-        states: of all trials, by number; those that run on another host are RUNNING.
-        result: the trials that are over.
-        objectives: of the search.
-        hosts: by number: the other host whose worker signed a running trial; "" otherwise.
-    """
-
-    states: tuple[JobState, ...]
+    trials: tuple[TrialStanding, ...]
     result: SearchResult
     objectives: tuple[Objective, ...]
-    hosts: tuple[str, ...]
 
     @property
     def elsewhere(self) -> dict[str, int]:
-        """How many running trials workers on other hosts signed, by host."""
-        return dict(Counter(filter(None, self.hosts)))
+        """How many trials run on other hosts, by host."""
+        return dict(Counter(trial.host for trial in self.trials if trial.host))
 
     def describe(self) -> list[str]:
-        """In a few lines."""
-        if not self.states:
+        """Counts, the best trial, and a line for each trial that has begun and not ended."""
+        if not self.trials:
             return ["It has no trials yet."]
-        counts = Counter(self.states)
-        parts = [f"{counts[state]} {state}" for state in JobState if counts[state] and state != RUNNING]
-        parts += [f"{number} {RUNNING} on host {host}" for host, number in self.elsewhere.items()]
-        lines = [f"{len(self.states)} trial{'s' if len(self.states) > 1 else ''}: {', '.join(parts)}."]
+        counts = Counter(trial.state for trial in self.trials if not trial.host)
+        parts = [f"{counts[state]} {state}" for state in JobState if counts[state]]
+        parts += [f"{number} {JobState.RUNNING} on host {host}" for host, number in self.elsewhere.items()]
+        lines = [f"{len(self.trials)} trial{'s' if len(self.trials) > 1 else ''}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
             lines.append(f"Best: {describe_point(front[0], self.objectives)}")
-        if self.elsewhere:
-            lines.append(f"Ask on {' or '.join(self.elsewhere)} where that still trains.")
-        return lines
+        live = [trial for trial in self.trials if not trial.state.ended and trial.state != JobState.QUEUED]
+        lines += [f"  {trial}" for trial in live[:MOST_LINES]]
+        return [*lines, f"  and {len(live) - MOST_LINES} more"] if len(live) > MOST_LINES else lines
 
     def facts(self) -> dict[str, Any]:
         """The same for programs."""
+        objectives = {result.trial: list(result.values) for result in self.result.finished}
         jobs = [
             {
-                "trial": number,
-                "name": Trial(number).name,
-                "state": state,
-                "host": host,
+                "trial": trial.number,
+                "name": Trial(trial.number).name,
+                "state": trial.state,
+                "host": trial.host,
+                "step": trial.step,
+                "reported": trial.reported,
+                "parameters": dict(trial.values),
+                "objectives": objectives.get(trial.number, []),
+                "reason": trial.reason,
             }
-            for number, (state, host) in enumerate(zip(self.states, self.hosts, strict=True))
+            for trial in self.trials
         ]
-        ended = len(self.result.finished)
-        return {"trials": len(self.states), "ended": ended, "jobs": jobs}
+        return {"trials": len(self.trials), "ended": len(self.result.finished), "jobs": jobs}
 
 
-def read_standing(recorded: RecordedCommand, root: Path) -> Standing:
-    """How a search stands, by its study.
-
-    Args:
-        recorded: its last command.
-        root: folder of the runs.
-
-    Raises:
-        StorageError: the study is not there, or its storage does not answer.
-    """
-    study = stored_study(recorded.storage, root, recorded.name)
+def read_standing(study: Study) -> Standing:
+    """How the search of a study stands. Not to be called by a process that trains it."""
     trials = study.get_trials(deepcopy=False)
     hosts = hosts_of(trials)
-    states = [state_of(item) for item in trials]
-    orphaned = [state == RUNNING and not host for state, host in zip(states, hosts, strict=True)]
     return Standing(
-        tuple(JobState.ORPHANED if alone else state for state, alone in zip(states, orphaned, strict=True)),
+        tuple(_trial(item, host) for item, host in zip(trials, hosts, strict=True)),
         SearchResult(tuple(result_of(item) for item in trials if item.state.is_finished())),
         _objectives(study),
-        hosts,
     )
+
+
+def _trial(item: FrozenTrial, host: str) -> TrialStanding:
+    state = state_of(item)
+    if state == JobState.RUNNING and not host and not _lives(item):
+        state = JobState.ORPHANED
+    reported = item.intermediate_values or {
+        int(step): value for step, value in item.user_attrs.get(RUNGS, {}).items()
+    }
+    step = max(reported, default=0)
+    reason = str(item.user_attrs.get(REASON, ""))
+    return TrialStanding(item.number, state, host, step, reported.get(step), item.params, reason)
+
+
+def _lives(item: FrozenTrial) -> bool:
+    """Whether the worker of a trial, which is on this host, lives."""
+    owner = trainer_of(item)
+    with suppress(FileNotFoundError):
+        return owner is not None and owner.host == this_host() and holder_lives(Path(owner.file))
+    return False
 
 
 def _objectives(study: Study) -> tuple[Objective, ...]:
@@ -235,8 +270,9 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
 
 
 def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
-    """As in :class:`Standing`. What this host began before it was rebooted is not elsewhere."""
+    """By number: the other host whose worker trains a running trial; "" for all others. What this host began
+    before it was rebooted is not elsewhere."""
     here = host_name(this_host())
-    owners = [trainer_of(item) if state_of(item) == RUNNING else None for item in trials]
+    owners = [trainer_of(item) if state_of(item) == JobState.RUNNING else None for item in trials]
     names = ["" if owner is None else host_name(owner.host) for owner in owners]
     return tuple("" if name == here else name for name in names)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import optuna
@@ -24,21 +24,22 @@ from plait.search.attributes import (
     PRIORITY,
     PRIORITY_KEY,
     REASON,
-    REQUEST,
     RETRY_OF,
     RUN_ID,
     STATE,
     TOKEN,
     TRACKED,
-    WARM,
     Kept,
+    enqueue,
     priority_of,
     result_of,
     state_of,
     total_of,
 )
 from plait.search.identity import Identity, check_material
+from plait.search.locks import WORKERS
 from plait.search.opening import open_study
+from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Departed, Workers
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
 from plait.search.prior import Known, take_over
@@ -46,8 +47,7 @@ from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import check_stopping
 from plait.search.storage import Patience, study_lock
-from plait.search.study_orders import StudyOrders
-from plait.search.suggest import complete, distributions, make_sampler, one_torch_thread
+from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
 from plait.search.trials import Trial
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
@@ -104,7 +104,7 @@ class StudyTrials:
         self._prior_storage = prior_storage or storage
         name = settings.name or identity.name
         self._folder = None if folder is None else folder(name)
-        self._workers = None if self._folder is None else Workers(self._folder / "workers", self._beat)
+        self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
         earlier = prior_storage or storage
         self._study = self.patience(
@@ -116,6 +116,7 @@ class StudyTrials:
         self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
         self.states_folder = self._kept.states
+        self.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self._study, self.patience, self._locked)
         self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self._claims.signed)
         self.prior = self.patience(self._take_over)
@@ -204,37 +205,11 @@ class StudyTrials:
             self.revision += 1
         return trial
 
-    def enqueue(
-        self,
-        values: Mapping[str, Value],
-        *,
-        beyond: bool = True,
-        request: str = "",
-        retry_of: int | None = None,
-        warm_from: Path | None = None,
-        priority: int | None = None,
-    ) -> int:
-        """Let a trial with these values come next; its number.
-
-        Args:
-            values: of some or all searched keys; the sampler draws the others.
-            beyond: it comes on top of ``search.trials``.
-            request: what it answers: a second call for the same one enqueues nothing.
-            retry_of: a failed trial.
-            warm_from: folder of the weights that it begins with.
-            priority: of its own, where that is not searched.
-        """
-        warm = None if warm_from is None else str(warm_from.absolute())
-        facts = {
-            BEYOND: beyond,
-            REQUEST: request or uuid4().hex,
-            RETRY_OF: retry_of,
-            WARM: warm,
-            PRIORITY: priority,
-        }
-        given = {key: fact for key, fact in facts.items() if fact not in ("", None)}
+    def enqueue(self, values: Mapping[str, Value], *, request: str = "", **facts: Any) -> int:
+        """Let a trial with these values come next; its number. Arguments as ``attributes.enqueue``."""
+        request = request or uuid4().hex  # one for all attempts
         self.revision += 1
-        return self._locked(lambda: self._enqueue(values, given))
+        return self._locked(lambda: enqueue(self._study, values, request=request, **facts))
 
     def adopted(self) -> set[int]:
         """Numbers of the trials that other workers have adopted from this one, each once."""
@@ -307,22 +282,13 @@ class StudyTrials:
         for point in points:
             trials = self._trials()
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
-            facts = {REQUEST: point.request, BEYOND: own >= self._settings.trials}
-            self._enqueue(point.values, facts)
+            enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
     def _take_over(self) -> tuple[Known, ...]:
         if self._settings.prior is None:
             return ()
         with self.exclusive():
             return take_over(self._study, self._settings, self._space, self._prior_storage)
-
-    def _enqueue(self, values: Mapping[str, Value], facts: Mapping[str, object]) -> int:
-        if REQUEST in facts:
-            for item in self._trials():
-                if item.user_attrs.get(REQUEST) == facts[REQUEST]:
-                    return item.number
-        self._study.enqueue_trial(dict(values), user_attrs=dict(facts))
-        return self._trials()[-1].number
 
     # ---- telling -------------------------------------------------------------------------------------------
 
@@ -450,5 +416,10 @@ class StudyTrials:
         tried = {item.user_attrs.get(RETRY_OF) for item in trials}
         for item in trials:
             if item.state == TrialState.FAIL and item.number not in tried and item.params:
-                same = {key: item.user_attrs[key] for key in (WARM, PRIORITY) if key in item.user_attrs}
-                self._enqueue(item.params, {BEYOND: True, RETRY_OF: item.number} | same)
+                enqueue(
+                    self._study,
+                    item.params,
+                    retry_of=item.number,
+                    warm_from=self._kept.warm_from(item),
+                    priority=item.user_attrs.get(PRIORITY),
+                )

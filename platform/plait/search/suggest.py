@@ -18,6 +18,8 @@ from optuna.distributions import (
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
+    distribution_to_json,
+    json_to_distribution,
 )
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
@@ -26,11 +28,12 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
-from plait.core.space import Choice, Domain, Point, Space, Value, Values, Whole
-from plait.search.points import tried_points
+from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole
+from plait.search.points import as_written, tried_points
 from plait.search.prior import Known
 from plait.search.samplers import SAMPLERS
 
+SPACE = "plait.space"  # study: what is searched, by key
 ATTEMPTS = 6  # times that a sampler is asked for an untried combination before one is chosen without it
 LISTED = 100_000  # combinations up to which the untried ones are listed
 
@@ -48,6 +51,39 @@ def _distribution(domain: Domain) -> BaseDistribution:
     if isinstance(domain, Whole):
         return IntDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
     return FloatDistribution(domain.low, domain.high, log=domain.log, step=domain.step)
+
+
+def keep_space(study: Study, space: Space) -> None:
+    """Keep with a study what it searches, for who has no command to read it from."""
+    if SPACE not in study.user_attrs:
+        texts = {key: distribution_to_json(found) for key, found in distributions(space).items()}
+        study.set_user_attr(SPACE, texts)
+
+
+def read_space(study: Study) -> Space:
+    """What a study searches.
+
+    Raises:
+        SearchError: it does not say so.
+    """
+    texts = study.user_attrs.get(SPACE)
+    if texts is None:
+        raise SearchError(
+            f"search.name={study.study_name}",
+            "Its study does not say what is searched.",
+            f"`plait resume {study.study_name}` writes it down.",
+        )
+    found = {key: json_to_distribution(text) for key, text in texts.items()}
+    return Space(tuple(Dimension(key, _domain(distribution)) for key, distribution in found.items()))
+
+
+def _domain(distribution: BaseDistribution) -> Domain:
+    if isinstance(distribution, CategoricalDistribution):
+        return Choice(distribution.choices, tuple(map(as_written, distribution.choices)))
+    if isinstance(distribution, IntDistribution):
+        return Whole(distribution.low, distribution.high, distribution.step, distribution.log)
+    assert isinstance(distribution, FloatDistribution)
+    return Real(distribution.low, distribution.high, distribution.step, distribution.log)
 
 
 def derived_seed(seed: int, number: int, attempt: int = 0) -> int:

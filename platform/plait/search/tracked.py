@@ -12,7 +12,7 @@ from plait.core.settings import RunSettings, TrackingSettings
 from plait.search.attributes import TRACKED
 from plait.search.recorded import recorded_command
 from plait.search.storage import Patience, quiet
-from plait.search.stored import read_standing
+from plait.search.stored import read_standing, stored_study
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 from plait.tracking import (
@@ -136,11 +136,11 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     if recorded is None or (recorded.store or sqlite_in(location.root)) != location.uri:
         return None
     quiet()
-    standing = read_standing(recorded, location.root)
+    standing = read_standing(stored_study(recorded.storage, location.root, name))
     first, *others = standing.objectives
-    board = Leaderboard(first.direction, len(standing.states), others=tuple(others))
-    for number, state in enumerate(standing.states):
-        board.add(JobRecord(Trial(number).name, number, state=state))
+    board = Leaderboard(first.direction, len(standing.trials), others=tuple(others))
+    for trial in standing.trials:
+        board.add(JobRecord(Trial(trial.number).name, trial.number, state=trial.state))
     for result in standing.result.finished:
         board.jobs[result.job].parameters = result.parameters
         board.take_result(result)

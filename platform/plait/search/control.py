@@ -1,0 +1,238 @@
+"""Steers a search through its study, from any process that reaches the study's storage.
+
+Orders are an attribute of the study, which workers read every few seconds and obey at their next iteration.
+Added trials are enqueued in it. So nothing depends on who runs where: what is asked of a search that does not
+run is done when it resumes, and what was written survives a crash of either side.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from plait.core.errors import SearchError
+from plait.core.lifecycle import JobState
+from plait.core.space import Space, Value
+from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights
+from plait.search.locks import trains_here
+from plait.search.orders import Mode, StudyOrders
+from plait.search.points import read_point
+from plait.search.recorded import RecordedCommand
+from plait.search.storage import Patience, quiet, study_lock
+from plait.search.stored import Standing, read_standing, stored_study
+from plait.search.suggest import read_space
+from plait.utils.paths import search_folder
+
+NEAREST = 5  # trials that are named in place of one that will not do
+SHAPE = ("adapter.rank", "adapter.target_modules")
+Result = TypeVar("Result")
+
+_MODES: Mapping[str, tuple[Mode, str]] = {
+    "pause": (
+        "paused",
+        "All trials are paused after the current step; `plait control {} resume` resumes them.",
+    ),
+    "resume": ("running", "The search resumes."),
+    "stop": ("stopping", "No further trial starts; running ones train to their end."),
+    "cancel": ("cancelling", "Every trial ends after the current step, and the search with them."),
+}
+
+
+class SearchControl:
+    """One search as its user steers it.
+
+    Args:
+        recorded: its last command.
+        root: folder of the runs.
+        wait: seconds to wait for a storage that is away.
+
+    Raises:
+        StorageError: the study is not there, or its storage does not answer.
+    """
+
+    def __init__(self, recorded: RecordedCommand, root: Path, wait: float = 0.0) -> None:
+        quiet()
+        until = time.monotonic() + wait
+        self._name = recorded.name
+        self._quoted = shlex.quote(recorded.name)
+        self._recorded = recorded
+        self._folder = search_folder(root, recorded.name)
+        self._patience = Patience(stop=lambda: time.monotonic() >= until)
+        self._study = stored_study(recorded.storage, root, recorded.name)
+        self._orders = StudyOrders(self._study, self._patience, self._locked)
+
+    @property
+    def mode(self) -> str:
+        """What the search is ordered to do; "finished" or "not running" where no worker of this host
+        would."""
+        if self._recorded.finished:
+            return "finished"
+        return self._orders.read().mode if trains_here(self._folder) else "not running"
+
+    def standing(self) -> Standing:
+        """How the search stands."""
+        return self._patience(lambda: read_standing(self._study))
+
+    def status(self) -> list[str]:
+        """How the search stands, in lines."""
+        ordered, mode = self._orders.read().mode, self.mode
+        if mode == "finished":
+            first = f"{self._name} is finished."
+        elif mode == "not running":
+            first = f"{self._name} does not run now." + (
+                f" Ordered: {ordered}." if ordered != "running" else ""
+            )
+        else:
+            first = f"{self._name} is {mode}."
+        more = f"`plait leaderboard {self._quoted}` shows its trials"
+        last = f"{more}, `plait resume {self._quoted}` resumes it." if mode == "not running" else f"{more}."
+        return [first, *self.standing().describe(), last]
+
+    def facts(self) -> dict[str, object]:
+        """The same for programs."""
+        return {"search": self._name, "mode": self.mode} | self.standing().facts()
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def order(self, verb: str) -> str:
+        """Pause, resume, stop or cancel the whole search; what will happen, in words."""
+        mode, text = _MODES[verb]
+        if self._orders.read().mode == mode:
+            return f"The search is {mode} already."
+        self._orders.set_mode(mode)
+        return self._when(text.format(self._quoted))
+
+    def stop_trial(self, number: int) -> str:
+        """End one trial; what will happen, in words.
+
+        Raises:
+            SearchError: there is no such trial, or it does not run.
+        """
+        self._check_target("stop", number)
+        self._orders.stop_trial(number)
+        return self._when(f"Trial {number} ends after the current step.")
+
+    def _when(self, text: str) -> str:
+        """The answer, with what delays it."""
+        if trains_here(self._folder):
+            return text
+        hosts = self.standing().elsewhere
+        if hosts:
+            return f"{text} No worker of it runs on this host: it is up to those on {' and '.join(hosts)}."
+        return f"{text} It does not run now: this is done when `plait resume {self._quoted}` resumes it."
+
+    # ---- further trials ------------------------------------------------------------------------------------
+
+    def add(self, overrides: Sequence[str]) -> str:
+        """One more trial with these values, the rest suggested by the sampler; what will happen, in words.
+
+        Raises:
+            SearchError: a value is outside what is searched.
+        """
+        return self._enqueue({}, overrides, None, uuid4().hex)
+
+    def clone(self, number: int, overrides: Sequence[str], *, warm: bool = False) -> str:
+        """One more trial with the values of another, changed by overrides; what will happen, in words.
+
+        Args:
+            number: of the other.
+            overrides: ``key=value`` each.
+            warm: start from the other's newest saved weights.
+
+        Raises:
+            SearchError: there is no such trial, it has no weights, or a value is outside what is searched.
+        """
+        self._check_target("clone", number)
+        trial = self._patience(lambda: self._study.get_trials(deepcopy=False))[number]
+        request, weights = uuid4().hex, None
+        if warm:
+            for override in overrides:
+                if override.partition("=")[0] in SHAPE:
+                    raise SearchError(
+                        f"--warm {override}",
+                        "A warm start keeps the shape of the adapter: its rank and its target modules.",
+                        "Leave this key as it is, or clone without --warm.",
+                    )
+            read_point(self._space, self._priority(overrides)[0])  # before anything is copied
+            token = str(self._study.user_attrs[TOKEN])
+            weights = keep_weights(self._folder, token, number, request)
+        return self._enqueue(trial.params, overrides, weights, request)
+
+    def _enqueue(
+        self, values: Mapping[str, Value], overrides: Sequence[str], weights: Path | None, request: str
+    ) -> str:
+        searched, priority = self._priority(overrides)
+        point = {**values, **read_point(self._space, searched)}
+        number = self._locked(
+            lambda: enqueue(self._study, point, request=request, warm_from=weights, priority=priority)
+        )
+        preempts = "" if priority is None else ", or a trial of lower priority is preempted"
+        return self._when(f"Trial {number} starts next, as soon as a slot is free{preempts}.")
+
+    def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
+        """The overrides of searched keys, and the trial's own priority: it may have one where that is not
+        searched."""
+        key = f"{PRIORITY_KEY}="
+        given = [each for each in overrides if each.startswith(key)]
+        if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):
+            return list(overrides), None
+        try:
+            return [each for each in overrides if each not in given], int(given[-1].removeprefix(key))
+        except ValueError:
+            raise SearchError(given[-1], "A priority is a whole number.", f"Give {key}5.") from None
+
+    @property
+    def _space(self) -> Space:
+        return self._patience(lambda: read_space(self._study))
+
+    # ---- which trial ---------------------------------------------------------------------------------------
+
+    def _check_target(self, verb: str, number: int) -> None:
+        check_target(verb, number, [trial.state for trial in self.standing().trials], self._name)
+
+    def _locked(self, action: Callable[[], Result]) -> Result:
+        def attempt() -> Result:
+            with study_lock(self._study._storage, self._name):
+                return action()
+
+        return self._patience(attempt)
+
+
+def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:
+    """Only a trial that has begun and not ended can be stopped, and only one that has begun can be cloned.
+
+    Args:
+        verb: "stop" or "clone".
+        number: of the trial.
+        states: of all trials of the search, by number.
+        name: of the search.
+
+    Raises:
+        SearchError: there is no such trial, or it is not of this kind.
+    """
+    begun = [at for at, state in enumerate(states) if state != JobState.QUEUED]
+    good = [at for at in begun if not states[at].ended] if verb == "stop" else begun
+    if number in good:
+        return
+    if not 0 <= number < len(states):
+        value, rule = f"trial {number}", "There is no such trial in this search."
+    elif verb == "stop":
+        value, rule = (
+            f"trial {number} is {states[number]}",
+            "Only a trial that has begun and not ended can be stopped.",
+        )
+    else:
+        value, rule = (
+            f"trial {number} is {states[number]}",
+            "Only a trial that has begun has values to clone.",
+        )
+    if not good:
+        raise SearchError(value, rule, "There is none." if states else "The search has no trials yet.")
+    nearest = sorted(sorted(good, key=lambda at: abs(at - number))[:NEAREST])
+    which = "The nearest ones" if len(good) > NEAREST else "Such trials"
+    remedy = f"{which}: {', '.join(map(str, nearest))}."
+    raise SearchError(value, rule, f"{remedy} `plait leaderboard {shlex.quote(name)}` shows all.")

@@ -1,0 +1,115 @@
+"""The standing orders for a search, kept in its study: `plait control` writes them, every worker obeys
+them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, get_args
+
+from optuna.study import Study
+
+from plait.search.storage import Patience
+
+ORDERS = "plait.orders"  # study: the orders, as plain data
+POLL_SECONDS = 2.0  # between two reads of them by a worker
+
+Mode = Literal["running", "paused", "stopping", "cancelling"]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What holds until it is withdrawn, for every worker of the search.
+
+    Attributes:
+        mode: of the whole search.
+        stops: numbers of the trials that are to end.
+        ended: how often orders were withdrawn because they had been carried out, and not by the user; as a
+            worker reads them, since it opened the study.
+        was: the mode that was withdrawn last.
+    """
+
+    mode: Mode = "running"
+    stops: tuple[int, ...] = ()
+    ended: int = 0
+    was: Mode = "running"
+
+
+def orders_in(content: Mapping[str, Any] | None) -> Orders:
+    """The orders in a study's attribute; none where it holds something else. Further keys are ignored."""
+    match content:
+        case {"mode": mode, "stops": [*stops], "ended": int(ended), "was": was} if {mode, was} <= set(
+            get_args(Mode)
+        ) and all(isinstance(each, int) for each in stops):
+            return Orders(mode, tuple(stops), ended, was)
+    return Orders()
+
+
+class StudyOrders:
+    """A study's orders.
+
+    Args:
+        study: where they are kept.
+        patience: repeats what a storage that is away could not do.
+        locked: does something under the study's lock, with patience.
+        clock: seconds, rising.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        patience: Patience,
+        locked: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._study = study
+        self._patience = patience
+        self._locked = locked
+        self._clock = clock
+        self._ended_before = self._patience(self._stored).ended
+        self._polled = Orders()
+        self._next_poll = -math.inf
+
+    def read(self) -> Orders:
+        """What holds now; ``ended`` counts since this process opened the study."""
+        orders = self._patience(self._stored)
+        return replace(orders, ended=orders.ended - self._ended_before)
+
+    def poll(self) -> Orders:
+        """What held at most ``POLL_SECONDS`` ago: a worker asks before every iteration."""
+        if self._clock() >= self._next_poll:
+            self._next_poll = self._clock() + POLL_SECONDS
+            self._polled = self.read()
+        return self._polled
+
+    def set_mode(self, mode: Mode) -> None:
+        """Change what the whole search is to do."""
+        self._change(lambda orders: replace(orders, mode=mode))
+
+    def stop_trial(self, number: int) -> None:
+        """A trial is to end."""
+        self._change(lambda orders: replace(orders, stops=tuple(sorted({*orders.stops, number}))))
+
+    def withdraw(self) -> None:
+        """Withdraw orders that have been carried out; nothing where another worker did so already."""
+        self._change(
+            lambda orders: (
+                orders if orders.mode == "running" else Orders(ended=orders.ended + 1, was=orders.mode)
+            )
+        )
+
+    def _stored(self) -> Orders:
+        return orders_in(self._study.user_attrs.get(ORDERS))
+
+    def _change(self, change: Callable[[Orders], Orders]) -> None:
+        """Change what is there at this moment; a repetition after a lost answer changes no more."""
+
+        def attempt() -> None:
+            before = self._stored()
+            after = change(before)
+            if after != before:
+                self._study.set_user_attr(ORDERS, asdict(after))
+
+        self._locked(attempt)

@@ -1,0 +1,437 @@
+"""`plait control` on a search that is recorded: orders and trials written to its study, and what is
+refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+from held_lock import held_elsewhere
+from hypothesis import given
+from hypothesis import strategies as st
+from job_results import ended
+from optuna.storages import BaseStorage
+
+import plait
+from plait.cli.control import read_words
+from plait.cli.main import main
+from plait.config.overrides import read_request
+from plait.core.errors import ConfigError, SearchError
+from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobState
+from plait.core.settings import RunSettings, SearchSettings
+from plait.search.control import SearchControl, check_target
+from plait.search.identity import identify
+from plait.search.orders import ORDERS, POLL_SECONDS, Mode, Orders, StudyOrders
+from plait.search.ownership import Owner
+from plait.search.recorded import RecordedCommand, write_command
+from plait.search.storage import Patience, from_anywhere, open_storage
+from plait.search.study import StudyTrials
+from plait.search.suggest import SPACE as SPACE_KEPT
+from plait.search.suggest import keep_space, read_space
+from plait.utils.paths import search_folder
+
+SPACE = read_request(
+    ["adapter.rank=8,16", "train.lr=tag(log,interval(1e-5,1e-3))", "train.batch_size=range(2,10,2)"], {}, {}
+).space
+
+# ---- words -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("halt",), "pause, resume, status, stop"),
+        (("puase",), "Did you mean pause?"),
+        (("pause", "3"), "no further words"),
+        (("stop", "three"), "number"),
+        (("clone",), "number"),
+        (("add",), "at least one"),
+        (("add", "rank"), "KEY=VALUE"),
+    ],
+)
+def test_words_that_are_no_command(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_words(words[0], words[1:])
+
+
+def test_warm_is_for_clones() -> None:
+    with pytest.raises(ConfigError, match="cloned"):
+        read_words("add", ["adapter.rank=8"], warm=True)
+    assert read_words("clone", ["trial-0003", "a=1"], warm=True) == (3, ("a=1",))
+
+
+@given(
+    st.sampled_from(["stop", "clone"]),
+    st.lists(st.sampled_from([JobState.RUNNING, JobState.QUEUED, JobState.FINISHED]), max_size=30),
+    st.integers(0, 40),
+)
+def test_in_place_of_a_trial_that_will_not_do_the_nearest_are_named(
+    verb: str, states: list[JobState], number: int
+) -> None:
+    wanted = {JobState.RUNNING} if verb == "stop" else {JobState.RUNNING, JobState.FINISHED}
+    good = [at for at, state in enumerate(states) if state in wanted]
+    if number in good:
+        check_target(verb, number, states, "s")
+        return
+    with pytest.raises(SearchError) as caught:
+        check_target(verb, number, states, "s")
+    named = [int(digits) for digits in re.findall(r"\d+", caught.value.remedy)]
+    assert set(named) <= set(good)
+    assert len(named) == min(len(good), 5)
+    left = set(good) - set(named)
+    assert all(abs(at - number) <= abs(other - number) for at in named for other in left)
+
+
+# ---- the orders in a study ---------------------------------------------------------------------------------
+
+
+def study_orders(storage: BaseStorage, answers: int = 1_000_000) -> StudyOrders:
+    """One worker's view of the orders of the only study in a storage; the answer to one write gets lost."""
+    study = optuna.load_study(study_name=None, storage=storage)
+    write, left = study.set_user_attr, iter(range(answers))
+
+    def lossy(key: str, value: object) -> None:
+        write(key, value)
+        if next(left, None) is None and not lost:
+            lost.append(key)
+            raise OSError("the connection is lost")
+
+    lost: list[str] = []
+    study.set_user_attr = lossy  # type: ignore[method-assign]
+    patience = Patience(sleep=lambda _: None)
+    return StudyOrders(study, patience, patience)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2, 3])
+def test_orders_stand_until_withdrawn_and_all_workers_see_them(answers: int) -> None:
+    storage = optuna.storages.InMemoryStorage()
+    optuna.create_study(storage=storage)
+    mine, other = study_orders(storage, answers), study_orders(storage)
+    assert mine.read() == Orders()
+    mine.set_mode("paused")
+    mine.stop_trial(3)
+    other.stop_trial(1)
+    assert other.read() == mine.read() == Orders("paused", (1, 3))
+    other.set_mode("running")
+    assert mine.read() == Orders("running", (1, 3))
+    modes: tuple[Mode, ...] = ("stopping", "cancelling")
+    for times, mode in enumerate(modes, 1):
+        mine.set_mode(mode)
+        assert other.read().mode == mode
+        mine.withdraw()
+        other.withdraw()  # it has been
+        assert other.read() == mine.read() == Orders(ended=times, was=mode)
+    assert study_orders(storage).read() == Orders(was="cancelling")  # all that was before it came
+
+
+def test_a_worker_hears_of_orders_within_seconds_and_reads_one_attribute_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    study, now = optuna.create_study(), [100.0]
+    worker = StudyOrders(study, Patience(), lambda action: action(), clock=lambda: now[0])
+    assert worker.poll() == Orders()
+    user = StudyOrders(study, Patience(), lambda action: action())
+    user.set_mode("paused")
+    with monkeypatch.context() as patch:  # 1,000 iterations between two polls read nothing at all
+        patch.setattr(StudyOrders, "_stored", lambda _: pytest.fail("it was read"))
+        assert {worker.poll() for _ in range(1000)} == {Orders()}
+    now[0] += POLL_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.Study, "get_trials", lambda *_, **__: pytest.fail("all trials were read"))
+        assert worker.poll() == Orders("paused")
+
+
+@pytest.mark.parametrize(
+    "content", ["paused", [], {"mode": "paused"}, {"mode": "up", "stops": [], "ended": 0, "was": "running"}]
+)
+def test_what_is_no_order_orders_nothing(content: object) -> None:
+    study = optuna.create_study()
+    study.set_user_attr(ORDERS, content)
+    orders = StudyOrders(study, Patience(), lambda action: action())
+    assert orders.read() == Orders()
+    orders.set_mode("stopping")
+    assert orders.read() == Orders("stopping")
+
+
+def test_what_is_searched_is_read_from_the_study() -> None:
+    space = read_request(
+        [
+            "adapter.alpha=null,8",
+            "adapter.target_modules=[q],[q,v]",
+            "data=jsonl,csv",
+            "train.steps=range(1,9,3)",
+            "adapter.rank=tag(log,interval(4,32))",
+            "train.lr=interval(1e-5,1e-3)",
+            "train.weight_decay=range(0,0.3,0.1)",
+        ],
+        {},
+        {},
+    ).space
+    study = optuna.create_study()
+    keep_space(study, space)
+    found = read_space(study)
+    assert found.describe() == space.describe()
+    assert found.overrides(next(found.probes())) == space.overrides(next(space.probes()))
+    with pytest.raises(SearchError, match="does not say"):
+        read_space(optuna.create_study())
+
+
+# ---- a search that does not run ----------------------------------------------------------------------------
+
+
+def killed(root: Path, storage: str | None = None) -> optuna.Study:
+    """The study of a search whose process was killed: 0 and 1 have finished, 2 was pruned, 3 and 4 were
+    running and 5 is queued."""
+    search = SearchSettings(name="mine", trials=5, sampler="random")
+    identity = identify(SPACE, JobSpec("base"), RunSettings(search=search))
+    opened, folder = open_storage(storage, root), search_folder(root, "mine")
+    trials = StudyTrials(search, SPACE, identity, opened, folder=lambda _: folder)
+    for number, state in enumerate((JobState.FINISHED, JobState.FINISHED, JobState.PRUNED)):
+        trial = trials.ask()
+        assert trial is not None
+        trials.tell(trial, ended(state, 1.5 - number / 4 if state == JobState.FINISHED else None, "rung 2"))
+    for _ in range(2):
+        trials.ask()
+    trials.enqueue({"adapter.rank": 8}, beyond=False)
+    trials.close()
+    command = RecordedCommand("mine", "sweep", ("model=tiny",), str(root), storage=from_anywhere(storage))
+    write_command(folder, command)
+    return optuna.load_study(study_name="mine", storage=opened)
+
+
+class Said:
+    """Runs `plait control mine ...` and gives what it prints."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._root, self._capsys = root, capsys
+
+    def __call__(self, *words: str, status: int = 0) -> str:
+        self._capsys.readouterr()
+        assert main(["control", "mine", *words, "--root", str(self._root)]) == status
+        shown = self._capsys.readouterr()
+        return shown.out if status == 0 else shown.err
+
+
+@pytest.fixture
+def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Said:
+    return Said(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("storage", [None, "study.db"])
+def test_orders_are_in_the_study_and_what_is_ordered_already_is_said(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch, storage: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = killed(tmp_path, storage)
+    (tmp_path / "another").mkdir()
+    monkeypatch.chdir(tmp_path / "another")  # the study is found from any folder
+    modes = {"pause": "paused", "stop": "stopping", "cancel": "cancelling", "resume": "running"}
+    for verb, mode in modes.items():
+        assert "this is done when `plait resume mine` resumes it" in said(verb)
+        assert study.user_attrs[ORDERS]["mode"] == mode
+        assert said(verb) == f"The search is {mode} already.\n"
+    assert said("stop", "3").startswith("Trial 3 ends after the current step.")
+    assert said("stop", "trial-0004").startswith("Trial 4 ends")
+    assert study.user_attrs[ORDERS]["stops"] == [3, 4]
+    assert not list((tmp_path / "another").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "rule", "remedy"),
+    [
+        (("stop", "99"), "trial 99", "no such trial", "Such trials: 3, 4."),
+        (("stop", "1"), "trial 1 is finished", "not ended", "Such trials: 3, 4."),
+        (("stop", "5"), "trial 5 is queued", "begun", "Such trials: 3, 4."),
+        (("clone", "6"), "trial 6", "no such trial", "Such trials: 0, 1, 2, 3, 4."),
+        (("clone", "5", "adapter.rank=8"), "trial 5 is queued", "values to clone", "0, 1, 2, 3, 4."),
+        (("add", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "search.name"),
+        (("add", "train.lr=1"), "train.lr=1", "tag(log,interval(1e-05,0.001))", "start a new search"),
+        (("add", "adapter.alpha=1"), "adapter.alpha", "not searched", "adapter.rank, train.batch_size"),
+        (("add", "train.priority=soon"), "train.priority=soon", "whole number", "train.priority=5"),
+        (("clone", "0", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "start a new search"),
+        (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "shape of the adapter", "--warm"),
+        (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
+        (("pause", "--json"), "--json with pause", "Only a status", "Leave out --json"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_value_rule_and_remedy(
+    tmp_path: Path, said: Said, words: tuple[str, ...], value: str, rule: str, remedy: str
+) -> None:
+    study = killed(tmp_path)
+    before = study.user_attrs
+    text = said(*words, status=2)
+    assert all(part in text for part in (value, rule, remedy)), text
+    assert study.user_attrs == before
+    assert len(study.get_trials()) == 6
+    assert not (search_folder(tmp_path, "mine") / "warm").exists()
+
+
+def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
+    study = killed(tmp_path)
+    zero = study.get_trials()[0].params
+    weights = search_folder(tmp_path, "mine") / "adapters" / "trial-0000"
+    weights.mkdir(parents=True)
+    (weights / "adapter_model.safetensors").write_bytes(b"weights")
+    assert said("add", "adapter.rank=16", "train.lr=2e-4").startswith(
+        "Trial 6 starts next, as soon as a slot"
+    )
+    assert "preempted" in said("add", "adapter.rank=16", "train.priority=5")
+    assert "preempted" not in said("clone", "1")
+    said("clone", "0", "train.lr=3e-4", "--warm")
+    added = study.get_trials()[6:]
+    assert [item.system_attrs["fixed_params"] for item in added] == [
+        {"adapter.rank": 16, "train.lr": 2e-4},
+        {"adapter.rank": 16},
+        study.get_trials()[1].params,
+        zero | {"train.lr": 3e-4},
+    ]
+    assert [item.user_attrs.get("plait.priority") for item in added] == [None, 5, None, None]
+    assert all(item.user_attrs["plait.beyond"] for item in added)
+    copy = Path(added[-1].user_attrs["plait.warm_from"])
+    assert copy.parent == search_folder(tmp_path, "mine") / "warm"
+    assert (copy / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_priority_that_is_searched_is_a_value_as_any_other(tmp_path: Path) -> None:
+    study = killed(tmp_path)
+    space = read_request(["train.priority=0,5"], {}, {}).space
+    another = optuna.create_study()
+    keep_space(another, space)
+    study.set_user_attr(SPACE_KEPT, another.user_attrs[SPACE_KEPT])
+    control = SearchControl(RecordedCommand("mine", "sweep", (), str(tmp_path)), tmp_path)
+    assert "preempted" not in control.add(["train.priority=5"])
+    assert study.get_trials()[-1].system_attrs["fixed_params"] == {"train.priority": 5}
+
+
+def test_a_trial_is_enqueued_once_however_often_the_answer_gets_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = killed(tmp_path)
+    lost: list[int] = []
+    enqueue_trial = optuna.Study.enqueue_trial
+
+    def lossy(self: optuna.Study, *words: object, **more: object) -> None:
+        enqueue_trial(self, *words, **more)  # type: ignore[arg-type]
+        lost.append(1)
+        raise OSError("the connection is lost")
+
+    monkeypatch.setattr(optuna.Study, "enqueue_trial", lossy)
+    monkeypatch.setattr("plait.search.storage.FIRST_DELAY", 0.0)
+    control = SearchControl(RecordedCommand("mine", "sweep", (), str(tmp_path)), tmp_path, wait=30)
+    assert control.add(["adapter.rank=16"]).startswith("Trial 6")
+    assert len(lost) == 1
+    assert len(study.get_trials()) == 7
+
+
+def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
+    study = killed(tmp_path)
+    far = Owner("far", "node7 its-boot", "/nowhere").to_json()
+    study._storage.set_trial_user_attr(study.get_trials()[3]._trial_id, "plait.owner", far)
+    study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
+    said("pause")
+    first, counts, best, *trials, last = said().splitlines()
+    assert first == "mine does not run now. Ordered: paused."
+    assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
+    assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
+    assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
+    assert re.match(r"  trial-0004  orphaned  1.75 at step 20  adapter.rank=", trials[1])
+    assert last == "`plait leaderboard mine` shows its trials, `plait resume mine` resumes it."
+    facts = json.loads(said("--json"))
+    shown = tuple(facts[key] for key in ("search", "mode", "trials", "ended"))
+    assert shown == ("mine", "not running", 6, 3)
+    assert [(job["state"], job["host"], job["step"]) for job in facts["jobs"]] == [
+        ("finished", "", 0), ("finished", "", 0), ("pruned", "", 0),
+        ("running", "node7", 0), ("orphaned", "", 20), ("queued", "", 0),
+    ]  # fmt: skip
+    assert facts["jobs"][1]["objectives"] == [1.25]
+    assert facts["jobs"][2]["reason"] == "rung 2"
+    assert "it is up to those on node7" in said("resume")
+
+
+def test_a_storage_that_does_not_answer_is_an_error_without_its_password(tmp_path: Path, said: Said) -> None:
+    command = RecordedCommand(
+        "mine", "sweep", (), str(tmp_path), storage="postgresql://me:secret@127.0.0.1:1/x"
+    )
+    write_command(search_folder(tmp_path, "mine"), command)
+    for words in ((), ("stop", "99")):
+        text = said(*words, status=2)
+        assert "The database does not answer" in text
+        assert "secret" not in text
+
+
+def test_a_finished_search_takes_no_orders_and_one_that_never_trained_has_no_status(
+    tmp_path: Path, said: Said
+) -> None:
+    (search_folder(tmp_path, "mine")).mkdir(parents=True)
+    assert "never got as far as training" in said(status=2)
+    study = killed(tmp_path)
+    write_command(
+        search_folder(tmp_path, "mine"), RecordedCommand("mine", "sweep", (), str(tmp_path), finished=True)
+    )
+    assert said().startswith("mine is finished.")
+    assert "plait resume mine search.trials=N" in said("cancel", status=2)
+    assert ORDERS not in study.user_attrs
+
+
+# ---- searches that run -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Path]:
+    """A search that another process of this host trains, and one that was killed."""
+    killed(tmp_path)
+    write_command(search_folder(tmp_path, "killed"), RecordedCommand("killed", "sweep", ("model=tiny",), "."))
+    taking = "from plait.search.locks import LifeLock; lock = LifeLock(path)"
+    with held_elsewhere(taking, search_folder(tmp_path, "mine") / "workers" / "1-worker"):
+        yield tmp_path
+
+
+def test_which_searches_run_and_which_can_be_resumed(
+    runs: Path, said: Said, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said("pause").startswith(
+        "All trials are paused after the current step; `plait control mine resume`"
+    )
+    assert said().startswith("mine is paused.")
+    assert main(["control", "--root", str(runs)]) == 0
+    assert capsys.readouterr().out == "mine\tpaused\n`plait control mine status` shows how it stands.\n"
+    assert main(["resume", f"tracking.root={runs}"]) == 0
+    assert capsys.readouterr().out == (
+        "killed\tplait sweep model=tiny\nRunning: mine (`plait control` controls them).\n"
+    )
+    assert main(["control", "pause", "--root", str(runs)]) == 2
+    assert "Type `plait control mine pause`." in capsys.readouterr().err
+    assert main(["control", "kiled", "pause", "--root", str(runs)]) == 2
+    assert "Did you mean killed?" in capsys.readouterr().err
+
+
+def test_where_nothing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["control", "--root", str(tmp_path)]) == 0
+    assert "No search below" in capsys.readouterr().out
+    assert main(["control", "pause", "--root", str(tmp_path)]) == 2
+    assert "runs now" in capsys.readouterr().err
+
+
+def test_listing_the_searches_loads_nothing_heavy(tmp_path: Path) -> None:
+    program = (
+        "import sys; from plait.cli.main import main\n"
+        "assert main(['control', '--root', sys.argv[1]]) == 0\n"
+        "heavy = {'hydra', 'omegaconf', 'optuna', 'mlflow', 'torch', 'numpy', 'rich'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(Path(plait.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines()[-1] == "[]"
