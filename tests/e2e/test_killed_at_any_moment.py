@@ -279,6 +279,6 @@ def test_two_workers_share_the_trials_and_one_takes_over_from_the_other(
         started["one"]
     ), said
     assert re.search(
-        r"^process \d+ on \S+ is gone: its trials \d \(from step \d+\), \d ", said["two"], re.M
+        r"^process \d+ on \S+ is dead: its trials \d \(from step \d+\), \d ", said["two"], re.M
     ), said
     compare(shared, whole)

@@ -20,7 +20,7 @@ from rung_bench import Bench, Notes, halving
 
 from plait.core.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
 from plait.core.settings import SearchSettings
-from plait.search.interrupt import Interrupts
+from plait.search.run import Interrupts
 from plait.search.storage import open_storage, quiet
 
 TRIALS = 12

@@ -43,8 +43,9 @@ class Desk:
     full: bool = False
 
     def __post_init__(self) -> None:
-        self.saving = Checkpointer(self.settings, self.folder, self._send, lambda: self.now)
-        self.saving.commit = lambda: self.log.append("commit")
+        self.saving = Checkpointer(
+            self.settings, self.folder, self._send, lambda: self.now, lambda: self.log.append("commit")
+        )
 
     def _send(self, command: Command) -> None:
         assert isinstance(command, SaveCheckpoint)

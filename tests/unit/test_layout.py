@@ -29,12 +29,6 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-# Still to be mended; nothing is added here.
-UPWARD = {
-    ("platform/plait/search/launch.py", "terminal"),
-    ("platform/plait/search/recorder.py", "terminal"),
-    ("platform/plait/search/standing.py", "terminal"),
-}
 # Packages with modules of one importer still to be mended; nothing is added here.
 ONE_IMPORTER = {"plait.cli", "plait.data", "plait.search", "plait.terminal"}
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
@@ -109,7 +103,7 @@ def test_imports_point_one_way_between_the_roots() -> None:
         tops = {name.split(".")[0] for name in imports(tree)}
         if path.startswith("kernels/") and tops & {"plait", "plait_bench", "plait_dashboards"}:
             wrong.append(path)
-        above = {top for top in tops & {"plait_bench", "plait_dashboards"} if (path, top) not in UPWARD}
+        above = tops & {"plait_bench", "plait_dashboards"}
         if path.startswith("platform/plait/") and above:
             wrong.append(path)
     assert wrong == []
@@ -127,7 +121,7 @@ def test_imports_point_down_inside_plait() -> None:
             other = floor_of(parts[1]) if parts[0] == "plait" and len(parts) > 1 else None
             if own is None or other is None or parts[1] == package:
                 continue
-            if other >= own and (path, parts[1]) not in UPWARD:
+            if other >= own:
                 wrong.append(f"{path} imports {name}")
     assert wrong == []
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from plait.core.lifecycle import JobState
 from plait.search.attend import Attend
 from plait.search.orders import Orders
-from plait.search.ownership import Departed, Owner
+from plait.search.ownership import DeadWorker, Owner
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 
@@ -14,8 +14,8 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
     board = Leaderboard("minimize", 2)
     for number in (0, 1):
         board.add(JobRecord(f"trial-{number:04d}", number, {}, state=JobState.RUNNING))
-    gone = Departed(Owner("w", "vm", "7-w"), {0: 3, 1: 5})
-    source = SimpleNamespace(revision=0, total=2, own={0}, departed=lambda: [gone])
+    gone = DeadWorker(Owner("w", "vm", "7-w"), {0: 3, 1: 5})
+    source = SimpleNamespace(revision=0, total=2, own={0}, dead_workers=lambda: [gone])
     said: list[str] = []
     Attend(source, board, said.append, Orders)()
     assert [record.state for record in board.jobs.values()] == [JobState.RUNNING, JobState.ORPHANED]
@@ -24,7 +24,7 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
 
 def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
-    source = SimpleNamespace(revision=0, total=2, own=set(), departed=list)
+    source = SimpleNamespace(revision=0, total=2, own=set(), dead_workers=list)
     said: list[str] = []
     attend = Attend(
         source, Leaderboard("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"

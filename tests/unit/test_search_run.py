@@ -21,10 +21,9 @@ from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
-from plait.search.interrupt import Interrupts
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
 from plait.search.results import SearchResult
-from plait.search.run import SearchRun
+from plait.search.run import Interrupts, SearchRun
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space

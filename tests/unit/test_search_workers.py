@@ -117,24 +117,24 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
 ) -> None:
     assert other.took == [0, 1]
     trials = opened(tmp_path, address)
-    assert (trials.left_over, trials.others) == (0, 2)
+    assert (trials.to_resume, trials.others) == (0, 2)
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [2, 3]
     assert trials.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
         opened(tmp_path, address, fresh=True)
-    assert (trials.adopted(), trials.departed(), trials.orphaned) == (set(), [], set())
+    assert (trials.adopted(), trials.dead_workers(), trials.orphaned) == (set(), [], set())
     other.kill()
     kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
     kept.mkdir(parents=True)
     (kept / "checkpoint.json").touch()
     assert trials.adopted() == set()
-    assert [gone.describe() for gone in trials.departed()] == [
-        f"process {other.process.pid} on {socket.gethostname()} is gone: its trials 0 (from step 0), "
-        "1 (from step 20) go on where a place is free"
+    assert [gone.describe() for gone in trials.dead_workers()] == [
+        f"process {other.process.pid} on {socket.gethostname()} is dead: its trials 0 (from step 0), "
+        "1 (from step 20) resume when a slot is free"
     ]
     assert trials.orphaned == {"trial-0000", "trial-0001"}
-    assert (trials.adopted(), trials.departed()) == (set(), [])  # told once
-    assert (trials.left_over, trials.others) == (2, 0)
+    assert (trials.adopted(), trials.dead_workers()) == (set(), [])  # told once
+    assert (trials.to_resume, trials.others) == (2, 0)
     assert not trials.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
     trials.close()
@@ -146,8 +146,8 @@ def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
     first.ask()
     first.close()
     second = opened(tmp_path)
-    assert second.left_over == 1
-    assert (second.adopted(), second.departed()) == (set(), [])
+    assert second.to_resume == 1
+    assert (second.adopted(), second.dead_workers()) == (set(), [])
     second.close()
 
 
@@ -249,7 +249,7 @@ class Beats:
         self.workers = Workers(folder / "workers", lambda *_: None, clock=lambda: self.now, host="here")
 
     def gone(self) -> bool:
-        return self.workers.gone(self.far, {BEATS + "far": self.number})
+        return self.workers.dead(self.far, {BEATS + "far": self.number})
 
 
 def test_a_worker_on_another_host_is_given_up_when_its_beats_stand_still(tmp_path: Path) -> None:
@@ -313,8 +313,8 @@ def test_beats_rise_outlive_a_storage_that_was_away_and_end_with_their_worker(
 
 def test_own_trials_are_not_gone_and_unsigned_ones_are(tmp_path: Path) -> None:
     workers = Workers(tmp_path / "workers", lambda *_: None)
-    assert not workers.gone(workers.own, {})
-    assert workers.gone(None, {})
+    assert not workers.dead(workers.own, {})
+    assert workers.dead(None, {})
     assert owner_of(workers.own.to_json()) == workers.own
     assert owner_of("not JSON") is None
     workers.close()

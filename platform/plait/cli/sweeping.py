@@ -121,8 +121,9 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
     if mode == "train":
         from plait.search.launch import run_search
         from plait.terminal.console import SearchConsole
+        from plait.terminal.view import Screen
 
-        return run_search(command, SearchConsole())
+        return run_search(command, Screen(SearchConsole()))
     from plait.cli.bench import run_benchmark
 
     return run_benchmark(command, composed)
@@ -176,8 +177,9 @@ def train(config: DictConfig, words: Sequence[str], begin: Callable[[], None]) -
     )
     from plait.search.launch import run_training
     from plait.terminal.console import SearchConsole
+    from plait.terminal.view import Screen
 
-    return run_training(command, SearchConsole())
+    return run_training(command, Screen(SearchConsole()))
 
 
 def search_config(config: DictConfig, arguments: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A search that is resumed takes the capacity and the kernels that it was started 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,7 +178,11 @@ def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
 
 
 def build_coordinator(
-    settings: RunSettings, data: DataCatalogue, folder: Path, checkpoints: Path | None = None
+    settings: RunSettings,
+    data: DataCatalogue,
+    folder: Path,
+    checkpoints: Path | None = None,
+    commit: Callable[[], None] = lambda: None,
 ) -> Coordinator:
     """Load the model and put the engine together.
 
@@ -206,6 +210,7 @@ def build_coordinator(
         replace(settings, planner=planner),
         folder=folder,
         checkpoints=checkpoints,
+        commit=commit,
         profile=stored_profile(settings, model.config_digest),
         patient=True,
     )

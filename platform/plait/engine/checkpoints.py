@@ -109,8 +109,6 @@ class Checkpointer:
 
     Args:
         folder: for the jobs' folders of checkpoints.
-
-    Attributes:
         commit: makes durable what was recorded so far.
     """
 
@@ -120,8 +118,9 @@ class Checkpointer:
         folder: Path,
         send: Callable[[Command], object],
         clock: Callable[[], float],
+        commit: Callable[[], None] = lambda: None,
     ) -> None:
-        self.commit: Callable[[], None] = lambda: None
+        self._commit = commit
         self._settings = settings
         self._folder = folder
         self._send = send
@@ -176,7 +175,7 @@ class Checkpointer:
         stay, and the next is tried when it is due."""
         if not jobs:
             return
-        trouble = _trouble(self.commit)
+        trouble = _trouble(self._commit)
         for job in jobs:
             record, folder = self._record(job), self._folder / job.name
             record.tried_step, record.tried_at = job.step, self._clock()

@@ -58,6 +58,7 @@ class Coordinator:
         profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
         patient: whether a finished job waits for a disk that cannot take its adapter.
+        commit: makes durable what was recorded so far; called before a checkpoint is taken.
 
     Attributes:
         checkpointer: takes the jobs' checkpoints.
@@ -74,6 +75,7 @@ class Coordinator:
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
         patient: bool = False,
+        commit: Callable[[], None] = lambda: None,
         group: str = "group-0",
     ) -> None:
         self._group = group
@@ -87,7 +89,7 @@ class Coordinator:
         self._packer = Packer(self._capacity)
         self._clock = clock
         self.checkpointer = Checkpointer(
-            settings.engine, checkpoints or folder / "checkpoints", self._send, clock
+            settings.engine, checkpoints or folder / "checkpoints", self._send, clock, commit
         )
         self._arrivals = count()
         self._iterations = count(1)

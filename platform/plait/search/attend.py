@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from plait.search.orders import Orders
-from plait.search.ownership import Departed
+from plait.search.ownership import DeadWorker
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import Leaderboard, orphan
 
@@ -31,8 +31,8 @@ class Source(Protocol):
     def own(self) -> Set[int]:
         """Numbers of the trials that this process trains."""
 
-    def departed(self) -> Sequence[Departed]:
-        """Other processes that were found to be gone, told once."""
+    def dead_workers(self) -> Sequence[DeadWorker]:
+        """The workers that were detected as dead since the last call."""
 
 
 @dataclass(slots=True)
@@ -62,10 +62,10 @@ class Attend:
 
     def __call__(self) -> Orders:
         """The orders that hold now."""
-        for gone in self.source.departed():
-            left = gone.trials.keys() - self.source.own  # what was free is taken up at once
+        for worker in self.source.dead_workers():
+            left = worker.trials.keys() - self.source.own  # what was free is adopted at once
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
-            self.say(gone.describe())
+            self.say(worker.describe())
         self._watch_store()
         orders = self.owner()
         now = self.clock()

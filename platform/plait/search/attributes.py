@@ -39,7 +39,7 @@ TOKEN = "plait.study"  # study: tells it from an earlier one of its name
 
 
 def priority_of(item: FrozenTrial, usual: int) -> int:
-    """Of its job, as far as it is known: a sampler may draw another for a trial that waits.
+    """The priority of its job, as far as it is known: a sampler may suggest another for a queued trial.
 
     Args:
         item: the trial.
@@ -128,7 +128,7 @@ def enqueue(
 
 
 class Kept:
-    """Of one study.
+    """What lies on disk for the trials of one study.
 
     Args:
         folder: of the search on disk; None where nothing is kept.

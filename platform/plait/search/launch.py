@@ -11,13 +11,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import Any, Protocol, Self
 
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState
+from plait.core.messages import Event, ModelFitted, Notice
 from plait.core.settings import ClusterSettings, TrackingSettings
 from plait.engine.build import (
     PLAN_FILE,
@@ -35,12 +34,11 @@ from plait.search.attend import Attend
 from plait.search.checks import check_jobs, check_memory, check_model
 from plait.search.command import SearchCommand
 from plait.search.identity import Identity, identify
-from plait.search.interrupt import Interrupts
 from plait.search.objective import check_kept, check_measured
+from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
-from plait.search.recorder import SearchRecorder
 from plait.search.results import (
     TRY_ALL,
     SearchResult,
@@ -49,26 +47,97 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import ENDING, SearchRun
+from plait.search.run import ENDING, Interrupts, SearchRun
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import from_anywhere, open_storage, quiet
+from plait.search.storage import Patience, from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, tracked_run, without_store
-from plait.terminal.view import Terminal, print_summary
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
+from plait.tracking.leaderboard import Leaderboard
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 
 
-def run_search(command: SearchCommand, console: Console | None = None) -> int:
+class View(Protocol):
+    """What shows a search while it trains."""
+
+    def __enter__(self) -> Self:
+        """Begin to show it."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any, /) -> None:
+        """Show its end."""
+
+    def handle(self, event: Event) -> None:
+        """Show what an event changed."""
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on."""
+
+    def note(self, text: str) -> None:
+        """One line about the search."""
+
+    def beside(self, call: Callable[[], Orders], /) -> Callable[[], Orders]:
+        """``call``, with a drawing before it where one is due."""
+
+
+class Screen(Protocol):
+    """What a person sees of a search: the search knows no terminal."""
+
+    def say(self, text: str) -> None:
+        """One line."""
+
+    def watch(self, board: Leaderboard) -> View:
+        """The view of a search that trains from now on."""
+
+    def announce(self) -> None:
+        """Answer the first Ctrl-C, inside the signal's handler."""
+
+    def summarise(self, board: Leaderboard, facts: Mapping[str, Any]) -> None:
+        """What the search came to."""
+
+
+class SearchRecorder:
+    """The tracker and the view as one."""
+
+    def __init__(self, tracker: Tracker, view: View) -> None:
+        self._tracker = tracker
+        self._view = view
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """A job is about to be submitted."""
+        self._tracker.start_job(job, trial)
+
+    def handle(self, event: Event) -> None:
+        """Something happened in the engine."""
+        if isinstance(event, Notice):
+            self._view.note(event.text)
+            return
+        self._tracker.handle(event)
+        if not isinstance(event, ModelFitted):
+            self._view.handle(event)
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on: nothing more is written of it."""
+        self._tracker.lose(job)
+        self._view.lose(job)
+
+    def commit(self) -> None:
+        """Return when all that was handed over survives a crash."""
+        self._tracker.commit()
+
+    def run_id(self, job: str) -> str:
+        """MLflow's id of the job's run; "" while it is not known."""
+        return self._tracker.run_id(job)
+
+
+def run_search(command: SearchCommand, screen: Screen) -> int:
     """Run a search, or go on with it; the exit status (DESIGN §1).
 
     Raises:
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
     """
-    console = console or Console()
     settings = command.settings
     check_here(settings.cluster)
     check_jobs(command.probes)
@@ -77,70 +146,72 @@ def run_search(command: SearchCommand, console: Console | None = None) -> int:
     check_engine(settings, command.probes)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)
-    source, tracked = _open_study(command, identity, away)
+    interrupts = Interrupts(screen.announce)
+    patience = Patience(screen.say, lambda: interrupts.requested)
+    source, tracked = _open_study(command, identity, away, patience)
     try:
-        return _go(command, source, console, tracked)
+        return _go(command, source, screen, tracked, interrupts)
     finally:
         source.close()
 
 
-def _go(command: SearchCommand, source: StudyTrials, console: Console, tracked: Tracked) -> int:
+def _go(
+    command: SearchCommand, source: StudyTrials, screen: Screen, tracked: Tracked, interrupts: Interrupts
+) -> int:
     settings = command.settings
     recorded = recorded_command(settings.tracking.root, source.name)
     if recorded is None:
         _remember(command, source.name)  # from here on it can be gone on with
     elif not settings.search.fresh:
-        _tell(console, another_store(recorded, settings.tracking))
+        _tell(screen, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
-    over, left_over, others = source.over, source.left_over, source.others
+    over, to_resume, others = source.over, source.to_resume, source.others
     line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
-    if left_over or 0 < over < source.total:
-        line += f"; {over} of {source.total} trials are over, {left_over} go on"
+    if to_resume or 0 < over < source.total:
+        line += f"; {over} of {source.total} trials ended; resuming {to_resume}"
     if others:
-        line += f"; other processes train {others}, this one takes what is free"
+        line += f"; other workers train {others}, this one takes what is free"
     few = too_few_points(settings.search, command.space)
     before = describe_prior(settings.search, len(source.prior)) if source.prior else None
-    _tell(console, [said for said in (line, few, before) if said])
+    _tell(screen, [said for said in (line, few, before) if said])
     why = "" if over >= source.total else failure_limit(source.failed, source.total, settings.search)
-    if over >= source.total or (why and not left_over and not others):
-        return _nothing_to_train(command, source, console, replace(done, why=why))
+    if over >= source.total or (why and not to_resume and not others):
+        return _nothing_to_train(command, source, screen, replace(done, why=why))
     if tracked.away is not None:
-        _tell(console, [without_store(tracked.away, settings, source.name)])
+        _tell(screen, [without_store(tracked.away, settings, source.name)])
     shape = check_model(settings.model, command.probes)
     data = open_data(settings, shape.max_length, command.probes)
     source.check_material({"model": shape.digest} | material_of(data, command.probes))
     folder = search_folder(settings.tracking.root, source.name)
     settings, said = settle_engine(settings, shape, data.catalogue, command.probes, folder)
-    _tell(console, said)
+    _tell(screen, said)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings), profile)
     budget = shortest_budget(command.probes, data.catalogue)
     stopper = make_stopper(settings.search, budget, source.rungs)
     _remember(command, source.name)
-    launch = _Launch(replace(command, settings=settings), source, stopper, console, tracked)
+    launch = _Launch(replace(command, settings=settings), source, stopper, screen, tracked, interrupts)
     result = launch.run(data)
     if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True, concluded=launch.concluded)
     return result.exit_status
 
 
-def _nothing_to_train(
-    command: SearchCommand, source: StudyTrials, console: Console, done: SearchResult
-) -> int:
+def _nothing_to_train(command: SearchCommand, source: StudyTrials, screen: Screen, done: SearchResult) -> int:
     """What is left of a search that is finished, or gave up: say so."""
     notices, concluded = catch_up(command.settings, source, done.finished)
-    _tell(console, notices)
+    _tell(screen, notices)
     _remember(command, source.name, finished=not done.why, concluded=concluded)
     write_result(done, command.settings.search, command.directory)
     if done.why:
-        _tell(console, [describe_given_up(done.why, source.name)])
+        _tell(screen, [describe_given_up(done.why, source.name)])
     else:
         search, exhausted = command.settings.search, source.exhausted
-        _tell(console, describe_result(done, search, source.name, exhausted=exhausted))
+        _tell(screen, describe_result(done, search, source.name, exhausted=exhausted))
     return done.exit_status
 
 
-def run_training(command: SearchCommand, console: Console | None = None) -> int:
+def run_training(command: SearchCommand, screen: Screen) -> int:
     """Train the command's one job; the exit status.
 
     Raises:
@@ -159,11 +230,11 @@ def run_training(command: SearchCommand, console: Console | None = None) -> int:
         enqueue=(),
         prior=None,
     )
-    return run_search(replace(command, settings=replace(settings, search=one), verb="train"), console)
+    return run_search(replace(command, settings=replace(settings, search=one), verb="train"), screen)
 
 
 def _open_study(
-    command: SearchCommand, identity: Identity, away: AwayError | None
+    command: SearchCommand, identity: Identity, away: AwayError | None, patience: Patience
 ) -> tuple[StudyTrials, Tracked]:
     """The study, and what is known of the search's run."""
     quiet()
@@ -178,6 +249,7 @@ def _open_study(
         identity,
         storage,
         folder=lambda name: search_folder(root, name),
+        patience=patience,
         prior_storage=None if earlier is None else open_storage(earlier, root),
     )
     return source, tracked
@@ -239,9 +311,9 @@ def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, .
     return (*words, TRY_ALL) if gave_up else words
 
 
-def _tell(console: Console, notices: Sequence[str]) -> None:
+def _tell(screen: Screen, notices: Sequence[str]) -> None:
     for line in notices:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        screen.say(line)
 
 
 class _Launch:
@@ -251,8 +323,9 @@ class _Launch:
         command: with settings that the engine can run with.
         source: of the trials.
         stopper: where trials are stopped early.
-        console: for what is said.
+        screen: shows what is said.
         tracked: what is known of the search's run.
+        interrupts: say whether the search is to end.
 
     Attributes:
         concluded: the search's run says all of the search.
@@ -263,30 +336,35 @@ class _Launch:
         command: SearchCommand,
         source: StudyTrials,
         stopper: Stopper | None,
-        console: Console,
+        screen: Screen,
         tracked: Tracked,
+        interrupts: Interrupts,
     ) -> None:
+        self._interrupts = interrupts
         self.concluded = False
         self._tracked = tracked
         self._command = command
         self._stopper = stopper
         self._settings = command.settings
         self._source = source
-        self._console = console
+        self._screen = screen
 
     def run(self, data: LoadedData) -> SearchResult:
         folder = search_folder(self._settings.tracking.root, self._source.name)
-        coordinator = build_coordinator(self._settings, data.catalogue, folder, self._source.states_folder)
-        _tell(self._console, [_chosen(coordinator.plan().choices)])
-        with Tracker(self._settings.tracking) as tracker:
-            coordinator.checkpointer.commit = tracker.commit
-            tracker.others, tracker.over, tracker.orphaned = self._others, self._over, self._orphaned
+        tracker = Tracker(
+            self._settings.tracking, others=self._others, over=self._over, orphaned=self._orphaned
+        )
+        with tracker:
+            coordinator = build_coordinator(
+                self._settings, data.catalogue, folder, self._source.states_folder, tracker.commit
+            )
+            _tell(self._screen, [_chosen(coordinator.plan().choices)])
             with self._source.patience.holding(lambda: self._source.exclusive("run")):  # one for all
-                run_id = tracker.start_search(self._facts(), self._begun())
+                rungs_of = None if self._stopper is None else self._stopper.rungs_of
+                run_id = tracker.start_search(self._facts(), self._begun(), rungs_of)
                 self._source.link(run_id, str(tracker.location))
             if tracker.away is not None and self._tracked.away is None:  # since this began
-                _tell(self._console, [without_store(tracker.away, self._settings, self._source.name)])
-            tracker.board.rungs_of = None if self._stopper is None else self._stopper.rungs_of
+                _tell(self._screen, [without_store(tracker.away, self._settings, self._source.name)])
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             tracker.record(
@@ -295,14 +373,13 @@ class _Launch:
             with Figures(self._settings.tracking, run_id, self._settings.search.storage) as figures:
                 result = self._train(coordinator, tracker)
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
-            self._source.patience.say = lambda text: _tell(self._console, [text])
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
         write_result(result, self._settings.search, self._command.directory)
         # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
         if not result.interrupted and not tracker.notices:
             self._conclude(tracker, figures)
         self._report(result, tracker, figures.trouble)
-        _tell(self._console, tracker.notices)
+        _tell(self._screen, tracker.notices)
         return result
 
     def _conclude(self, tracker: Tracker, figures: Figures) -> None:
@@ -318,13 +395,8 @@ class _Launch:
             tracker.notices.append(error.value)
 
     def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
-        with (
-            Terminal(tracker.board, self._console) as terminal,
-            Interrupts(terminal.announce) as interrupts,
-        ):
-            self._source.patience.say = terminal.note
-            self._source.patience.stop = lambda: interrupts.requested
-            recorder = SearchRecorder(tracker, terminal)
+        with self._screen.watch(tracker.board) as view, self._interrupts as interrupts:
+            recorder = SearchRecorder(tracker, view)
             result = SearchRun(
                 self._source,
                 self._command.make_job,
@@ -333,7 +405,7 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=terminal.beside(self._attend(tracker, terminal.note)),
+                owner=view.beside(self._attend(tracker, view.note)),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
                 self._source.orders.withdraw()
@@ -390,4 +462,4 @@ class _Launch:
             if self._settings.tracking.uri is None and VARIABLE in os.environ:
                 words = (*words, f"{URI}={os.environ[VARIABLE]}")
             facts["go on with"] = redact(shlex.join(words))
-        print_summary(self._console, tracker.board, facts)
+        self._screen.summarise(tracker.board, facts)

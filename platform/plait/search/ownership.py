@@ -54,7 +54,7 @@ class Owner:
 
 
 def process_id(file: Path) -> str:
-    """Of the process that a worker's file belongs to."""
+    """The id of the process that a worker's file belongs to."""
     return file.name.partition("-")[0]
 
 
@@ -116,7 +116,7 @@ class Workers:
         self._ended.set()
         self._lock.release()
 
-    def gone(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
+    def dead(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
         """Whether nobody trains a trial of this owner any more.
 
         Args:
@@ -134,7 +134,7 @@ class Workers:
                 return True
         return self._silent(owner.name, attributes.get(BEATS + owner.name))
 
-    def surely_lives(self, owner: Owner) -> bool:
+    def lives_here(self, owner: Owner) -> bool:
         """Whether another process of this host is an owner, and lives."""
         if owner.host != self.own.host or owner.name == self.own.name:
             return False
@@ -169,8 +169,8 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
-    """A process that trains no more.
+class DeadWorker:
+    """A dead worker.
 
     Attributes:
         trials: numbers of those that it left behind, with the step of each one's newest state.
@@ -182,8 +182,8 @@ class Departed:
     def describe(self) -> str:
         """In a line."""
         which = ", ".join(f"{number} (from step {step})" for number, step in self.trials.items())
-        what = f"its trials {which} go" if len(self.trials) > 1 else f"its trial {which} goes"
-        return f"{self.owner.process} is gone: {what} on where a place is free"
+        what = f"its trials {which} resume" if len(self.trials) > 1 else f"its trial {which} resumes"
+        return f"{self.owner.process} is dead: {what} when a slot is free"
 
 
 class Claims:
@@ -203,8 +203,8 @@ class Claims:
         self._storage = storage
         self._workers = workers
         self.own: set[int] = set()
-        self._noticed: set[str] = set()  # names of processes that are known to be gone
-        self._departed: list[Departed] = []
+        self._known_dead: set[str] = set()  # names of workers
+        self._dead: list[DeadWorker] = []
 
     def add(self, number: int) -> None:
         """This process trains a trial."""
@@ -232,7 +232,7 @@ class Claims:
         return adopted
 
     def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-        """Trials that are running by name only."""
+        """RUNNING trials whose worker is dead."""
         running = self._not_own(trials)
         if self._workers is None or not running:
             return running
@@ -241,12 +241,12 @@ class Claims:
         for item in running:
             owner = trainer_of(item)
             if owner not in owners:
-                mine = owner == self._workers.own  # but not known to be: it was taken in vain
-                owners[owner] = mine or self._workers.gone(owner, attributes)
+                mine = owner == self._workers.own  # claimed, but the claim was never confirmed
+                owners[owner] = mine or self._workers.dead(owner, attributes)
         return [item for item in running if owners[trainer_of(item)]]
 
     def notice(self, trials: Sequence[FrozenTrial], saved: Callable[[FrozenTrial], Path | None]) -> None:
-        """Look who is gone, and what of.
+        """Detect dead workers and their orphaned trials.
 
         Args:
             trials: of the study.
@@ -255,14 +255,14 @@ class Claims:
         found: dict[Owner, dict[int, int]] = {}
         for item in self.orphans(trials):
             owner = trainer_of(item)
-            if owner is not None and not self.signed(item) and owner.name not in self._noticed:
+            if owner is not None and not self.signed(item) and owner.name not in self._known_dead:
                 found.setdefault(owner, {})[item.number] = newest_step(saved(item))
-        self._noticed |= {owner.name for owner in found}
-        self._departed += [Departed(owner, steps) for owner, steps in found.items()]
+        self._known_dead |= {owner.name for owner in found}
+        self._dead += [DeadWorker(owner, steps) for owner, steps in found.items()]
 
-    def departed(self) -> list[Departed]:
-        """Who was noticed to be gone, told once."""
-        found, self._departed = self._departed, []
+    def dead_workers(self) -> list[DeadWorker]:
+        """The workers that were detected as dead since the last call."""
+        found, self._dead = self._dead, []
         return found
 
     def others(self, trials: Sequence[FrozenTrial]) -> int:

@@ -13,11 +13,14 @@ from uuid import uuid4
 
 import optuna
 from optuna.storages import BaseStorage
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
+from plait.core.errors import SearchError
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
+from plait.engine.checkpoints import remove_checkpoints
 from plait.search.attributes import (
     BEYOND,
     CHECKPOINT,
@@ -36,13 +39,12 @@ from plait.search.attributes import (
     state_of,
     total_of,
 )
-from plait.search.identity import Identity, check_material
+from plait.search.identity import Identity, check_material, check_problem, create
 from plait.search.locks import WORKERS
-from plait.search.opening import open_study
 from plait.search.orders import StudyOrders
-from plait.search.ownership import Claims, Departed, Workers
+from plait.search.ownership import Claims, DeadWorker, Workers, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
-from plait.search.prior import Known, take_over
+from plait.search.prior import Known, check_prior, take_over
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import check_stopping
@@ -157,10 +159,10 @@ class StudyTrials:
         return points_left(self.patience(self._trials), self._space) == 0
 
     @property
-    def left_over(self) -> int:
-        """How many trials an earlier process left behind; :meth:`departed` tells of others from here on."""
+    def to_resume(self) -> int:
+        """How many trials earlier processes left; :meth:`dead_workers` tells of those left from here on."""
         self.patience(lambda: self._claims.notice(self._trials(), self._kept.resume_from))
-        self.departed()
+        self.dead_workers()
         return len(self.patience(lambda: self._claims.orphans(self._trials())))
 
     @property
@@ -221,9 +223,9 @@ class StudyTrials:
 
         return self.patience(look)
 
-    def departed(self) -> list[Departed]:
-        """Other processes that were found to be gone when trials were asked for or looked at, told once."""
-        return self._claims.departed()
+    def dead_workers(self) -> list[DeadWorker]:
+        """The workers that were detected as dead since the last call."""
+        return self._claims.dead_workers()
 
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
@@ -423,3 +425,61 @@ class StudyTrials:
                     warm_from=self._kept.warm_from(item),
                     priority=item.user_attrs.get(PRIORITY),
                 )
+
+
+def open_study(
+    name: str,
+    settings: SearchSettings,
+    space: Space,
+    identity: Identity,
+    storage: BaseStorage,
+    prior_storage: BaseStorage,
+    folder: Path | None,
+    workers: Workers | None,
+) -> Study:
+    """The study of a search, which is made where there is none.
+
+    Args:
+        name: of the search.
+        settings: of the search.
+        space: what is searched.
+        identity: of the search.
+        storage: of the study.
+        prior_storage: of the earlier study that ``search.prior`` names.
+        folder: of the search on disk.
+        workers: this process among others.
+
+    Raises:
+        SearchError: the study has another space, it is to be begun anew while others train it, or
+            ``search.prior`` has nothing to say.
+    """
+    with study_lock(storage, name):
+        known = name in optuna.get_all_study_names(storage)
+        if not known or settings.fresh:  # before anything is made or deleted
+            check_prior(name, settings, space, prior_storage)
+        if known:
+            study = optuna.load_study(study_name=name, storage=storage)
+            if not settings.fresh:
+                check_problem(study, identity)
+                return study
+            _delete(study, storage, folder, workers)
+        return create(name, settings.objectives, identity, storage)
+
+
+def _delete(study: Study, storage: BaseStorage, folder: Path | None, workers: Workers | None) -> None:
+    """Delete a study that is begun anew, with the states of its trials.
+
+    Raises:
+        SearchError: another process on this host trains it.
+    """
+    for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        owner = trainer_of(item)
+        if workers is not None and owner is not None and workers.lives_here(owner):
+            raise SearchError(
+                f"search.fresh=true: search.name={study.study_name} is being trained by another process",
+                f"It has {Trial(item.number).name}; what it trains would be lost.",
+                "End that process first, or choose another search.name.",
+            )
+    if folder is not None and (token := study.user_attrs.get(TOKEN)):
+        remove_checkpoints(folder / "checkpoints" / token)
+    optuna.delete_study(study_name=study.study_name, storage=storage)

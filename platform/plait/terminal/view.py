@@ -214,6 +214,32 @@ class Terminal:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class Screen:
+    """The console of one search: lines before and after its training, and the view while it trains."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._view: Terminal | None = None
+
+    def say(self, text: str) -> None:
+        """One line; above the live view while there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def watch(self, board: Leaderboard) -> Terminal:
+        """The view of a search that trains from now on."""
+        self._view = Terminal(board, self._console)
+        return self._view
+
+    def announce(self) -> None:
+        """Answer the first Ctrl-C, inside the signal's handler."""
+        if self._view is not None:
+            self._view.announce()
+
+    def summarise(self, board: Leaderboard, facts: Mapping[str, Any]) -> None:
+        """What the search came to."""
+        print_summary(self._console, board, facts)
+
+
 def _ended_line(result: JobResult, record: JobRecord | None) -> str:
     reason = f" ({result.reason})" if result.reason and result.state != JobState.FINISHED else ""
     if result.completion_seconds is None:

@@ -29,7 +29,7 @@ from plait.tracking import facts, names
 from plait.tracking.connection import AwayError, Connection, check_folder, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, open_event_log
 from plait.tracking.facts import SearchFacts
-from plait.tracking.leaderboard import JobRecord, Leaderboard, job_of, orphan
+from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs, job_of, orphan
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import StoreSender
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus
@@ -67,12 +67,12 @@ class Tracker:
         clock: seconds since 1970; stamps points and runs. Where it is set back, stamps wait for it.
         rising: seconds that only rise; measures how long the search takes.
         directory: folder whose git state is recorded.
-
-    Attributes:
-        board: what is known of every job.
         others: whether other processes train jobs of the search.
         over: jobs that have ended, in any process.
         orphaned: jobs whose worker is dead.
+
+    Attributes:
+        board: what is known of every job.
         notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
         away: why the search began without the store, if it did.
 
@@ -87,13 +87,14 @@ class Tracker:
         clock: Callable[[], float] = time.time,
         rising: Callable[[], float] = time.monotonic,
         directory: Path | None = None,
+        others: Callable[[], bool] = lambda: False,
+        over: Callable[[], Collection[str]] = tuple,
+        orphaned: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
         self.board = Leaderboard("minimize", 0)
-        self.others: Callable[[], bool] = lambda: False
-        self.over: Callable[[], Collection[str]] = tuple
-        self.orphaned: Callable[[], Collection[str]] = tuple
+        self.others, self.over, self.orphaned = others, over, orphaned
         self.notices: list[str] = []
         self.away: AwayError | None = None
         self._settings = settings
@@ -113,12 +114,18 @@ class Tracker:
 
     # ---- the search ------------------------------------------------------------------------------------
 
-    def start_search(self, search: SearchFacts, begun: Begun | None = None) -> str:
+    def start_search(
+        self,
+        search: SearchFacts,
+        begun: Begun | None = None,
+        rungs_of: Callable[[int], TrialRungs] | None = None,
+    ) -> str:
         """Make the search's run, or resume the one of its name; waits for the store where that answers.
 
         Args:
             search: what is known of it.
             begun: where it was recorded in this store before. Then it begins without a store that is away.
+            rungs_of: the rungs of a trial by its number; None where the search has none.
 
         Returns:
             MLflow's id of the run.
@@ -128,7 +135,9 @@ class Tracker:
             StorageError: it refuses.
         """
         first, *others = search.settings.search.objectives
-        self.board = Leaderboard(first.direction, search.settings.search.trials, others=tuple(others))
+        self.board = Leaderboard(
+            first.direction, search.settings.search.trials, others=tuple(others), rungs_of=rungs_of
+        )
         git = facts.git_state(self._directory)
         tags = facts.search_tags(search, git)
         found = begin_run(self._connection, search, begun, tags, self._now())
