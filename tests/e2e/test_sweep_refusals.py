@@ -124,12 +124,12 @@ def test_a_file_that_changed_under_a_search_is_refused_with_both_digests(
     capsys.readouterr()
     assert main(command) == 2
     err = capsys.readouterr().err
-    assert "search.name=mine: it began with other data" in err
+    assert "search.name=mine: it was started with other data" in err
     assert "train.jsonl" in err
     assert ": was " in err
     assert ", now " in err
     assert main(["resume", "mine"]) == 2
-    assert "it began with other data" in capsys.readouterr().err
+    assert "it was started with other data" in capsys.readouterr().err
     (folder / "train.jsonl").write_text(rows)
     monkeypatch.chdir(folder.parent)
     with pytest.raises(AssertionError, match="the model was loaded"):

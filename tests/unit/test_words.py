@@ -52,28 +52,11 @@ PENDING: frozenset[str] = frozenset(
     {
         "ARCHITECTURE.md",
         "README.md",
-        "docs/kernels.md",
-        "platform/plait/cli/control.py",
-        "platform/plait/planner/admission.py",
         "platform/plait/search/attend.py",
         "platform/plait/search/attributes.py",
-        "platform/plait/search/control/__init__.py",
-        "platform/plait/search/control/desk.py",
-        "platform/plait/search/control/mailbox.py",
-        "platform/plait/search/delete.py",
-        "platform/plait/search/identity.py",
         "platform/plait/search/launch.py",
-        "platform/plait/search/objective.py",
         "platform/plait/search/ownership.py",
-        "platform/plait/search/prior.py",
-        "platform/plait/search/recorded.py",
-        "platform/plait/search/results.py",
         "platform/plait/search/run.py",
-        "platform/plait/search/rungs.py",
-        "platform/plait/search/stopping.py",
-        "platform/plait/search/storage.py",
-        "platform/plait/search/tracked.py",
-        "platform/plait/tracking/board.py",
     }
 )
 

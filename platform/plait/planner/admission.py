@@ -24,7 +24,7 @@ class Needs(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of its adapter."""
+        """The rank of its adapter."""
 
 
 @dataclass(frozen=True, slots=True)

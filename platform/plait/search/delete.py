@@ -135,8 +135,8 @@ def _check_nobody(folder: Path, name: str) -> None:
         processes = ", ".join(map(process_id, alive))
         raise SearchError(
             f"{name} is being trained by process {processes}",
-            "A search can be forgotten when nobody trains it.",
-            f"End it first: `plait control {name} cancel`.",
+            "A search can only be deleted when no process trains it.",
+            f"Stop it first: `plait control {name} cancel`.",
         )
 
 

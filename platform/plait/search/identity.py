@@ -64,7 +64,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
         {f"space.{key}": text for key, text in swept.items()}
         | {key: _plain(value) for key, value in fixed.items()}
         | {f"model.{key}": value for key, value in asdict(settings.model).items()}
-        | judgement(search)
+        | comparison(search)
     )
     manner: dict[str, Any] = {
         "search.sampler": search.sampler,
@@ -78,7 +78,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     return Identity(problem, manner)
 
 
-def judgement(search: SearchSettings) -> dict[str, Any]:
+def comparison(search: SearchSettings) -> dict[str, Any]:
     """What trials are judged by; two searches must share it for one to know what the other's trials mean."""
     several = len(search.objectives) > 1
     metrics = [each.metric for each in search.objectives]
@@ -137,7 +137,7 @@ def check_problem(study: Study, identity: Identity) -> None:
         SearchError: it searches something else, or Plait did not make it.
     """
     stored = study.user_attrs.get(PROBLEM)
-    remedy = "Choose another search.name, or start it anew with search.fresh=true."
+    remedy = "Choose another search.name, or start again with search.fresh=true."
     if stored is None and study.get_trials(deepcopy=False):
         raise SearchError(f"search.name={study.study_name}", "Plait did not make this study.", remedy)
     lines = difference(json.loads(stored), json.loads(identity.problem_json)) if stored is not None else []
@@ -162,9 +162,9 @@ def check_material(study: Study, material: Mapping[str, str]) -> None:
     both = stored.keys() & material.keys()
     if lines := difference({key: stored[key] for key in both}, {key: material[key] for key in both}):
         raise SearchError(
-            f"search.name={study.study_name}: it began with other data or another model",
+            f"search.name={study.study_name}: it was started with other data or another model",
             "\n".join(lines),
-            "Put back what it began with, choose another search.name, or start it anew with "
+            "Restore what it was started with, choose another search.name, or start again with "
             "search.fresh=true.",
         )
     study.set_user_attr(MATERIAL, json.dumps(stored | dict(material), sort_keys=True))

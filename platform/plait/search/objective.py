@@ -121,13 +121,13 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
         raise ConfigError(
             f"search.metric={metric} with data.validation=0",
             "There are no validation rows to measure it on.",
-            "Give data.validation=0.1, or search.metric=train/loss.",
+            "Set data.validation=0.1 or search.metric=train/loss.",
         )
     if metric == "eval/accuracy" and generation_limit(spec) is None:
         raise ConfigError(
             f"search.metric=eval/accuracy with data.source={spec.source}",
-            "It is measured where answers are generated and a verifier judges them.",
-            "Give data=reasoning_gym data.generate=true.",
+            "It is measured where answers are generated and a verifier scores them.",
+            "Set data=reasoning_gym data.generate=true.",
         )
 
 

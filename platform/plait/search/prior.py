@@ -16,7 +16,7 @@ from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.search.attributes import PROBLEM
-from plait.search.identity import difference, judgement
+from plait.search.identity import comparison, difference
 from plait.search.points import read_values
 from plait.search.samplers import SAMPLERS
 
@@ -25,7 +25,7 @@ PRIOR = "plait.prior"  # study: name of the earlier study and what was taken ove
 STARTUP = "n_startup_trials"  # option of tpe and gp: so many trials must be known before they learn from any
 STARTUP_TRIALS = 10  # Optuna's default of it
 
-JUDGED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``judgement``
+COMPARED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``comparison``
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseS
     was = {key: text for key, text in problem.items() if key.startswith("space.")}
     keys = {f"space.{key}" for key in space.describe()}
     lines = [f"{key}: searched {'there' if key in was else 'here'} only" for key in sorted(was.keys() ^ keys)]
-    judged = {key: value for key, value in problem.items() if key in JUDGED_BY}
-    lines += difference(judged, judgement(settings))
+    compared = {key: value for key, value in problem.items() if key in COMPARED_BY}
+    lines += difference(compared, comparison(settings))
     if lines:
         raise SearchError(
             f"search.prior={settings.prior}",
-            "An earlier study tells something where it searched the same keys and judged by the same:\n"
+            "A study can warm-start the sampler if it searched the same keys by the same objective:\n"
             + "\n".join(lines),
-            "Search and judge as it did (other ranges may be searched), or leave out search.prior.",
+            "Use the same keys and objective (ranges may differ), or leave out search.prior.",
         )
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     found = [known for item in complete if (known := _known(item, space)) is not None]

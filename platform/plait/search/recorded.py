@@ -79,7 +79,7 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",
-            "A search keeps there what it needs to go on.",
+            "A search keeps there what it needs to resume.",
             "Free some space, or choose another folder with tracking.root=FOLDER.",
         ) from error
 

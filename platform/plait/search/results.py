@@ -73,8 +73,8 @@ def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
 
 
 def describe_given_up(why: str, name: str) -> str:
-    """A search that gave up, and how to go on with it."""
-    remedy = f"{TRY_ALL} goes on; with search.failed=retry, too, those that failed are tried again."
+    """A search that gave up, and how to resume it."""
+    remedy = f"{TRY_ALL} resumes it; with search.failed=retry the failed trials are tried again, too."
     return f"{name} gave up: {why}. {remedy}"
 
 
@@ -84,7 +84,7 @@ def describe_result(
     """A finished search in a few lines; ``exhausted``: its space has no point that was not tried."""
     count = len(result.finished)
     lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed."]
-    more = "search.fresh=true starts it anew"
+    more = "search.fresh=true starts it again"
     front = result.front(settings.objectives)
     searched = any(item.parameters for item in result.finished)
     if exhausted and searched:

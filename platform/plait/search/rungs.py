@@ -209,7 +209,7 @@ class RungTable:
     expected: int | None
 
     def among(self, numbers: range) -> set[int]:
-        """Those of these numbers that exist or will."""
+        """The numbers among these that exist or will exist."""
         if self.expected is None:
             return {number for number in numbers if number in self.records}
         return {number for number in numbers if number < self.expected}

@@ -532,7 +532,7 @@ class Divergence:
     from_start: bool
 
     def rungs(self, number: int, /) -> tuple[int, ...]:
-        """Those of the rule."""
+        """The rungs of the rule."""
         return self.rule.rungs(number)
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:

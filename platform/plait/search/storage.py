@@ -273,8 +273,8 @@ class Patience:
             if self.stop():
                 raise StorageError(
                     f"The study's storage is away: {_first_line(error)}",
-                    "Without it no trial can begin or end.",
-                    "The same command goes on from the last saved states when it is back.",
+                    "Without it no trial can start or end.",
+                    "The same command resumes from the last checkpoints when it is back.",
                 ) from error
             self._sleep(min(SLICE, seconds))
             seconds -= SLICE

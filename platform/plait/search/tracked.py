@@ -72,7 +72,7 @@ def tracked_run(storage: BaseStorage, name: str, settings: RunSettings, away: Aw
     if away is None:
         return Tracked()
     if store:
-        remedy = f"Go on with tracking.uri={store}, where the search is recorded so far, or start {here}."
+        remedy = f"Use tracking.uri={store}, where the search is recorded so far, or start {here}."
         raise AwayError(away.value, away.rule, remedy)
     raise away
 
