@@ -104,7 +104,8 @@ def check_prior(
     assert main(["sweep", *short, *SEARCH[:2], *others]) == 2  # one objective
     assert "search.metric: was" in capsys.readouterr().err
     assert main(["sweep", *short, *SEARCH, *others]) == 0
-    assert f"search.prior=two: {len(held)} finished trials of it are known; tpe" in capsys.readouterr().out
+    said = f"search.prior=two: warm start from its {len(held)} finished trials; tpe"
+    assert said in capsys.readouterr().out
     storage = open_storage(None, folder / "plait-runs")
     new = optuna.load_study(study_name="new", storage=storage)
     assert [item.number for item in new.trials] == [0, 1]

@@ -24,11 +24,11 @@ from plait.core.objectives import Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_objectives
-from plait.search.prior import describe_prior
 from plait.search.results import SearchResult, describe_result, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
+from plait.search.warm_start import describe_prior
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 DIRECTIONS = ("minimize", "maximize")
@@ -398,8 +398,8 @@ def test_a_trial_whose_process_died_while_it_drew_gets_the_values_that_it_would_
 @pytest.mark.parametrize(
     ("sampler", "options", "known", "said"),
     [
-        ("tpe", {}, 6, "; tpe draws by chance until it knows 10"),
-        ("gp", {"n_startup_trials": 7}, 6, "; gp draws by chance until it knows 7"),
+        ("tpe", {}, 6, "; tpe suggests at random until it knows 10"),
+        ("gp", {"n_startup_trials": 7}, 6, "; gp suggests at random until it knows 7"),
         ("tpe", {"n_startup_trials": 6}, 6, None),
         ("tpe", {}, 10, None),
         ("cmaes", {}, 1, None),
@@ -410,7 +410,7 @@ def test_it_is_said_when_a_sampler_begins_to_learn_from_an_earlier_search(
 ) -> None:
     settings = SearchSettings(sampler=sampler, sampler_options=options, prior="earlier")
     line = describe_prior(settings, known)
-    start = f"search.prior=earlier: {known} finished trials of it are known"
+    start = f"search.prior=earlier: warm start from its {known} finished trials"
     if said is None:
         assert line == start
     else:

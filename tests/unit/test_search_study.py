@@ -16,11 +16,11 @@ from studies import space_of, study_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
-from plait.search.prior import Known
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Trial
+from plait.search.warm_start import EarlierTrial
 from plait.utils.addresses import redact, with_driver
 
 MIXED = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")
@@ -129,7 +129,7 @@ def test_whole_numbers_are_drawn_on_the_scale_that_was_asked_for(log: bool) -> N
 
 
 def test_a_trial_of_an_earlier_study_keeps_its_constraints() -> None:
-    known = Known({"adapter.rank": 8, "train.lr": 1e-4}, (1.5,), {"job/tokens <= 9": 0.5})
+    known = EarlierTrial({"adapter.rank": 8, "train.lr": 1e-4}, (1.5,), {"job/tokens <= 9": 0.5})
     trial = known.frozen(distributions(space_of(*MIXED)))
     assert (trial.value, trial.constraints) == (1.5, {"job/tokens <= 9": 0.5})
 

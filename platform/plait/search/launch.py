@@ -37,7 +37,6 @@ from plait.search.identity import Identity, identify
 from plait.search.objective import check_kept, check_measured
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
-from plait.search.prior import describe_prior
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
@@ -52,6 +51,7 @@ from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, tracked_run, without_store
+from plait.search.warm_start import describe_prior
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard

@@ -8,8 +8,7 @@ are all values where there are several objectives, for which Optuna takes no int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 import optuna
 from optuna.pruners import BasePruner
@@ -32,25 +31,6 @@ from plait.tracking.leaderboard import TrialRungs
 RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
-
-
-class RungMemory(Protocol):
-    """Keeps the rung table where a killed search finds it again."""
-
-    def records(self) -> Mapping[int, RungRecord]:
-        """All suggested trials, by number."""
-
-    def keep_cohort(self, rule: str, size: int) -> int:
-        """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
-
-    def measure(self, number: int, step: int, value: float) -> None:
-        """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
-
-    def let_past(self, number: int, step: int) -> None:
-        """Keep that an asynchronous rule let a trial past a rung."""
-
-    def prunes(self, pruner: BasePruner, number: int) -> bool:
-        """Whether a pruner of Optuna would end the trial now."""
 
 
 class StudyRungs:
@@ -98,35 +78,38 @@ class StudyRungs:
 
     def keep_cohort(self, rule: str, size: int) -> int:
         """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
-        return self._locked(lambda: self._keep_cohort(rule, size))
 
-    def _keep_cohort(self, rule: str, size: int) -> int:
-        kept: dict[str, int] = self._study.user_attrs.get(COHORTS, {})
-        if rule not in kept:
-            self._study.set_user_attr(COHORTS, kept | {rule: size})
-        return kept.get(rule, size)
+        def attempt() -> int:
+            kept: dict[str, int] = self._study.user_attrs.get(COHORTS, {})
+            if rule not in kept:
+                self._study.set_user_attr(COHORTS, kept | {rule: size})
+            return kept.get(rule, size)
+
+        return self._locked(attempt)
 
     def measure(self, number: int, step: int, value: float) -> None:
         """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
-        self._patience(lambda: self._measure(number, step, value))
 
-    def _measure(self, number: int, step: int, value: float) -> None:
-        frozen, live = self._live(number)
-        if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
-            return
-        if self._intermediate:
-            live.report(value, step)
-        else:
-            live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
+        def attempt() -> None:
+            frozen, live = self._live(number)
+            if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
+                return
+            if self._intermediate:
+                live.report(value, step)
+            else:
+                live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
+
+        self._patience(attempt)
 
     def let_past(self, number: int, step: int) -> None:
         """Keep that an asynchronous rule let a trial past a rung."""
-        self._patience(lambda: self._let_past(number, step))
 
-    def _let_past(self, number: int, step: int) -> None:
-        frozen, live = self._live(number)
-        if self._own(frozen):
-            live.set_user_attr(PASSED, step)
+        def attempt() -> None:
+            frozen, live = self._live(number)
+            if self._own(frozen):
+                live.set_user_attr(PASSED, step)
+
+        self._patience(attempt)
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         """Whether a pruner of Optuna would end the trial now, from what is recorded at this moment."""
@@ -148,7 +131,7 @@ class Stopper:
     """
 
     def __init__(
-        self, rule: Rule, metric: RungMetric, memory: RungMemory, *, asynchronous: bool = False
+        self, rule: Rule, metric: RungMetric, memory: StudyRungs, *, asynchronous: bool = False
     ) -> None:
         self._rule = rule
         self._metric = metric.metric
@@ -245,7 +228,7 @@ def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
     return min(DataOrder.of(job.train, len(data.of(job.data).train)).steps for job in jobs)
 
 
-def make_stopper(search: SearchSettings, budget: int, memory: RungMemory) -> Stopper | None:
+def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Stopper | None:
     """The stopper that the settings ask for; None where every trial is trained to its end.
 
     Args:

@@ -44,13 +44,13 @@ from plait.search.locks import WORKERS
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, DeadWorker, Workers, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
-from plait.search.prior import Known, check_prior, take_over
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import check_stopping
 from plait.search.storage import Patience, study_lock
 from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
 from plait.search.trials import Trial
+from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
@@ -286,11 +286,11 @@ class StudyTrials:
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
             enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
-    def _take_over(self) -> tuple[Known, ...]:
+    def _take_over(self) -> tuple[EarlierTrial, ...]:
         if self._settings.prior is None:
             return ()
         with self.exclusive():
-            return take_over(self._study, self._settings, self._space, self._prior_storage)
+            return earlier_trials(self._study, self._settings, self._space, self._prior_storage)
 
     # ---- telling -------------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole
 from plait.search.points import as_written, tried_points
-from plait.search.prior import Known
 from plait.search.samplers import SAMPLERS
+from plait.search.warm_start import EarlierTrial
 
 SPACE = "plait.space"  # study: what is searched, by key
 ATTEMPTS = 6  # times that a sampler is asked for an untried combination before one is chosen without it
@@ -263,7 +263,7 @@ def complete(
     item: FrozenTrial,
     settings: SearchSettings,
     space: Space,
-    earlier: Sequence[Known],
+    earlier: Sequence[EarlierTrial],
 ) -> None:
     """Suggest the values that a trial lacks: its process was killed before they were written, it comes before
     others that are enqueued, or the sampler learns from an earlier study.

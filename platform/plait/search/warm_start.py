@@ -1,4 +1,4 @@
-"""Finished trials of an earlier study, as knowledge for a sampler (search.prior)."""
+"""Warm start of the sampler: finished trials of an earlier study (search.prior)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from plait.search.identity import comparison, difference
 from plait.search.points import read_values
 from plait.search.samplers import SAMPLERS
 
-PRIOR = "plait.prior"  # study: name of the earlier study and what was taken over of it, as JSON
+PRIOR = "plait.prior"  # study: name of the earlier study and its trials, as JSON
 
-STARTUP = "n_startup_trials"  # option of tpe and gp: so many trials must be known before they learn from any
+STARTUP = "n_startup_trials"  # option of tpe and gp: they suggest at random until they know so many
 STARTUP_TRIALS = 10  # Optuna's default of it
 
 COMPARED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``comparison``
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class EarlierTrial:
     """A finished trial of another study: its point, objectives and constraints."""
 
     point: Mapping[str, Value]
@@ -47,49 +47,45 @@ class Known:
 
 
 def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> None:
-    """The earlier study of a search that is to be called ``name`` has something to say, if one is asked for;
-    errors as :func:`take_over`."""
+    """The earlier study fits the search that is to be called ``name``, if one is given; errors as
+    :func:`earlier_trials`."""
     if settings.prior is not None:
         read_prior(name, settings, space, storage)
 
 
-def take_over(
+def earlier_trials(
     study: Study, settings: SearchSettings, space: Space, storage: BaseStorage
-) -> tuple[Known, ...]:
-    """What the sampler is to know of the earlier study. It is kept with the study when it is first asked for,
-    so that all draws of a search know the same, whatever becomes of the earlier one.
-
-    Args:
-        study: of this search.
-        settings: of this search.
-        space: of this search.
-        storage: of the earlier study.
+) -> tuple[EarlierTrial, ...]:
+    """The trials of the earlier study, which is in ``storage``. They are kept with this one when first asked
+    for, so that all suggestions of a search know the same, whatever becomes of the earlier study.
 
     Raises:
-        SearchError: there is no such study, or it cannot say anything about this search.
+        SearchError: there is no such study, or its trials mean nothing here.
     """
     kept = json.loads(study.user_attrs.get(PRIOR, "{}"))
     if kept.get("name") != settings.prior:
         found = read_prior(study.study_name, settings, space, storage)
-        kept = {"name": settings.prior, "trials": [asdict(known) for known in found]}
+        kept = {"name": settings.prior, "trials": [asdict(trial) for trial in found]}
         study.set_user_attr(PRIOR, json.dumps(kept))
-    return tuple(Known(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"])
+    return tuple(
+        EarlierTrial(item["point"], tuple(item["values"]), item["constraints"]) for item in kept["trials"]
+    )
 
 
 def describe_prior(settings: SearchSettings, known: int) -> str:
-    """What the sampler makes of the trials that are known of an earlier study, for the user."""
-    line = f"search.prior={settings.prior}: {known} finished trials of it are known"
+    """What the sampler makes of so many trials of an earlier study, for the user."""
+    line = f"search.prior={settings.prior}: warm start from its {known} finished trials"
     needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
     return (
-        f"{line}; {settings.sampler} draws by chance until it knows {needed}, this search's own among them "
+        f"{line}; {settings.sampler} suggests at random until it knows {needed}, this search's own included "
         f"(++search.sampler_options.{STARTUP}={known} learns from these at once)"
     )
 
 
-def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> list[Known]:
-    """The earlier study's complete trials that lie in the space; errors as :func:`take_over`."""
+def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> list[EarlierTrial]:
+    """The earlier study's complete trials that lie in the space; errors as :func:`earlier_trials`."""
     problem, study = _find(name, settings, storage)
     was = {key: text for key, text in problem.items() if key.startswith("space.")}
     keys = {f"space.{key}" for key in space.describe()}
@@ -104,7 +100,7 @@ def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseS
             "Use the same keys and objective (ranges may differ), or leave out search.prior.",
         )
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    found = [known for item in complete if (known := _known(item, space)) is not None]
+    found = [trial for item in complete if (trial := _earlier(item, space)) is not None]
     if not found:
         raise SearchError(
             f"search.prior={settings.prior}",
@@ -125,11 +121,13 @@ def _find(name: str, settings: SearchSettings, storage: BaseStorage) -> tuple[di
         )
     study = optuna.load_study(study_name=settings.prior, storage=storage)
     if (stored := study.user_attrs.get(PROBLEM)) is None:
-        raise SearchError(f"search.prior={settings.prior}", "Plait did not make this study.")
+        raise SearchError(
+            f"search.prior={settings.prior}", "Plait did not make this study.", "Leave out search.prior."
+        )
     return json.loads(stored), study
 
 
-def _known(item: FrozenTrial, space: Space) -> Known | None:
+def _earlier(item: FrozenTrial, space: Space) -> EarlierTrial | None:
     """None where a value lies outside of what is searched here, or was not written."""
     try:
         point = read_values(space, item.params)
@@ -137,4 +135,4 @@ def _known(item: FrozenTrial, space: Space) -> Known | None:
         return None
     if point.keys() != space.describe().keys():
         return None
-    return Known(point, tuple(item.values), item.constraints)
+    return EarlierTrial(point, tuple(item.values), item.constraints)
