@@ -41,7 +41,7 @@ def interrupted(arguments: Sequence[str]) -> list[str]:
         if "trial-0001 started" in line:
             process.send_signal(signal.SIGINT)
     assert process.wait() == 130, "".join(lines)
-    (command,) = (shlex.split(line.split("go on with", 1)[1]) for line in lines if "go on with" in line)
+    (command,) = (shlex.split(line.split("resume with", 1)[1]) for line in lines if "resume with" in line)
     return command
 
 

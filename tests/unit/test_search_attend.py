@@ -37,9 +37,9 @@ def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     assert told == [
         "",  # it was said when the search began without it
         "",
-        "http://a answers again, and gets what waited.",
+        "http://a answers again; buffered records are being sent.",
         "",
-        "http://a does not answer (refused). What it is to get waits on disk; training goes on.",
+        "http://a does not answer (refused). Records are buffered on disk; training continues.",
         "",
-        "http://a answers again, and gets what waited.",
+        "http://a answers again; buffered records are being sent.",
     ]

@@ -61,8 +61,8 @@ def test_what_is_said_names_address_and_folder(tmp_path: Path) -> None:
     here = settings(HERE)
     here = replace(here, tracking=replace(here.tracking, root=tmp_path))
     said = without_store(AWAY, here, "mine")
-    waits = f"waits in {tmp_path}/searches/mine/events and is sent once it answers."
-    assert said == f"{AWAY.value}. What it is to get {waits}"
+    folder = f"{tmp_path}/searches/mine/events"
+    assert said == f"{AWAY.value}. Records are buffered in {folder} and sent when it answers."
 
 
 @pytest.mark.parametrize(

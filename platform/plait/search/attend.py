@@ -82,7 +82,7 @@ class Attend:
         if was is None or was == away:
             return
         self.say(
-            f"{self.store} does not answer ({why}). What it is to get waits on disk; training goes on."
+            f"{self.store} does not answer ({why}). Records are buffered on disk; training continues."
             if away
-            else f"{self.store} answers again, and gets what waited."
+            else f"{self.store} answers again; buffered records are being sent."
         )

@@ -161,7 +161,7 @@ def _go(
     settings = command.settings
     recorded = recorded_command(settings.tracking.root, source.name)
     if recorded is None:
-        _remember(command, source.name)  # from here on it can be gone on with
+        _remember(command, source.name)  # from here on it can be resumed
     elif not settings.search.fresh:
         _tell(screen, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
@@ -279,8 +279,8 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         return []
     before, after = (redact(each or sqlite_in(tracking.root.absolute())) for each in (recorded.store, now))
     return [
-        f"This search was recorded in {before} so far, and is from here on in {after}: the first part of "
-        f"each curve stays where it is. Go on with tracking.uri={before} to have it in one place."
+        f"This search was recorded in {before} so far, and will be recorded in {after} from now on: the "
+        f"first part of each curve stays there. Use tracking.uri={before} to keep it in one place."
     ]
 
 
@@ -461,5 +461,5 @@ class _Launch:
             words = going_on(self._command.command, gave_up=result.ended_by == "failing")
             if self._settings.tracking.uri is None and VARIABLE in os.environ:
                 words = (*words, f"{URI}={os.environ[VARIABLE]}")
-            facts["go on with"] = redact(shlex.join(words))
+            facts["resume with"] = redact(shlex.join(words))
         self._screen.summarise(tracker.board, facts)

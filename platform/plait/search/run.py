@@ -158,7 +158,7 @@ class SearchRun:
         self._observed = Observed()
         self._next_look = -math.inf
         self._none_left = False  # no trial was suggested the last time
-        self._told_end = False  # the stopper knows that no more trials will come
+        self._reported_end = False  # the stopper knows that no more trials will come
         self._waited = False
 
     def run(self) -> SearchResult:
@@ -321,7 +321,7 @@ class SearchRun:
         while True:
             ends = self._none_left or bool(self._outlook.failure_limit_exceeded)
             ends = ends or self._orders.mode in ENDING
-            ask_again, self._told_end = ask_again or ends != self._told_end, ends
+            ask_again, self._reported_end = ask_again or ends != self._reported_end, ends
             decisions = self._stopper.decisions(self._expected, ask_again=ask_again)
             for trial, decision in decisions:
                 if decision.action != "continue":
@@ -338,7 +338,7 @@ class SearchRun:
 
     def _expected(self) -> int | None:
         """How many trials there will be; None: those that were suggested. A pause keeps cohorts waiting."""
-        return None if self._told_end else self._source.total
+        return None if self._reported_end else self._source.total
 
     def _wait(self) -> bool:
         """Nobody trains, and no trial can begin: False when nothing more can come."""

@@ -89,7 +89,7 @@ def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
     """What is said where a search goes on without its store."""
     folder = logs_folder(settings.tracking.root.absolute(), name)
-    return f"{away.value}. What it is to get waits in {folder} and is sent once it answers."
+    return f"{away.value}. Records are buffered in {folder} and sent when it answers."
 
 
 def catch_up(
