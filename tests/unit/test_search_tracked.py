@@ -53,7 +53,7 @@ def test_any_other_does(storage: BaseStorage, name: str, uri: str, fresh: bool) 
 
 
 def test_an_address_that_is_not_the_searchs_own_is_told_both(storage: BaseStorage) -> None:
-    with pytest.raises(AwayError, match=f"Go on with tracking.uri={HERE}.*or start {THERE}"):
+    with pytest.raises(AwayError, match=f"Use tracking.uri={HERE}.*or start {THERE}"):
         tracked_run(storage, "mine", settings(THERE), AWAY)
 
 
