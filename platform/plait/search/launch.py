@@ -9,7 +9,7 @@ import hashlib
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -17,7 +17,7 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Event, ModelFitted, Notice
-from plait.core.settings import ClusterSettings, TrackingSettings
+from plait.core.settings import ClusterSettings, RunSettings, TrackingSettings
 from plait.engine.build import (
     PLAN_FILE,
     LoadedData,
@@ -146,17 +146,58 @@ def run_search(command: SearchCommand, screen: Screen) -> int:
     check_engine(settings, command.probes)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)
+    name = settings.search.name or identity.name
+    # Of a search that has never begun no study and no folder is left behind by bad input.
+    began = recorded_command(settings.tracking.root, name) is not None
+    ready = None if began else _prepare(command, name)
     interrupts = Interrupts(screen.announce)
     patience = Patience(screen.say, lambda: interrupts.requested)
     source, tracked = _open_study(command, identity, away, patience)
     try:
-        return _go(command, source, screen, tracked, interrupts)
+        return _go(command, source, screen, tracked, interrupts, ready)
     finally:
         source.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What is known and loaded before the model.
+
+    Attributes:
+        model: its digest.
+        settings: that the engine can run with.
+        said: what is to be said of them.
+    """
+
+    model: str
+    data: LoadedData
+    settings: RunSettings
+    said: Sequence[str]
+
+
+def _prepare(command: SearchCommand, name: str) -> _Ready:
+    """Load the data, and check the jobs against model and memory.
+
+    Raises:
+        InputError: they cannot be trained.
+    """
+    settings, probes = command.settings, command.probes
+    shape = check_model(settings.model, probes)
+    data = open_data(settings, shape.max_length, probes)
+    folder = search_folder(settings.tracking.root, name)
+    settings, said = settle_engine(settings, shape, data.catalogue, probes, folder)
+    profile = stored_profile(settings, shape.digest)
+    check_memory(settings, shape, data.catalogue, probes, free_memory(settings), profile)
+    return _Ready(shape.digest, data, settings, said)
+
+
 def _go(
-    command: SearchCommand, source: StudyTrials, screen: Screen, tracked: Tracked, interrupts: Interrupts
+    command: SearchCommand,
+    source: StudyTrials,
+    screen: Screen,
+    tracked: Tracked,
+    interrupts: Interrupts,
+    ready: _Ready | None,
 ) -> int:
     settings = command.settings
     recorded = recorded_command(settings.tracking.root, source.name)
@@ -179,19 +220,15 @@ def _go(
         return _nothing_to_train(command, source, screen, replace(done, why=why))
     if tracked.away is not None:
         _tell(screen, [without_store(tracked.away, settings, source.name)])
-    shape = check_model(settings.model, command.probes)
-    data = open_data(settings, shape.max_length, command.probes)
-    source.check_material({"model": shape.digest} | material_of(data, command.probes))
-    folder = search_folder(settings.tracking.root, source.name)
-    settings, said = settle_engine(settings, shape, data.catalogue, command.probes, folder)
-    _tell(screen, said)
-    profile = stored_profile(settings, shape.digest)
-    check_memory(settings, shape, data.catalogue, command.probes, free_memory(settings), profile)
-    budget = shortest_budget(command.probes, data.catalogue)
-    stopper = make_stopper(settings.search, budget, source.rungs)
+    ready = ready or _prepare(command, source.name)
+    source.check_material({"model": ready.model} | material_of(ready.data, command.probes))
+    _tell(screen, ready.said)
+    stopper = make_stopper(
+        settings.search, shortest_budget(command.probes, ready.data.catalogue), source.rungs
+    )
     _remember(command, source.name)
-    launch = _Launch(replace(command, settings=settings), source, stopper, screen, tracked, interrupts)
-    result = launch.run(data)
+    launch = _Launch(replace(command, settings=ready.settings), source, stopper, screen, tracked, interrupts)
+    result = launch.run(ready.data)
     if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True, concluded=launch.concluded)
     return result.exit_status
