@@ -189,6 +189,11 @@ def test_what_the_store_gets_is_on_the_disk_before(tmp_path: Path, monkeypatch: 
         assert synced[inode] < log.path.stat().st_size
         assert steps(log) == list(range(1, step + 1))
         assert synced[inode] == log.path.stat().st_size
+    log.text(HEAD.parent, "plan.json", "my plan")
+    (text,) = tmp_path.glob("*.plan.json")
+    assert text.stat().st_ino not in synced
+    log.commit()
+    assert text.stat().st_ino in synced
     log.close()
 
 

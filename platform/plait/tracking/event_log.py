@@ -35,7 +35,7 @@ from plait.tracking.records import (
     encode,
 )
 from plait.tracking.values import finite, not_finite
-from plait.utils.files import write_text
+from plait.utils.files import to_disk, write_text
 from plait.utils.line_log import LineLog
 from plait.utils.paths import search_folder
 
@@ -75,6 +75,7 @@ class EventLog:
         self._log = log
         self._lock = threading.Lock()  # of the end of the log, and of the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
+        self._texts: set[Path] = set()  # files of texts that are not on the disk yet
         self._waiting = 0  # records
         self._values = 0  # metric values among them
         self._peeked = (0, 0, 0)  # where what was read last ends, its records and metric values
@@ -142,9 +143,10 @@ class EventLog:
         """Append a text artifact: its newest form is kept in a file beside the log."""
         file = self._beside(path)
         try:
-            write_text(file, text)
+            write_text(file, text, durable=False)  # by commit()
         except OSError as error:
             raise self._disk_error(error) from error
+        self._texts.add(file)
         self._write(LogText(run, str(file), path))
 
     def append(self, record: Record) -> None:
@@ -175,6 +177,8 @@ class EventLog:
     def commit(self) -> None:
         """Return when everything that was appended is on the disk."""
         try:
+            while self._texts:
+                to_disk(self._texts.pop())
             self._log.commit()
         except OSError as error:
             raise self._disk_error(error) from error
