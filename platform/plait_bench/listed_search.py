@@ -18,7 +18,7 @@ from plait.core.settings import RunSettings, SearchSettings
 from plait.core.space import Choice, Dimension, Space, Value
 from plait.engine.coordinator import Coordinator
 from plait.search.identity import identify
-from plait.search.run import SearchRun
+from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper, shortest_budget
 from plait.search.storage import in_memory, quiet
 from plait.search.study import StudyTrials
@@ -212,7 +212,7 @@ def search_together(
     stopper = make_stopper(search, budget, study.rungs)
     watch = Stopwatch.start()
     timeline = Timeline(watch.read)
-    SearchRun(study, make_job, coordinator, timeline, search, stop, stopper).run()
+    SearchLoop(study, make_job, coordinator, timeline, search, stop, stopper).run()
     seconds = watch.read()
     failed = {job: end.reason for job, end in timeline.ends.items() if end.state == JobState.FAILED}
     if failed:

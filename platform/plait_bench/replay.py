@@ -18,7 +18,7 @@ from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
-from plait.search.run import SearchRun
+from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.stopping import rung_steps
 from plait.search.trials import Trial
@@ -218,7 +218,7 @@ def replay(curves: Sequence[Curve], search: SearchSettings) -> Replay:
     timeline = Timeline(lambda: coordinator.seconds)
     budget = min(curve.last.step for curve in curves)
     stopper = make_stopper(search, budget, study.rungs)
-    SearchRun(study, make_job, coordinator, timeline, search, stopper=stopper).run()
+    SearchLoop(study, make_job, coordinator, timeline, search, stopper=stopper).run()
     finished = timeline.finished
     return Replay(
         tuple(timeline.evaluations),

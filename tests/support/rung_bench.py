@@ -25,7 +25,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.search.orders import Orders
 from plait.search.results import SearchResult
-from plait.search.run import SearchRun
+from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
@@ -127,7 +127,7 @@ class Bench:
                 return self.interrupted() or (self.stop_at is not None and poll >= self.stop_at)
 
             stopper = make_stopper(self.search, 8, source.rungs)
-            return SearchRun(
+            return SearchLoop(
                 source,
                 lambda trial: self.job(trial, self.steps(trial)),
                 engine,

@@ -22,7 +22,7 @@ FLOORS = (
     {"adapters", "cost"},
     {"planner"},
     {"simulate", "engine"},
-    {"distributed", "serve", "tracking"},
+    {"tracking"},
     {"search"},
     {"planning"},
     {"terminal"},

@@ -23,7 +23,7 @@ from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, 
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
 from plait.search.results import SearchResult
-from plait.search.run import Interrupts, SearchRun
+from plait.search.run import Interrupts, SearchLoop
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=interval(1,64)", "train.lr=tag(log,interval(1e-5,1e-1))"], {}, {}).space
@@ -158,7 +158,7 @@ class Bench:
 
     def run(self) -> SearchResult:
         source = study_of(SPACE, self.search, self.storage)
-        return SearchRun(source, self.make_job, self.engine, self.notes, self.search, self.stop).run()
+        return SearchLoop(source, self.make_job, self.engine, self.notes, self.search, self.stop).run()
 
     @property
     def trials(self) -> list[optuna.trial.FrozenTrial]:

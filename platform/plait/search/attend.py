@@ -1,4 +1,4 @@
-"""Before every iteration: what the search's owner orders, and what its views learn from the study."""
+"""Before every iteration: what the search's user orders, and what its views learn from the study."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Attend:
         source: of the trials.
         board: what the views show.
         say: a line to whoever watches.
-        owner: the orders of the search's owner.
+        read_orders: the orders of the search's user.
         unreachable: why the tracking store does not answer; empty where it does.
         store: what it is called.
         clock: seconds, rising.
@@ -52,7 +52,7 @@ class Attend:
     source: Source
     board: Leaderboard
     say: Callable[[str], None]
-    owner: Callable[[], Orders]
+    read_orders: Callable[[], Orders]
     unreachable: Callable[[], str] = str
     store: str = ""
     clock: Callable[[], float] = time.monotonic
@@ -67,7 +67,7 @@ class Attend:
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
         self._watch_store()
-        orders = self.owner()
+        orders = self.read_orders()
         now = self.clock()
         if self.source.revision != self._revision or now >= self._next_look:  # each look reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total

@@ -46,7 +46,7 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import ENDING, Interrupts, SearchRun
+from plait.search.run import ENDING, Interrupts, SearchLoop
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
@@ -434,7 +434,7 @@ class _Launch:
     def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
         with self._screen.watch(tracker.board) as view, self._interrupts as interrupts:
             recorder = SearchRecorder(tracker, view)
-            result = SearchRun(
+            result = SearchLoop(
                 self._source,
                 self._command.make_job,
                 coordinator,
@@ -442,7 +442,7 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=self._stopper,
-                owner=view.beside(self._attend(tracker, view.note)),
+                read_orders=view.beside(self._attend(tracker, view.note)),
             ).run()
             if result.ended_by in ENDING and not self._source.others:
                 self._source.orders.withdraw()

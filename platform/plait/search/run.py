@@ -119,7 +119,7 @@ class Outlook:
         return trial
 
 
-class SearchRun:
+class SearchLoop:
     """Runs a search to its end.
 
     Args:
@@ -130,7 +130,7 @@ class SearchRun:
         settings: of the search.
         stop: asked after every iteration; True ends the search in order.
         stopper: ends trials early; None lets all come to their ends.
-        owner: the orders of the search's user, asked for before every iteration.
+        read_orders: the orders of the search's user, asked for before every iteration.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SearchRun:
         settings: SearchSettings,
         stop: Callable[[], bool] = lambda: False,
         stopper: Stopper | None = None,
-        owner: Callable[[], Orders] = Orders,
+        read_orders: Callable[[], Orders] = Orders,
     ) -> None:
         self._source = source
         self._make_job = make_job
@@ -151,7 +151,7 @@ class SearchRun:
         self._settings = settings
         self._stop = stop
         self._stopper = stopper
-        self._owner = owner
+        self._read_orders = read_orders
         self._trials: dict[str, RunningTrial] = {}  # by name of the job
         self._orders = Orders()
         self._outlook = Outlook(source, settings)
@@ -203,7 +203,7 @@ class SearchRun:
 
     def _obey(self) -> None:
         """Carry out the user's orders: end trials, pause all, resume them."""
-        before, self._orders = self._orders, self._owner()
+        before, self._orders = self._orders, self._read_orders()
         if self._orders.ended:
             # Another worker, the last one with a trial, withdrew the order as carried out: this one ends too.
             self._orders = replace(self._orders, mode=self._orders.was)

@@ -31,7 +31,7 @@ from plait.engine.coordinator import Coordinator
 from plait.engine.iteration import RETRY_SECONDS
 from plait.engine.local_worker import LocalWorker
 from plait.models import BaseModel
-from plait.search.run import SearchRun
+from plait.search.run import SearchLoop
 from plait.search.trials import Trial
 
 SPACE = read_request(["adapter.rank=2,3,4,5"], {}, {}).space
@@ -90,7 +90,7 @@ def test_a_search_waits_for_room_for_its_adapters(
             (disk / "filler").unlink(missing_ok=True)
         return False
 
-    result = SearchRun(source, make_job, made, notes, SEARCH, stop=make_room).run()
+    result = SearchLoop(source, make_job, made, notes, SEARCH, stop=make_room).run()
     assert result.exit_status == 0
     trials = optuna.load_study(study_name=None, storage=storage).get_trials()
     assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 4

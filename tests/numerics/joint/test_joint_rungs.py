@@ -27,7 +27,7 @@ from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
 from plait.models import BaseModel
 from plait.planner.packing import pack
-from plait.search.run import SearchRun
+from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.trials import Trial
 
@@ -77,7 +77,7 @@ def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.Te
     recorder = Recorder(LocalWorker(model, data, engine), before=before)
     coordinator = Coordinator(recorder, data, settings, folder=folder)
     stopper = make_stopper(search, STEPS, source.rungs)
-    result = SearchRun(source, make_job, coordinator, notes, search, stopper=stopper).run()
+    result = SearchLoop(source, make_job, coordinator, notes, search, stopper=stopper).run()
     assert result.exit_status == 0
     history = History(notes.events, recorder.start, recorder.end)
     trials = optuna.load_study(study_name=None, storage=storage).get_trials()
