@@ -8,8 +8,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import optuna
 import pytest
@@ -242,6 +245,31 @@ def test_orders_are_in_the_study_and_what_is_ordered_already_is_said(
     assert said("stop", "trial-0004").startswith("Trial 4 ends")
     assert study.user_attrs[ORDERS]["stops"] == [3, 4]
     assert not list((tmp_path / "another").iterdir())
+
+
+@pytest.mark.parametrize("storage", [None, "study.db"])
+def test_orders_given_at_once_are_all_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str | None
+) -> None:
+    """Each is written on top of what was read: without a lock the last one would undo the others."""
+    monkeypatch.chdir(tmp_path)
+    study, stored, together = killed(tmp_path, storage), StudyOrders._stored, Barrier(2)
+
+    def slowly(orders: StudyOrders) -> Orders:
+        found = stored(orders)
+        time.sleep(0.3)
+        return found
+
+    def stop(number: int) -> None:
+        recorded = RecordedCommand("mine", "sweep", (), str(tmp_path), storage=from_anywhere(storage))
+        control = SearchControl(recorded, tmp_path)
+        together.wait()
+        control.stop_trial(number)
+
+    monkeypatch.setattr(StudyOrders, "_stored", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(stop, (3, 4)))
+    assert study.user_attrs[ORDERS]["stops"] == [3, 4]
 
 
 @pytest.mark.parametrize(

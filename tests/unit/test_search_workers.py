@@ -21,9 +21,11 @@ from types import SimpleNamespace
 import optuna
 import pytest
 import sqlalchemy
+from filelock import FileLock, Timeout
 from job_results import ended
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import OperationalError, PendingRollbackError, ProgrammingError
 from studies import study_of
 
@@ -234,6 +236,23 @@ def test_a_database_without_a_lock_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="PostgreSQL, SQLite and journal files only") as caught:
         study_lock(storage, "s")
     assert "mysql+pymysql://me:***@host/db" in str(caught.value)
+
+
+def test_a_storage_without_a_lock_is_refused(tmp_path: Path) -> None:
+    storage = JournalStorage(JournalFileBackend(str(tmp_path / "optuna.journal")))
+    with pytest.raises(StorageError, match="this storage has no lock"):
+        study_lock(storage, "s")
+
+
+def test_a_loaded_study_has_the_lock_of_its_database(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "study.db"), tmp_path)
+    study = optuna.create_study(study_name="s", storage=storage)
+    with (
+        study_lock(study._storage, "s"),
+        pytest.raises(Timeout),
+        FileLock(f"{tmp_path}/study.db.study-lock", 0),
+    ):
+        pass
 
 
 # ---- who is gone ------------------------------------------------------------------------------------------

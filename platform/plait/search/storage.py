@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import optuna
 from optuna.exceptions import StorageInternalError
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -58,7 +59,7 @@ def from_anywhere(storage: str | None) -> str | None:
 
 def in_memory() -> BaseStorage:
     """A storage that ends with the process, for studies that nobody goes on with."""
-    return optuna.storages.InMemoryStorage()
+    return InMemoryStorage()
 
 
 def study_lock(storage: BaseStorage, name: str, what: str = "study") -> AbstractContextManager[None]:
@@ -68,9 +69,14 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
     Processes that use a file are on one host. PostgreSQL serves several hosts. A storage in memory is for one
     process.
 
+    Args:
+        storage: of the study, as it was opened or as Optuna's study holds it.
+
     Raises:
-        StorageError: another database, in which two processes would train the same trials.
+        StorageError: another storage, in which two processes would train the same trials.
     """
+    if isinstance(storage, _CachedStorage):  # what a loaded study makes of a database
+        storage = storage._backend
     if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
         path = storage._backend.path
         return file_lock(path.with_name(f"{path.name}.{what}-lock"))
@@ -89,7 +95,14 @@ def study_lock(storage: BaseStorage, name: str, what: str = "study") -> Abstract
             )
         if url.database not in (None, "", ":memory:"):
             return file_lock(Path(f"{url.database}.{what}-lock"))
-    return nullcontext()
+        return nullcontext()
+    if isinstance(storage, InMemoryStorage):
+        return nullcontext()
+    raise StorageError(
+        f"a study in {type(storage).__name__}",
+        "So that two processes never take the same trial, Plait locks the study: this storage has no lock.",
+        "Open it with plait.search.storage.open_storage.",
+    )
 
 
 def _journal(path: Path) -> BaseStorage:
