@@ -9,8 +9,11 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState, create_trial
 
+from plait.core.lifecycle import JobState
+from plait.search.attributes import OWNER, STATE
+from plait.search.ownership import Owner, this_host
 from plait.search.storage import open_storage
-from plait.search.stored import Importance, read_study
+from plait.search.stored import Importance, hosts_of, read_standing, read_study
 
 SPACE = {name: FloatDistribution(0.0, 1.0) for name in ("train.lr", "adapter.dropout")}
 
@@ -123,3 +126,16 @@ def test_one_of_two_objectives_that_varies_is_enough(tmp_path: Path, constant: i
     found = read_study(None, tmp_path, "s").importance
     assert (found.trials, found.trouble) == (12, "")
     assert found.shares
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.PAUSED])
+def test_trials_of_another_host_are_counted_there_even_while_they_are_paused(state: JobState) -> None:
+    study = optuna.create_study()
+    for host in ("node7 its-boot", this_host()):
+        facts = {OWNER: Owner("worker", host, "/nowhere").to_json(), STATE: state}
+        study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=facts))
+        study.add_trial(create_trial(value=1.0, user_attrs=facts))
+    assert hosts_of(study.get_trials()) == ("node7", "", "", "")
+    standing = read_standing(study)
+    assert standing.elsewhere == {"node7": 1}
+    assert f"1 {state} on host node7" in standing.describe()[0]

@@ -162,7 +162,7 @@ class TrialStanding:
 
     Attributes:
         state: ORPHANED where its worker on this host is dead; of one on another host this is not known.
-        host: the other host whose worker trains it; "" otherwise.
+        host: the other host whose worker has it, training or paused; "" otherwise.
         step: at which it last reported; 0 where it has not.
         reported: the value, of the metric that rungs or evaluations report.
         values: of the searched keys, as far as they were suggested.
@@ -195,7 +195,7 @@ class Standing:
 
     @property
     def elsewhere(self) -> dict[str, int]:
-        """How many trials run on other hosts, by host."""
+        """How many trials workers on other hosts have, by host."""
         return dict(Counter(trial.host for trial in self.trials if trial.host))
 
     def describe(self) -> list[str]:
@@ -204,7 +204,8 @@ class Standing:
             return ["It has no trials yet."]
         counts = Counter(trial.state for trial in self.trials if not trial.host)
         parts = [f"{counts[state]} {state}" for state in JobState if counts[state]]
-        parts += [f"{number} {JobState.RUNNING} on host {host}" for host, number in self.elsewhere.items()]
+        away = Counter((trial.host, trial.state) for trial in self.trials if trial.host)
+        parts += [f"{number} {state} on host {host}" for (host, state), number in away.items()]
         lines = [f"{len(self.trials)} trial{'s' if len(self.trials) > 1 else ''}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
             lines.append(f"Best: {describe_point(front[0], self.objectives)}")
@@ -270,9 +271,9 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
 
 
 def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
-    """By number: the other host whose worker trains a running trial; "" for all others. What this host began
-    before it was rebooted is not elsewhere."""
+    """By number: the other host whose worker has a trial, running or paused; "" for all others. What this
+    host began before it was rebooted is not elsewhere."""
     here = host_name(this_host())
-    owners = [trainer_of(item) if state_of(item) == JobState.RUNNING else None for item in trials]
+    owners = [trainer_of(item) if item.state == TrialState.RUNNING else None for item in trials]
     names = ["" if owner is None else host_name(owner.host) for owner in owners]
     return tuple("" if name == here else name for name in names)
