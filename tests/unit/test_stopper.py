@@ -153,6 +153,16 @@ def test_an_end_takes_a_trial_from_its_rung() -> None:
     assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [1]
 
 
+def test_a_trial_that_another_worker_had_is_asked_about_again_at_a_rung_that_it_passed() -> None:
+    search = Search(Scripted(CONTINUE))
+    search.trains(0, 2)
+    assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0]
+    search.tell(JobResult(Trial(0).name, JobState.STOPPED, 2, "adopted", None, 20, 0.2, 1.0, None))
+    search.stopper.start(Trial(0))
+    search.trains(0, 2)
+    assert [trial.number for trial, _ in search.stopper.decisions(lambda: 2)] == [0], "else it waits for ever"
+
+
 def test_decisions_come_by_number_whoever_came_first() -> None:
     search = Search(Scripted(STOP))
     search.trains(1, 2)

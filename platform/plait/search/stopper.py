@@ -158,6 +158,7 @@ class Stopper:
     def start(self, trial: Trial) -> tuple[int, ...]:
         """The rungs of a trial that is about to begin or to resume."""
         self._trials[trial.name] = trial
+        self._past.pop(trial.name, None)  # it may begin again before a rung that it passed here
         return self._rule.rungs(trial.number)
 
     def handle(self, event: Event, observed: Observed) -> None:
@@ -174,6 +175,7 @@ class Stopper:
             case JobResult():
                 self._trials.pop(event.job, None)
                 self._at_rung.pop(event.job, None)
+                self._past.pop(event.job, None)
                 self._changed = True
 
     def _reach(self, job: str, step: int) -> None:
