@@ -208,9 +208,8 @@ class TestWholeSearch:
         ]
         ids = [row[board["columns"].index("run_id")] for row in board["data"]]
         assert ids == [children[f"trial-{row[0]:04d}"].info.run_id for row in board["data"]]
-        assert json.loads(parent.data.tags["mlflow.loggedArtifacts"]) == [
-            {"path": "leaderboard.json", "type": "table"}
-        ]
+        tables = [item["path"] for item in json.loads(parent.data.tags["mlflow.loggedArtifacts"])]
+        assert sorted(tables) == ["group_steps.json", "leaderboard.json"]
 
     def test_it_reads_back_as_a_leaderboard_and_exports(
         self, tracking: TrackingSettings, tmp_path: Path

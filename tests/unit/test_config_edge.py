@@ -109,7 +109,6 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"data": {"source": "jsonl", "path": "???"}}, "data.path is not set", "must have a value"),
         ({"model": {"kind": "foo"}}, "model.kind='foo'", "gguf, hf, smollm2, tiny"),
         ({"model": {"revision": 123}}, "model.revision=123", "text"),
-        ({"search": {"sampler": "annealing"}}, "search.sampler='annealing'", "cmaes, gp, grid"),
         ({"search": {"trials": 0}}, "search.trials=0", "at least 1"),
         ({"search": {"direction": "up"}}, "search.direction='up'", "maximize, minimize"),
         ({"search": 3}, "search=3", "a group of keys"),

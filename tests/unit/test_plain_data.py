@@ -25,6 +25,8 @@ from plait.core.settings import (
     StoppingSettings,
     TrackingSettings,
 )
+from plait.core.space import Space
+from plait.search.samplers import check_sampler
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,6 @@ from plait.core.settings import (
         pytest.param(lambda: EngineSettings(capacity=0), "engine.capacity", id="capacity"),
         pytest.param(lambda: PlannerSettings(memory_share=1.5), "planner.memory_share", id="memory share"),
         pytest.param(lambda: TrackingSettings(flush_seconds=-1), "tracking.flush_seconds", id="flush"),
-        pytest.param(lambda: SearchSettings(sampler="tpee"), "search.sampler", id="sampler"),
         pytest.param(lambda: SearchSettings(trials=0), "search.trials", id="trials"),
         pytest.param(
             lambda: SearchSettings(max_failure_rate=2), "search.max_failure_rate", id="failure rate"
@@ -124,7 +125,7 @@ def nan_in_a_list() -> object:
 
 def test_a_wrong_choice_lists_the_right_ones() -> None:
     with pytest.raises(ConfigError, match=r"cmaes, gp, grid, nsgaii, qmc, random, tpe"):
-        SearchSettings(sampler="bayes")
+        check_sampler(SearchSettings(sampler="bayes"), Space(()))
 
 
 def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:

@@ -29,7 +29,7 @@ from plait.tracking.records import (
     decode,
     encode,
 )
-from plait.tracking.search_run import FoundRun, SearchClock, SearchLoop
+from plait.tracking.search_run import FoundRun, SearchClock, SearchRun
 from plait.tracking.tables import SearchTables
 from plait.tracking.tracker import Tracker, _Started
 from plait.tracking.writer import Request, Writer
@@ -393,7 +393,7 @@ class Life:
 def started(tracker: Tracker, log: EventLog) -> Tracker:
     """The tracker with its search begun, without a store."""
     clock = SearchClock(log.path.with_name("totals"), FoundRun("parent"), lambda: 0.0)
-    run = SearchLoop(log, tracker.board, clock, 100)
+    run = SearchRun(log, tracker.board, clock, 100)
     tables = SearchTables(log.path.parent, run.write_table)
     tracker._started = _Started("demo", log, Writer(Nowhere(), log, 3600.0), run, tables)
     return tracker

@@ -1,8 +1,8 @@
 """The one validator: rules written beside the fields of a dataclass, checked where an instance is made.
 
-``rank: Annotated[int, at_least(1)] = 16`` and ``check(self, "adapter")`` in ``__post_init__``. Apart from the
-rules of its own field, every number must be finite and at most ``LARGEST`` in size, and a ``Literal`` must be
-one of its choices. None passes: whether a field may be None is for its type to say (``plait.config.fields``).
+``rank: Annotated[int, at_least(1)] = 16`` and ``check(self, "adapter")`` in ``__post_init__``. Apart from
+the rules of its own field, every number must be finite, a whole one at most ``LARGEST``, and a ``Literal``
+must be one of its choices. None passes: its type says whether a field may be None (``plait.config.fields``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
 
-LARGEST = 2**53  # above it whole numbers are not exact as floats, and no setting needs them
+LARGEST = 2**53  # of whole numbers: above it they are not exact as floats, and no setting needs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,10 @@ FRACTION = Rule("in [0, 1)", lambda value: 0 <= value < 1)
 POSITIVE_SHARE = Rule("in (0, 1]", lambda value: 0 < value <= 1)
 NOT_EMPTY = Rule("non-empty", lambda value: len(value) > 0)
 _FINITE = Rule("finite", lambda value: all(map(math.isfinite, _numbers(value))))
-_NOT_ABSURD = Rule(f"at most {LARGEST}", lambda value: all(abs(each) <= LARGEST for each in _numbers(value)))
+_NOT_ABSURD = Rule(
+    f"at most {LARGEST}",
+    lambda value: all(abs(each) <= LARGEST for each in _numbers(value) if isinstance(each, int)),
+)
 
 
 def check(settings: object, group: str) -> None:

@@ -41,12 +41,11 @@ def plan_here(
         CapacityError: a job does not fit even alone.
         ModelError: a target or rank that the model does not have.
     """
+    most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
     demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}
     waves = fill_waves(
         [job.name for job in workload.jobs],
-        lambda names: (
-            len(names) <= settings.search.parallel and admission.fits([demands[name] for name in names])
-        ),
+        lambda names: len(names) <= most and admission.fits([demands[name] for name in names]),
     )
     capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
     parts = [
