@@ -1,8 +1,10 @@
 """The event log: read back after any cut, adopted by other processes, on a full disk; and the points that are
 written when a search is killed again and again."""
 
+import errno
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,60 @@ def test_what_the_store_gets_is_on_the_disk_before(tmp_path: Path, monkeypatch: 
     assert text.stat().st_ino not in synced
     log.commit()
     assert text.stat().st_ino in synced
+    log.close()
+
+
+def test_a_text_and_its_name_are_on_the_disk_after_a_commit_that_follows_a_failed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_event_log(tmp_path, HEAD)
+    log.text(HEAD.parent, "plan.json", "my plan")
+    (text,) = tmp_path.glob("*.plan.json")
+    synced: list[int] = []
+
+    def broken(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(StorageError, match="Input/output error"):
+            log.commit()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    log.commit()
+    inode, folder = text.stat().st_ino, tmp_path.stat().st_ino
+    assert synced.index(inode) < synced.index(folder)
+    synced.clear()
+    log.commit()
+    assert synced == []
+    log.close()
+
+
+def test_a_commit_waits_for_the_texts_that_another_thread_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_event_log(tmp_path, HEAD)
+    log.text(HEAD.parent, "plan.json", "my plan")
+    writing, go_on, second = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(_: int) -> None:
+        writing.set()
+        assert go_on.wait(10)
+
+    def commit_too() -> None:
+        log.commit()
+        second.set()
+
+    monkeypatch.setattr(os, "fsync", slow)
+    threads = [threading.Thread(target=log.commit), threading.Thread(target=commit_too)]
+    threads[0].start()
+    assert writing.wait(10)
+    monkeypatch.setattr(log._log, "commit", lambda: None)  # the lines have a durable end of their own
+    threads[1].start()
+    assert not second.wait(0.2)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert second.is_set()
     log.close()
 
 

@@ -75,7 +75,8 @@ class EventLog:
         self._log = log
         self._lock = threading.Lock()  # of the end of the log, and of the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
-        self._texts: set[Path] = set()  # files of texts that are not on the disk yet
+        self._committing = threading.Lock()  # held through a commit: who waits for it finds all on the disk
+        self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
         self._waiting = 0  # records
         self._values = 0  # metric values among them
         self._peeked = (0, 0, 0)  # where what was read last ends, its records and metric values
@@ -146,7 +147,8 @@ class EventLog:
             write_text(file, text, durable=False)  # by commit()
         except OSError as error:
             raise self._disk_error(error) from error
-        self._texts.add(file)
+        with self._lock:
+            self._texts.add(file)
         self._write(LogText(run, str(file), path))
 
     def append(self, record: Record) -> None:
@@ -175,13 +177,19 @@ class EventLog:
         self._values += count_values([record])
 
     def commit(self) -> None:
-        """Return when everything that was appended is on the disk."""
-        try:
-            while self._texts:
-                to_disk(self._texts.pop())
-            self._log.commit()
-        except OSError as error:
-            raise self._disk_error(error) from error
+        """Return when everything that was appended is on the disk. Any thread may call it."""
+        with self._committing:
+            with self._lock:
+                texts, self._texts = self._texts, set()
+            try:
+                if texts:
+                    for file in (*texts, self.path.parent):  # the folder: for their names
+                        to_disk(file)
+                self._log.commit()
+            except OSError as error:
+                with self._lock:
+                    self._texts |= texts  # the next commit tries them again
+                raise self._disk_error(error) from error
 
     def _disk_error(self, error: OSError) -> StorageError:
         return StorageError(
