@@ -221,7 +221,7 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
     sweep.until("trial-0000 started")
     server.hang()
     sweep.signal(signal.SIGINT)
-    sweep.until("trial-0000 interrupted")
+    sweep.until("trial-0000 paused (interrupted)")
     time.sleep(1)  # until it waits for the server
     server.kill()
     sweep.signal(signal.SIGINT)
