@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from plait.models.blocks import ATTENTION, Observed, Parts, find_parts, observe, unusable
+from plait.core.errors import ModelError
+from plait.models.blocks import (
+    ATTENTION,
+    Observed,
+    Parts,
+    find_parts,
+    observe,
+    shrunk,
+    unusable,
+    windows,
+)
 from plait.models.context import MicrobatchContext, Rotation, Running, running
 from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
 from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
@@ -75,7 +85,15 @@ class BaseModel:
         self._parts: Parts = find_parts(model)
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
-        self._prepare()
+        try:
+            self._prepare()
+        except (ModelError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a part with another signature, shape or result: whatever it raises
+            first = next(iter(str(error).strip().splitlines()), "")
+            raise unusable(
+                model, f"its parts cannot be run one by one: {type(error).__name__}: {first[:200]}"
+            ) from error
 
     # ---- what it is -----------------------------------------------------------------------------------
 
@@ -248,6 +266,9 @@ class BaseModel:
         model.set_attn_implementation("eager")  # the definition: sdpa leaves Gemma 2's softcap out
         names = [linear.name for linear in self.linears]
         observed = observe(model, list(parts.layers), names, tokens)
+        announced = windows(model)
+        with shrunk(announced):
+            windowed = observe(model, list(parts.layers), [], tokens) if announced else None
         model.set_attn_implementation(ATTENTION)
         infos = {linear.name: (key, linear) for key, linear in enumerate(self.linears)}
         self._groups: list[list[LinearGroup]] = [[] for _ in parts.layers]
@@ -256,11 +277,12 @@ class BaseModel:
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
             self._groups[index].append(group)
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
+        if windowed is not None:  # before fusing, which takes the real windows over
+            with shrunk(announced):
+                self._check(context, windowed, "beyond its window or chunk, ")
         self._fuse(context)
-        try:
-            self._check(context, observed)
-        except (TypeError, LookupError, AttributeError) as error:  # a part with another signature
-            raise unusable(model, f"its parts cannot be run one by one: {error}") from error
+        self._check(context, observed)
+        self._try_gradients(context, observed)
 
     def _fuse(self, context: MicrobatchContext) -> None:
         """Replace slow parts by fused ones, where the replacement proves exact."""
@@ -271,13 +293,28 @@ class BaseModel:
             if rotation is not None:
                 fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
 
-    def _check(self, context: MicrobatchContext, observed: Observed) -> None:
+    def _check(self, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
         """Each block must return what it returned in the whole model, from the same input."""
-        self._compare("embed", self.embed(context), observed.inputs[0])
+        self._compare(f"{where}embed", self.embed(context), observed.inputs[0])
         for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
             hidden = self.layer(index, given.repeat(2, 1), context)
-            self._compare(f"layer {index}", hidden - given.repeat(2, 1), returned - given)
-        self._compare("head", self.head(observed.outputs[-1].repeat(2, 1)), observed.logits)
+            self._compare(f"{where}layer {index}", hidden - given.repeat(2, 1), returned - given)
+        self._compare(f"{where}head", self.head(observed.outputs[-1].repeat(2, 1)), observed.logits)
+
+    @torch.enable_grad()
+    def _try_gradients(self, context: MicrobatchContext, observed: Observed) -> None:
+        """Differentiate each layer once; one that changes linear outputs in place gets copies of them."""
+        for index, given in enumerate(observed.inputs):
+            start = given.repeat(2, 1).requires_grad_()
+            for separate in (False, True):
+                for group in self._groups[index]:
+                    group.separate = separate
+                try:
+                    torch.autograd.grad(self.layer(index, start * 1.0, context).sum(), start)
+                    break
+                except RuntimeError:
+                    if separate:
+                        raise
 
     def _compare(self, block: str, found: Tensor, expected: Tensor) -> None:
         wanted = expected.float().repeat(2, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -80,13 +82,75 @@ def find_parts(model: PreTrainedModel) -> Parts:
     )
 
 
+# What is not supported, by the name of a module's class, of its parameters or of its forward's arguments.
+_UNSUPPORTED = (
+    (
+        r"mamba|xlstm|rwkv|recurrent|rglru|\ba_log\b|deltanet|lightning|linearattention|kimidelta",
+        "state-space, recurrent or linear-attention layers",
+    ),
+    (r"shortconv", "convolutions over tokens"),
+    (r"alibi", "alibi position biases"),
+    (r"position_bias", "position biases"),
+    (r"\bsinks\b", "attention sinks"),
+    (r"hyperconnection|hyper_connection", "hyper-connections"),
+    (r"indexer", "sparse attention with an indexer"),
+)
+
+
+def _unsupported(model: nn.Module) -> list[str]:
+    """What the model has that the blocks do not compute, in words, as far as names tell."""
+    names = {type(module).__name__ for module in model.modules()}
+    names |= {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    for forward in {type(module).forward for module in model.modules()}:
+        names |= set(getattr(forward, "__code__", _unsupported.__code__).co_varnames)
+    text = " ".join(sorted(names)).lower()
+    return [words for pattern, words in _UNSUPPORTED if re.search(pattern, text)]
+
+
 def unusable(model: nn.Module, why: str) -> ModelError:
     """The error for a model that cannot be run as blocks."""
+    named = ", ".join(_unsupported(model))
     return ModelError(
-        f"{type(model).__name__}: {why}",
+        f"{type(model).__name__}: {why}{f'; not supported: {named}' if named else ''}",
         "The model must consist of an embedding, one list of layers, a final norm and a linear head.",
         DECODERS,
     )
+
+
+SHRUNK = 4  # keys that a window or chunk shows while it is tried
+
+
+def windows(model: nn.Module) -> list[tuple[Any, str, int]]:
+    """Each setting and attribute that names a window or a chunk of tokens: its owner, name and value."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        owners |= {id(owner): owner for owner in (module, config, text) if owner is not None}
+    return [
+        (owner, name, value)
+        for owner in owners.values()
+        for name, value in vars(owner).items()
+        if re.search("window|chunk", name) and not re.search("layer|pattern|feed_forward", name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > SHRUNK
+    ]
+
+
+@contextmanager
+def shrunk(found: Sequence[tuple[Any, str, int]]) -> Iterator[None]:
+    """Inside, each window shows a few tokens; those that differ by one or two still do."""
+    small: dict[int, int] = {}
+    last = -3
+    for value in sorted({value for _, _, value in found}):
+        small[value] = small[last] + value - last if value - last <= 2 and last in small else SHRUNK
+        last = value
+    try:
+        for owner, name, value in found:
+            setattr(owner, name, small[value])
+        yield
+    finally:
+        for owner, name, value in found:
+            setattr(owner, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +214,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    _attention_mask: Tensor | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -162,7 +226,7 @@ def attention_forward(
 
     Args:
         query: (1, heads, tokens, head size).
-        key, value: (1, key heads, tokens, head size).
+        key, value: (1, key heads, tokens, head size); values may have another size (DeepSeek-V3).
         scaling: of the scores; None: 1/sqrt(head size).
         sliding_window: keys that a query sees, its own included.
 
@@ -173,12 +237,14 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     rule = AttentionRule(scale, sliding_window, softcap)
     heads = Heads(query.shape[1], key.shape[1])
-    qkv = torch.cat((query, key, value), dim=1).squeeze(0).transpose(0, 1).flatten(1)
+    size, wanted = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    padded = [nn.functional.pad(part, (0, size - part.shape[-1])) for part in (query, key, value)]
+    qkv = torch.cat(padded, dim=1).squeeze(0).transpose(0, 1).flatten(1)
     if packed.cache is None:
         out = packed_attention(qkv, heads, packed.layout, rule)
     else:
         out = packed.cache.attend(cast(int, module.layer_idx), qkv, heads, rule, packed)
-    return out.view(1, len(out), heads.query, -1), None
+    return out.view(1, len(out), heads.query, -1)[..., :wanted], None
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

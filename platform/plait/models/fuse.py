@@ -6,6 +6,7 @@ and where the replacement gives the same result on random input. Everything else
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ from plait.models.lora import GroupedLinear
 
 # ‖replacement − module‖ / ‖module‖ on random input from rounding alone; a real difference is far larger.
 ROUNDING = {torch.float32: 5e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# Factors of the random input: clamps (OLMo's clip_qkv, DeepSeek's swiglu_limit) act on outliers only.
+SCALES = (1.0, 30.0, 100.0)
 Forward = Callable[..., Any]
 
 
@@ -31,19 +34,31 @@ def fuse_norms(root: nn.Module) -> int:
 def _fuse_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None or not _takes_one(module):
         return False
+
+    def plain(x: Tensor) -> Tensor:
+        return rms_norm(x, weight, eps, 0.0)
+
+    def shifted(x: Tensor) -> Tensor:
+        return rms_norm(x, weight, eps, 1.0)
+
     x = _noise(3, len(weight), like=weight)
-    expected = module(x)
-    for offset in (0.0, 1.0):
-
-        def forward(x: Tensor, offset: float = offset) -> Tensor:
-            return rms_norm(x, weight, eps, offset)
-
-        if _close(forward(x), expected) and _close(forward(x.float()), module(x.float())):
+    for forward in (plain, shifted):
+        if _same(forward, module, x) and _same(forward, module, x.float()):
             module.forward = forward
             return True
     return False
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether the module's forward takes one tensor and nothing else (a gated norm takes a gate too)."""
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _same(forward: Forward, module: Forward, x: Tensor) -> bool:
+    """Whether both give the same on ``x``, outliers included."""
+    return all(_close(forward(x * scale), module(x * scale)) for scale in SCALES)
 
 
 def fuse_mlps(root: nn.Module) -> int:
@@ -68,8 +83,10 @@ def _fuse_mlp(module: nn.Module) -> bool:
     pair = _merged_siblings(module, "gate_proj", "up_proj") or _merged_siblings(module, "gate_up_proj")
     down = getattr(module, "down_proj", None)
     act = getattr(module, "act_fn", getattr(module, "activation_fn", None))
-    kind = None if act is None else _activation_kind(act)
-    if pair is None or kind is None or not isinstance(down, GroupedLinear):
+    if pair is None or act is None or not isinstance(down, GroupedLinear) or not _takes_one(module):
+        return False
+    kind = _activation_kind(act)
+    if kind is None:
         return False
     merged = pair.group.merged
 
@@ -78,7 +95,7 @@ def _fuse_mlp(module: nn.Module) -> bool:
         return out
 
     x = _noise(3, pair.in_features, like=pair.weight)
-    if not _close(forward(x), module(x)):
+    if not _same(forward, module, x):
         return False
     module.forward = forward
     return True
@@ -87,7 +104,11 @@ def _fuse_mlp(module: nn.Module) -> bool:
 def _activation_kind(act: Callable[[Tensor], Tensor]) -> int | None:
     """Which of the compiled activations this is, compared in float32, where GELU's two forms differ."""
     gate = torch.linspace(-6.0, 6.0, 100)
-    fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), act(gate)))
+    try:
+        expected = act(gate)
+    except TypeError:  # it wants more than the gate, as Inkling 2's does: not a plain activation
+        return None
+    fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), expected))
     return next(fitting, None)
 
 
@@ -119,11 +140,11 @@ class RotaryAttention:
         if packed.cache is None:
             out = packed_attention(qkv, self.heads, packed.layout, self.rule, now.tables)
         else:
-            rotated = self._rotated(qkv, position_embeddings)
+            rotated = self.rotated(qkv, position_embeddings)
             out = packed.cache.attend(self.layer, rotated, self.heads, self.rule, packed)
         return self.output(out).unsqueeze(0), None
 
-    def _rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
+    def rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
         """q and k rotated row by row, for rows whose positions do not start from 0."""
         cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
         size = cos.shape[-1]
@@ -140,13 +161,15 @@ class _Observer:
 
     def __init__(self) -> None:
         self.asked: tuple[int, Heads, AttentionRule] | None = None
+        self.qkv = self.answer = torch.empty(0)
 
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
         """Note what is asked, and answer it."""
-        self.asked = (layer, heads, rule)
-        return packed_attention(qkv, heads, context.layout, rule)
+        self.asked, self.qkv = (layer, heads, rule), qkv
+        self.answer = packed_attention(qkv, heads, context.layout, rule)
+        return self.answer
 
 
 def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
@@ -177,6 +200,14 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
     expected = given[0]
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
+    for scale in SCALES:  # what is asked and what becomes of the answer: the softmax between has its rounding
+        with running(Running(observed, trial.tables)):
+            given = module(
+                hidden_states=x * scale, attention_mask=None, position_embeddings=position_embeddings
+            )
+        qkv = forward.rotated(project.group.merged(x.squeeze(0) * scale), position_embeddings)
+        if not _close(qkv, observer.qkv) or not _close(output(observer.answer), given[0].squeeze(0)):
+            return False
     for tried in (trial.context, observed):
         with running(Running(tried, trial.tables)):
             if not _close(forward(x, position_embeddings)[0], expected):

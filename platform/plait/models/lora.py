@@ -27,7 +27,13 @@ class Binding:
 
 
 class LinearGroup:
-    """One or more linear layers over the same input, with one frozen weight (sum of out, in)."""
+    """One or more linear layers over the same input, with one frozen weight (sum of out, in).
+
+    ``separate``: each output is a copy of its own, for layers that change outputs in place (OLMo's clamps):
+    autograd forbids that for the views of a split.
+    """
+
+    separate = False
 
     def __init__(self, sites: Sequence[Site], weight: Tensor, bias: Tensor | None, binding: Binding) -> None:
         self.sites = tuple(sites)
@@ -57,7 +63,8 @@ class LinearGroup:
             return self.merged(x)
         if self._input is not x:
             self._input = x
-            self._outputs = dict(enumerate(torch.split(self.merged(x), self.widths, dim=-1)))
+            parts = torch.split(self.merged(x), self.widths, dim=-1)
+            self._outputs = dict(enumerate(part.clone() if self.separate else part for part in parts))
         found = self._outputs.pop(member, None)
         if found is None:  # asked a second time with the same input
             self.forget()
@@ -91,8 +98,10 @@ class GroupedLinear(nn.Module):
 
 
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
-    """The sizes of a linear layer; None where the module is not one."""
-    if isinstance(module, nn.Linear):
+    """The sizes of a linear layer; None where the module is not one, or computes something else as PhiMoE's
+    router does.
+    """
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearInfo(name, module.in_features, module.out_features)
     if isinstance(module, Conv1D):
         return LinearInfo(name, module.nx, module.nf, fan_in_fan_out=True)
