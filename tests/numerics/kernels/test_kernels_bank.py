@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from plait_kernels import AdapterStep, Bank, KernelError, Site, adamw_step
-from plait_kernels.backends import BACKENDS
 
 SITES = [Site("q", 0, 32, 16), Site("k", 1, 32, 8), Site("o", 2, 24, 16)]
 
@@ -105,11 +104,9 @@ def test_a_kept_diagonal_of_b_follows_every_refresh(dtype):
         assert torch.equal(block.diagonal_b(placed), expected)
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_forward_uses_the_weights_of_the_last_step(make_layer, backend):
-    if not BACKENDS[backend].runs(torch.device("cpu"), torch.float32):
-        pytest.skip("Triton runs on a CPU only in its interpreter, which is off where there is a GPU")
-    layer = make_layer(ranks=[6], lengths=[21], absent=False)
+def test_forward_uses_the_weights_of_the_last_step(make_layer, place):
+    device, backend = place
+    layer = make_layer(ranks=[6], lengths=[21], absent=False, device=device)
     for step in (1, 2):
         layer.assert_accurate(layer.run(backend))
         adamw_step(layer.bank, [AdapterStep("a0", step, lr_a=0.05, lr_b=0.05)])

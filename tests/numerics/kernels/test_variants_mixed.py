@@ -6,29 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from frozen_a_kernel import FrozenA
 
-from plait_kernels import Lora, SiteRows, TensorSpec, multi_lora_linear
+from plait_kernels import multi_lora_linear
 
 LENGTHS = [37, 1, 20, 63, 5, 9]
-
-
-class FrozenA(Lora):
-    """LoRA of which B alone trains."""
-
-    name = "frozen_a"
-    fused = False
-
-    def tensors(self, in_features: int, out_features: int, rank: int) -> tuple[TensorSpec, ...]:
-        a, b = super().tensors(in_features, out_features, rank)
-        return replace(a, trains=False), b
-
-    def backward(self, rows: SiteRows, saved: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None) -> None:
-        (s,), (a, b), (grad_b,) = saved, rows.tensors, rows.gradients
-        dh = rows.scale * grad
-        grad_b += dh.T @ s
-        if dx is not None:
-            dx += rows.drop(dh @ b @ a)
 
 
 def freeze(layer, adapter):
