@@ -66,7 +66,7 @@ class CapacityError(InputError):
 
 
 class CheckpointError(PlaitError, RuntimeError):
-    """A saved state is missing, cut short or altered."""
+    """A checkpoint is missing, truncated or altered."""
 
 
 def choices(names: object) -> str:

@@ -120,7 +120,7 @@ class TrackingSettings:
         uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
         experiment: MLflow experiment.
         flush_seconds: longest delay of a point, so that several are sent together; more where sending would
-            take over 2 % of the time.
+            take more than 2 % of the time.
         points: about how many steps of each curve are sent; evaluations and objectives are sent in full.
         root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
     """

@@ -126,7 +126,7 @@ class LiveJob:
         """Continue where a checkpoint says.
 
         The checkpoint has the device time up to its saving. This process's account has that too if it trained
-        the job before, with what was spent since; else only what was spent on attaching it in vain.
+        the job before, with what was spent since; else only what a failed attempt to attach it took.
         """
         before = self.cursor.device_ns
         spent = max(before, cursor.device_ns) if self.started else before + cursor.device_ns

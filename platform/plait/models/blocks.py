@@ -121,7 +121,7 @@ SHRUNK = 4  # keys that a window or chunk shows while it is tried
 
 
 def windows(model: nn.Module) -> list[tuple[Any, str, int]]:
-    """Each setting and attribute that names a window or a chunk of tokens: its owner, name and value."""
+    """Each setting and attribute that names a window or a chunk of tokens: its object, name and value."""
     owners: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -38,7 +38,7 @@ class Limits:
 
     Attributes:
         gap: relative distance between objective and bound that is good enough; 0 proves the optimum.
-        seconds: of processor time, a safety net; a plan that it cut short need not repeat, and says so.
+        seconds: of processor time, a safety net; a plan that it ended early may not repeat, and says so.
         solutions: feasible solutions after which to stop (1: the program only asks for feasibility).
     """
 

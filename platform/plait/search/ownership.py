@@ -49,7 +49,7 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """For its owner to read: ``process 18491 on vm``."""
+        """The process in words: ``process 18491 on vm``."""
         return f"process {process_id(Path(self.file))} on {host_name(self.host)}"
 
 
@@ -59,7 +59,7 @@ def process_id(file: Path) -> str:
 
 
 def owner_of(text: object) -> Owner | None:
-    """The owner that a trial names; None where it names none."""
+    """The worker that a trial names; None where it names none."""
     try:
         return Owner(**json.loads(str(text)))
     except (ValueError, TypeError):
@@ -117,13 +117,13 @@ class Workers:
         self._lock.release()
 
     def dead(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
-        """Whether nobody trains a trial of this owner any more.
+        """Whether this worker is dead, so that its trials are orphaned.
 
         Args:
             owner: as the trial names it.
             attributes: of the study, read just now.
         """
-        if owner is None:  # killed between drawing the trial and signing it
+        if owner is None:  # killed between suggesting the trial and signing it
             return True
         if owner.name == self.own.name:
             return False
@@ -135,7 +135,7 @@ class Workers:
         return self._silent(owner.name, attributes.get(BEATS + owner.name))
 
     def lives_here(self, owner: Owner) -> bool:
-        """Whether another process of this host is an owner, and lives."""
+        """Whether it is another process of this host, and alive."""
         if owner.host != self.own.host or owner.name == self.own.name:
             return False
         with suppress(FileNotFoundError):

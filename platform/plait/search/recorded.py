@@ -68,8 +68,8 @@ def quoted(text: str) -> str:
 
 
 def write_command(folder: Path, command: RecordedCommand) -> None:
-    """Keep a command in a search's folder. Only its owner may read it: going on needs it as it was given,
-    with the password of a database where an address has one, which is kept nowhere else.
+    """Keep a command in a search's folder. Only the user who started it may read it: resuming needs it as
+    it was given, with the password of a database where an address has one, which is kept nowhere else.
 
     Raises:
         StorageError: the folder cannot be written.

@@ -19,11 +19,11 @@ TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """All trials that are over, and whether the search was cut short.
+    """All trials that have ended, and whether the search ended early.
 
     Attributes:
         interrupted: by Ctrl-C or the end of its process.
-        ended_by: its owner's order ("stopping", "cancelling"), or that too many trials failed ("failing").
+        ended_by: the user's order ("stopping", "cancelling"), or "failing": too many trials failed.
         why: the same, in words.
     """
 

@@ -89,7 +89,7 @@ class Outlook:
     def __init__(self, source: TrialSource, settings: SearchSettings) -> None:
         self._source = source
         self._settings = settings
-        self._none_left: tuple[int, bool] | None = None  # what was asked for in vain: the revision, and new
+        self._none_left: tuple[int, bool] | None = None  # the last question with no answer: revision, new
         self._decided: tuple[int, str] | None = None  # at which revision, and why no more are suggested
 
     def forget(self) -> None:

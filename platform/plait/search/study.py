@@ -57,11 +57,11 @@ Result = TypeVar("Result")
 
 
 class StudyTrials:
-    """Trials drawn by Optuna and kept in its storage.
+    """Trials suggested by Optuna and kept in its storage.
 
-    Trials that nobody trains any more, since their process was killed or interrupted, are taken up first,
-    under their own numbers and with their own values. Several processes may draw from one study: each trial
-    names its owner, and is drawn, taken up and told under a lock of the study.
+    Orphaned and interrupted trials are adopted first, under their own numbers and with their own values.
+    Several processes may share one study: each trial names the worker that trains it, and is suggested,
+    adopted and reported under a lock of the study.
 
     Args:
         settings: of the search.

@@ -57,11 +57,11 @@ class TrialSource(Protocol):
         """How many failed, those that are dropped among them."""
 
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
-        """The next trial, or None when all have been drawn: by priority, then those that were cut short.
+        """The next trial, or None when none is left: by priority, then orphaned ones.
 
         Args:
-            new: whether any but those that were cut short are asked for.
-            above: only trials of a higher priority than this, as far as it is known before they are drawn.
+            new: whether any but orphaned ones are asked for.
+            above: only trials of a higher priority than this, as far as it is known beforehand.
         """
 
     def report(self, trial: Trial, step: int, value: float) -> None:
