@@ -36,7 +36,7 @@ TOP = 6  # that have them where there are more
 BAND_FROM = 30  # adapters from which on the middle of them is shown as a band
 POINTS = 60_000  # of all curves of one figure
 LEAST_POINTS = 20  # of one curve
-SVG_POINTS = 15_000  # more are drawn by WebGL
+SVG_POINTS = 15_000  # more are rendered by WebGL
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from plait.tracking import JobRecord
 from plait_dashboards.style import BLUE, GREY, SCALE, figure, say
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome, short_names
 
-LOG_RATIO = 10.0  # largest over smallest value from which on a key is drawn by its logarithm
+LOG_RATIO = 10.0  # largest over smallest value from which on a key is shown by its logarithm
 MOST_TICKS = 8
 COLOUR_MARKS = 6
 

@@ -139,7 +139,7 @@ def _by_backend(made: Problem, backend: str, x: Tensor) -> Tensor:
 
 
 def _phase(run: Callable[[Tensor], Tensor], made: Problem, phase: str) -> Callable[[], object]:
-    """One phase of a subject; the gradient of x is written anew, not added to the last one."""
+    """One phase of a subject; the gradient of x is overwritten, not added to the last one."""
 
     def backward(out: Tensor, retain: bool) -> None:
         made.x.grad = None

@@ -1,4 +1,4 @@
-"""Assumed length distributions, named so that every figure can say which it rests on.
+"""Assumed length distributions, named so that every figure can say which it assumes.
 
 Mean, skewness and kurtosis, which is what papers print, do not determine a distribution. A generator
 is therefore a family, a spread (sigma), a clip and a seed, and each is an assumption.

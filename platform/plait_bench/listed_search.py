@@ -109,7 +109,7 @@ class Timeline:
             self.ends[event.job] = event
 
     def lose(self, job: str) -> None:
-        """Nobody else trains here."""
+        """No other process trains here."""
         raise AssertionError(job)
 
     def commit(self) -> None:

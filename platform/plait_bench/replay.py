@@ -101,7 +101,7 @@ class ReplayCoordinator:
         self._jobs[job].cancelled = state, reason
 
     def pause(self, job: str) -> None:
-        """Nobody steers a replay."""
+        """A replay takes no orders."""
         raise AssertionError(job)
 
     def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:

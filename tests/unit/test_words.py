@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,13 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 1), text
 
 
+def comments(path: str) -> Iterator[tuple[int, str]]:
+    with (ROOT / path).open("rb") as source:
+        for token in tokenize.tokenize(source.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
 def yaml_files() -> list[Path]:
     return [path for folder in ("conf", "sweeps") for path in sorted((ROOT / folder).rglob("*.yaml"))]
 
@@ -129,6 +137,15 @@ def test_texts_in_code() -> None:
         f"{path}:{line} {said}"
         for path, tree in MODULES.items()
         for line, text in literals(tree)
+        for said in found_in(text)
+    ] == []
+
+
+def test_docstrings_and_comments() -> None:
+    assert [
+        f"{path}:{line} {said}"
+        for path, tree in MODULES.items()
+        for line, text in (*docstrings(tree), *comments(path))
         for said in found_in(text)
     ] == []
 

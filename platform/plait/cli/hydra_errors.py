@@ -50,7 +50,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         if key in there:
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{key} does not have all of these keys yet.", f"Add them: ++{given}")
-        if not there:  # a mapping that is filled by whoever needs it, such as a pruner's options
+        if not there:  # a mapping that others fill, such as a pruner's options
             parent = key.rpartition(".")[0]
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")

@@ -1,7 +1,7 @@
 """From Hydra's configuration and overrides to a search: many trials for a multirun, one for `plait train`.
 
 ``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: its keys read from
-``search`` by interpolation; where a plain value stands in its place, somebody set it.
+``search`` by interpolation; where a plain value stands in its place, the user set it.
 """
 
 from __future__ import annotations
@@ -293,6 +293,6 @@ def _merge_option(options: dict[str, Any], name: str, value: Any) -> None:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """What ``search`` holds where nobody set anything."""
+    """What ``search`` holds where the user set nothing."""
     loaded: dict[str, Any] = yaml.safe_load((conf_dir() / "search" / "default.yaml").read_text("utf-8"))
     return loaded

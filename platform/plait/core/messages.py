@@ -330,7 +330,7 @@ class JobSaved:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that whoever watches should know; nothing ends by it."""
+    """Something that the user should know; nothing ends by it."""
 
     text: str
 

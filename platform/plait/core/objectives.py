@@ -86,7 +86,7 @@ def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objecti
         (tuple(each.badness(value) for each, value in zip(objectives, point, strict=True)), at)
         for at, point in enumerate(points)
     )
-    # Whoever dominates a point sorts before it, so those kept so far are all that it must be compared with.
+    # What dominates a point sorts before it, so those kept so far are all that it must be compared with.
     front: list[tuple[tuple[float, ...], int]] = []
     for bad, at in keyed:
         if not any(_dominates(other, bad) for other, _ in front):

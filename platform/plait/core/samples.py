@@ -27,7 +27,7 @@ class Sample(NamedTuple):
 class Split:
     """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``.
 
-    ``rows[i]`` is the row of the source that sample i was made of; a verifier judges answers by it.
+    ``rows[i]`` is the row of the source that sample i was made of; a verifier scores answers by it.
     """
 
     tokens: Int32  # (total,)

@@ -55,7 +55,7 @@ def render(
 
     Raises:
         DataError: the chat template refuses the roles, or renders earlier turns otherwise once later ones
-            follow, so that the assistant's turns cannot be told apart.
+            follow, so that the assistant's turns cannot be distinguished.
     """
     rendered = _render(example, where, options, tokeniser)
     if options.loss == "all":

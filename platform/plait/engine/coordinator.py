@@ -197,7 +197,7 @@ class Coordinator:
     def settle(self) -> list[Event]:
         """Act on what was asked for since the last boundary: ends what was cancelled, pauses what waits.
 
-        Part of :meth:`advance`; apart, so that whoever fills the free slots knows by then what ended.
+        Part of :meth:`advance`; apart, so that the search knows what ended before it fills the free slots.
         """
         if self._stopping:
             return []

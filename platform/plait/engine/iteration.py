@@ -134,7 +134,7 @@ class Finished:
 
 
 class Finishing:
-    """Finishes jobs whose budget is spent: judges their answers and writes their adapters.
+    """Finishes jobs whose budget is spent: scores their answers and writes their adapters.
 
     Args:
         data: whose verifiers score answers.
@@ -159,7 +159,7 @@ class Finishing:
         """Generate with and export jobs that have taken all their steps.
 
         Raises:
-            StorageError: an adapter cannot be written, and nobody wants to wait until it can.
+            StorageError: an adapter cannot be written, and the coordinator is not patient.
         """
         events = self._score([job for job in done if job.name not in self._progress])
         finished = []

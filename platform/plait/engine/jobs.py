@@ -96,7 +96,7 @@ class LiveJob:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """Whoever has less is served first: higher priority, then earlier arrival."""
+        """The job with less is served first: higher priority, then earlier arrival."""
         return -self.spec.train.priority, self.arrival
 
     def next_batch(self) -> GlobalBatch:

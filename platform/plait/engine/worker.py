@@ -1,4 +1,4 @@
-"""The contract between the coordinator and whoever owns the tensors.
+"""The contract between the coordinator and the owner of the tensors.
 
 A seam: the in-process worker (:mod:`plait.engine.local_worker`) is one side of it; a worker in another
 process, or one that stands for several, is another. Commands, events and facts are picklable and hold no

@@ -101,8 +101,8 @@ def admit(
     """Choose the jobs of the next iteration.
 
     Jobs are taken by priority, then arrival; one that does not fit beside those before it is passed over,
-    and later ones may use the room. A job passed over comes first again next time, so whoever took its room
-    is preempted as soon as it fits: nobody waits for ever behind later jobs.
+    and later ones may use the room. A job passed over comes first again next time, so what took its room
+    is preempted as soon as it fits: no job waits for ever behind later ones.
 
     Args:
         predict: peak bytes of a group; must not fall when a job joins.

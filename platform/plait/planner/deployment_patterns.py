@@ -46,7 +46,7 @@ class Precision:
     """How exactly a knapsack is solved.
 
     Attributes:
-        grid: units of time that τ is told apart in.
+        grid: units of time in which τ is resolved.
         whole: most sequences of a bucket whose numbers are tried one by one; more are put together, and the
             rounding of their parts adds up.
         slack: relative; a class that may hold this much more than is asked for is not looked into further.

@@ -1,1 +1,1 @@
-"""The search: Optuna draws trials, places in the running group are filled with them, results are told."""
+"""The search: Optuna suggests trials, they fill the slots of the running group, results are reported."""

@@ -42,7 +42,7 @@ class Attend:
     Attributes:
         source: of the trials.
         board: what the views show.
-        say: a line to whoever watches.
+        say: shows a line to the user.
         read_orders: the orders of the search's user.
         unreachable: why the tracking store does not answer; empty where it does.
         store: what it is called.
@@ -75,7 +75,7 @@ class Attend:
         return orders
 
     def _watch_store(self) -> None:
-        """Say it when the tracking store goes away, and when it is back; whoever began without it knows."""
+        """Say it when the tracking store goes away, and when it is back."""
         why = self.unreachable()
         away, was = bool(why), self._away
         self._away = away

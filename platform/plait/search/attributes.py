@@ -155,7 +155,7 @@ class Kept:
         return None if warm is None else Path(warm)
 
     def clear(self, trial: Trial, *, failed: bool) -> None:
-        """The trial is over: what was kept for it goes. The weights that a failed one began with stay, since
+        """Deletes what was kept for an ended trial. The weights that a failed one started with stay, since
         it may be tried again. Nothing is raised."""
         if self.states is not None:
             remove_checkpoints(self.states / trial.name)

@@ -2,7 +2,7 @@
 
 Left out, since they change where and how fast a search runs but not what it looks for: ``tracking``,
 ``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many at once (more
-trials go on with the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
+trials resume the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from plait.search.attributes import MATERIAL, PROBLEM, TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``problem``: what is searched; ``manner``: how points are drawn. Both are flat and JSON.
+    """``problem``: what is searched; ``manner``: how points are suggested. Both are flat and JSON.
 
-    A study belongs to one problem; it may go on in another manner. The default name digests both.
+    A study belongs to one problem; it may resume in another manner. The default name digests both.
     """
 
     problem: Mapping[str, Any]
@@ -79,7 +79,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
 
 
 def comparison(search: SearchSettings) -> dict[str, Any]:
-    """What trials are judged by; two searches must share it for one to know what the other's trials mean."""
+    """What trials are rated by; two searches must share it for one to know what the other's trials mean."""
     several = len(search.objectives) > 1
     metrics = [each.metric for each in search.objectives]
     directions = [each.direction for each in search.objectives]
@@ -131,7 +131,7 @@ def sign(study: Study, identity: Identity) -> None:
 
 
 def check_problem(study: Study, identity: Identity) -> None:
-    """The study searches what is asked for; an empty one that nobody has signed is signed.
+    """The study searches what is asked for; an empty one without a signature is signed.
 
     Raises:
         SearchError: it searches something else, or Plait did not make it.

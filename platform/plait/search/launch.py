@@ -133,7 +133,7 @@ class SearchRecorder:
 
 
 def run_search(command: SearchCommand, screen: Screen) -> int:
-    """Run a search, or go on with it; the exit status (DESIGN §1).
+    """Run a search, or resume it; the exit status (DESIGN §1).
 
     Raises:
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
@@ -310,7 +310,7 @@ def _remember(command: SearchCommand, name: str, *, finished: bool = False, conc
 
 
 def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list[str]:
-    """What is to be said where a search that goes on was recorded in another store before."""
+    """What to say where a search that resumes was recorded in another store before."""
     now = store_elsewhere(tracking)
     if now == recorded.store:
         return []
@@ -341,7 +341,7 @@ def check_here(cluster: ClusterSettings) -> None:
 
 
 def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, ...]:
-    """The command line that goes on with a search: the same, but not anew, and whatever fails where too much
+    """The command line that resumes a search: the same, without ``fresh``, and whatever fails where too much
     did."""
     left = {"search.fresh", TRY_ALL.partition("=")[0]} if gave_up else {"search.fresh"}
     words = tuple(word for word in command if word.lstrip("+").partition("=")[0] not in left)

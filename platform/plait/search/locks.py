@@ -32,7 +32,7 @@ class LifeLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._lock = FileLock(path, thread_local=False, poll_interval=POLL_SECONDS)
-        self._lock.acquire()  # made again where somebody took the file for a dead process's in between
+        self._lock.acquire()  # made again where another process took the file for a dead one's in between
 
     def release(self) -> None:
         """This process takes no more part."""

@@ -14,7 +14,7 @@ from plait.core.settings import SearchSettings
 from plait.data import generation_limit, parse_options
 from plait.search.rungs import rung_metric
 
-# Metrics that can be an objective (named in ``plait.tracking.names``); each is judged by its last value.
+# Metrics that can be an objective (named in ``plait.tracking.names``); its last value counts.
 METRICS = (
     "eval/loss",
     "eval/accuracy",
@@ -98,7 +98,7 @@ def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> No
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
     """Every job's data gives the objectives, or all jobs would fail at their ends; and what constraints and
-    rungs judge.
+    rungs compare.
 
     Raises:
         ConfigError: a loss over validation rows of which there are none, or the accuracy of answers that

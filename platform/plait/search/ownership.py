@@ -3,7 +3,7 @@
 A process on this host is dead when the lock on its file is free: at once, and without any clock. One on
 another host counts up a number in the study; it is dead when that number has stood still in several looks
 that lie a beat apart by this process's own rising clock. Wall clocks may jump, and a storage may be away:
-while nobody can look, no worker is called dead.
+while none can look, no worker is called dead.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def owner_of(text: object) -> Owner | None:
 
 
 def trainer_of(item: FrozenTrial) -> Owner | None:
-    """Who trains it; None where nobody signed it."""
+    """The worker that trains it; None where none signed it."""
     return owner_of(item.user_attrs.get(OWNER))
 
 

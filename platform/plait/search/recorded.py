@@ -44,7 +44,7 @@ class RecordedCommand:
     concluded: bool = False
 
     def words(self, more: Sequence[str] = ()) -> list[str]:
-        """The command that goes on: not anew, under its own name, in its own store whatever the environment
+        """The resuming command: without ``fresh``, by its own name, in its own store whatever the environment
         says now, with further overrides in place of earlier ones."""
         if self.store and URI not in map(key_of, (*self.arguments, *more)):
             more = [*more, f"{URI}={quoted(self.store)}"]

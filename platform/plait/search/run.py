@@ -27,7 +27,7 @@ from plait.search.results import SearchResult, failure_limit
 from plait.search.stopper import Stopper
 from plait.search.trials import Coordinator, Recorder, Trial, TrialSource
 
-WAIT_SECONDS = 0.2  # between two looks, where nobody trains
+WAIT_SECONDS = 0.2  # between two looks, where no trial runs
 LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
 ENDING = ("stopping", "cancelling")  # orders after which no further trial is suggested
 ORDERED = "as `plait control` asked for"
@@ -44,7 +44,7 @@ class RunningTrial:
         state: RUNNING while it holds a slot of the search, even if the engine preempted it; else PAUSED.
         at_rung: it left its slot at a rung, so that the end of a pause does not bring it back.
         released: its rung is decided and it was let past; it waits for a slot.
-        by_order: it was told to pause.
+        by_order: the user ordered the pause.
         adopted: another worker trains it now: it ends here without a word to the study.
     """
 
@@ -284,7 +284,7 @@ class SearchLoop:
             job = self._make_job(trial)
         except StorageError:
             raise
-        except InputError as error:  # nobody has heard of this job yet
+        except InputError as error:  # no record of this job exists yet
             self._source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
             return None
         self._recorder.start_job(job, trial.number)
@@ -341,7 +341,7 @@ class SearchLoop:
         return None if self._reported_end else self._source.total
 
     def _wait(self) -> bool:
-        """Nobody trains, and no trial can begin: False when nothing more can come."""
+        """No trial runs and none can begin: False when nothing more can come."""
         if not self._trials:
             others = self._source.wait()
             if others and not self._waited:

@@ -499,7 +499,7 @@ def _threshold(ask: RuleRequest) -> PerTrialRule:
 
 
 def _never(ask: RuleRequest) -> PerTrialRule:
-    """Stops nobody: ``search.stopping.divergence``, which goes with any rule, is all there is."""
+    """Stops no trial: ``search.stopping.divergence``, which goes with any rule, is all there is."""
     return PerTrialRule(ask.steps, lambda _: None)
 
 

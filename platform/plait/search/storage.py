@@ -58,13 +58,13 @@ def from_anywhere(storage: str | None) -> str | None:
 
 
 def in_memory() -> BaseStorage:
-    """A storage that ends with the process, for studies that nobody goes on with."""
+    """A storage that ends with the process, for studies that are never resumed."""
     return InMemoryStorage()
 
 
 def study_lock(storage: BaseStorage, name: str, what: str = "study") -> AbstractContextManager[None]:
     """What one process at a time holds while it takes a trial of a study, or tells of one; or does something
-    else (``what``), which holds up nobody who does that.
+    else (``what``), which holds up no other process.
 
     Processes that use a file are on one host. PostgreSQL serves several hosts. A storage in memory is for one
     process.
@@ -195,7 +195,7 @@ class Journal(JournalFileBackend):
 
 FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 10.0
-SLICE = 0.25  # seconds of waiting between two looks at whether somebody asked to stop
+SLICE = 0.25  # seconds of waiting between two looks at whether to stop
 Result = TypeVar("Result")
 
 
@@ -219,7 +219,7 @@ class Patience:
     """Repeats what a storage could not do until it can. What is repeated must bear it.
 
     Args:
-        say: told when the waiting begins and when it is over.
+        say: called when the waiting begins and when it ends.
         stop: asked while waiting; True gives up.
         sleep: waits so many seconds.
     """
@@ -238,7 +238,7 @@ class Patience:
         """The result of an action that reads or writes the study.
 
         Raises:
-            StorageError: somebody asked to stop while the storage was away.
+            StorageError: a stop was asked for while the storage was away.
         """
         delay, waited = FIRST_DELAY, False
         while True:

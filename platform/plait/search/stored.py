@@ -71,7 +71,7 @@ class StudyFacts:
 
 
 def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
-    """Importance of every key of a study's space, and its objectives; whatever is in the way is told in
+    """Importance of every key of a study's space, and its objectives; what is in the way is said in
     ``importance.trouble``, not raised.
 
     Args:
@@ -114,7 +114,7 @@ def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
 
 
 def _missing_file(storage: str | None, root: Path) -> Path | None:
-    """The file that opening the storage would make anew: reading makes none."""
+    """The file that opening the storage would create: reading creates none."""
     if storage is None:
         path = root / JOURNAL
     elif "://" not in storage:

@@ -1,4 +1,4 @@
-"""An Optuna study as a source of trials: ask, tell, and going on after an interruption."""
+"""An Optuna study as a source of trials: suggest, report, and resume after an interruption."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StudyTrials:
 
     Attributes:
         own: numbers of the trials that this process trains.
-        revision: rises when a trial is drawn, enqueued or ended here.
+        revision: rises when a trial is suggested, enqueued or ended here.
         token: tells this study from an earlier one of its name.
         states_folder: where the states of its trials lie; None without a folder.
 
@@ -145,7 +145,7 @@ class StudyTrials:
 
     @property
     def over(self) -> int:
-        """How many of them are over, those among them that were dropped and others drawn in their place."""
+        """How many have ended, with those that were dropped and replaced by new ones."""
         return sum(item.state.is_finished() for item in self.patience(self._trials))
 
     @property
@@ -194,15 +194,15 @@ class StudyTrials:
     # ---- drawing and taking up -----------------------------------------------------------------------------
 
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
-        """The next trial, or None when all have been drawn: by priority, then those that nobody trains any
-        more, then those whose values are known, then new ones.
+        """The next trial, or None when none is left: by priority, then orphaned ones, then those whose values
+        are known, then new ones.
 
         Args:
-            new: whether any but those that nobody trains any more are asked for.
-            above: only trials of a higher priority than this, as far as it is known before they are drawn.
+            new: whether any but orphaned ones are asked for.
+            above: only trials of a higher priority than this, as far as it is known beforehand.
         """
         trial = self._locked(lambda: self._ask(new, above))
-        if trial is not None:  # only now: what an attempt took that came to nothing is nobody's
+        if trial is not None:  # only now: a failed attempt leaves no owner behind
             self._claims.add(trial.number)
             self.revision += 1
         return trial
@@ -235,7 +235,7 @@ class StudyTrials:
         return True
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
-        trials = self._drawn_trials()
+        trials = self._complete_trials()
         self._claims.notice(trials, self._kept.resume_from)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self._claims.orphans(trials), *waiting]
@@ -265,12 +265,12 @@ class StudyTrials:
     def _take(self, item: FrozenTrial) -> Trial:
         """Sign a trial, and draw what values it lacks."""
         self._claims.sign(item)
-        return self._trial(self._drawn_trials()[item.number])
+        return self._trial(self._complete_trials()[item.number])
 
-    def _drawn_trials(self) -> list[FrozenTrial]:
-        """All trials, those that are running with all their values: trials are drawn under the study's lock,
-        so one that lacks some while this process has it is about to be drawn, or its process was killed as
-        it drew them."""
+    def _complete_trials(self) -> list[FrozenTrial]:
+        """All trials, those that run with all their values: values are suggested under the study's lock, so
+        a trial that lacks some while this process has it waits for them, or its process was killed as it
+        suggested them."""
         trials = self._trials()
         names = self._distributions.keys()
         cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
@@ -450,7 +450,7 @@ def open_study(
         workers: this process among others.
 
     Raises:
-        SearchError: the study has another space, it is to be begun anew while others train it, or
+        SearchError: the study has another space, it is to be restarted while others train it, or
             ``search.prior`` has nothing to say.
     """
     with study_lock(storage, name):
@@ -467,7 +467,7 @@ def open_study(
 
 
 def _delete(study: Study, storage: BaseStorage, folder: Path | None, workers: Workers | None) -> None:
-    """Delete a study that is begun anew, with the states of its trials.
+    """Delete a study that is restarted, with the checkpoints of its trials.
 
     Raises:
         SearchError: another process on this host trains it.

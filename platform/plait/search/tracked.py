@@ -1,4 +1,4 @@
-"""Where a search is recorded: asked of its study, so that it can go on while the tracking store is away."""
+"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is away."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tracked_run(storage: BaseStorage, name: str, settings: RunSettings, away: Aw
     """The run of a search, if it was recorded in the store of the settings before. Makes no study.
 
     Raises:
-        AwayError: it was not, and the store is away: then nobody knows whether the address is right.
+        AwayError: it was not, and the store is away: then it is unknown whether the address is right.
     """
     run_id, store = "", ""
     if not settings.search.fresh:
@@ -87,7 +87,7 @@ def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
 
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
-    """What is said where a search goes on without its store."""
+    """What to say where a search resumes without its store."""
     folder = logs_folder(settings.tracking.root.absolute(), name)
     return f"{away.value}. Records are buffered in {folder} and sent when it answers."
 

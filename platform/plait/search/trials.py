@@ -38,7 +38,7 @@ class Trial:
 
 
 class TrialSource(Protocol):
-    """Who draws the trials and is told how they went."""
+    """Suggests the trials and records how they ended."""
 
     @property
     def revision(self) -> int:

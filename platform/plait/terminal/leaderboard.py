@@ -90,7 +90,7 @@ def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[Job
     """A column's cells without what says nothing new."""
     if name == "reason":
         return [None if record.state == JobState.FINISHED else record.reason for record in records]
-    if name == "steps":  # of those that go on, how many there are to be
+    if name == "steps":  # of trials that continue, how many there are to be
         return [_progress(record) for record in records]
     if name in ("best_eval_loss", "best_eval_step"):
         return [

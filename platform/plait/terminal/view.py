@@ -84,7 +84,7 @@ class Terminal:
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # Drawn by events and not by a thread: the board must not change while it is drawn.
+            # Events refresh it, not a thread: the leaderboard must not change while it is drawn.
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
         return self

@@ -199,7 +199,7 @@ def _check_server(location: Location) -> None:
     except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         if isinstance(cause, ssl.SSLError):
-            return  # it answers; which certificates to trust, MLflow's client is told by its own settings
+            return  # it answers; which certificates to trust is for the settings of MLflow's client
     raise AwayError(
         f"tracking.uri={location}: no answer ({cause})",
         "An MLflow server must answer at this address.",

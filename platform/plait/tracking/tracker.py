@@ -444,7 +444,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Whoever interrupts twice, or has a full disk, does not want to wait for a server that is away.
+        # After a second interrupt, or with a full disk, no one wants to wait for a server that is away.
         patience = None if error is None else LAST_SECONDS
         try:
             if error is None:

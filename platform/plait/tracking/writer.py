@@ -21,7 +21,7 @@ from plait.tracking.event_log import EventLog
 from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags
 
 BATCH = 16_000  # records that are gathered into one set of requests
-SHARE = 0.02  # of the time may go into sending while nobody waits for it
+SHARE = 0.02  # of the time may go into sending while nothing waits for it
 LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
 AWAY_ATTEMPTS = 3  # that failed in a row, before the store counts as away
 ATTEMPTS = 4  # of one request, before flush() or close() give up
@@ -179,7 +179,7 @@ class Writer:
             return True
         try:
             batch = self._log.peek(BATCH)
-        except (StorageError, OSError, ValueError) as error:  # whoever appends is told, too
+        except (StorageError, OSError, ValueError) as error:  # who appends sees it, too
             self._failed(error)
             return False
         self._requests.extend(gather(batch))

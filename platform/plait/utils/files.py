@@ -1,6 +1,6 @@
 """Files and folders that are whole or absent: written beside their place, through to the disk, then renamed.
 
-Whoever writes by these says in its own words what is wrong where an OSError comes out of them.
+They raise OSError; the caller says in its own words what is wrong.
 """
 
 from __future__ import annotations

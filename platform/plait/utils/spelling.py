@@ -1,4 +1,4 @@
-"""Which of the names that there are somebody most likely meant by one that there is not."""
+"""The known name that a mistyped one most likely means."""
 
 from __future__ import annotations
 
