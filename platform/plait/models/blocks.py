@@ -238,7 +238,10 @@ def attention_forward(
     rule = AttentionRule(scale, sliding_window, softcap)
     heads = Heads(query.shape[1], key.shape[1])
     size, wanted = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    padded = [nn.functional.pad(part, (0, size - part.shape[-1])) for part in (query, key, value)]
+    padded = [  # padding by nothing would still copy
+        part if part.shape[-1] == size else nn.functional.pad(part, (0, size - part.shape[-1]))
+        for part in (query, key, value)
+    ]
     qkv = torch.cat(padded, dim=1).squeeze(0).transpose(0, 1).flatten(1)
     if packed.cache is None:
         out = packed_attention(qkv, heads, packed.layout, rule)
