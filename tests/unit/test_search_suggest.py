@@ -216,7 +216,7 @@ def test_workers_of_one_study_draw_no_point_twice(
     sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both are in this process, so that neither finds the other's lock taken.
-    monkeypatch.setattr("plait.search.ownership.Workers.gone", lambda *_: False)
+    monkeypatch.setattr("plait.search.ownership.Workers.dead", lambda *_: False)
 
     def opened() -> StudyTrials:
         return source(NUMBERS, open_storage(None, tmp_path), tmp_path / "s", sampler=sampler)
