@@ -156,7 +156,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     assert waiting(folder) > STEPS
 
     second = begin(arguments)  # and begins without it
-    second.until("is sent once it answers")
+    second.until("sent when it answers")
     second.until("trial-0002 started")
     second.signal(signal.SIGSTOP)  # a tiny search would be over before the server is back
     server.start()
