@@ -20,12 +20,21 @@ from plait.cost.fitting import Fit
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
-from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, expected_counts, fixed_buckets
-from plait.planner.deployment import Deployment, best_equal_replicas, deploy, exact_deployment
-from plait.planner.dispatch import Dispatch, check_coverage, device_seconds, dispatch, dispatch_of, spread
-from plait.planner.dispatch_search import ReplicaKind, relaxed_shares
+from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, fixed_buckets
+from plait.planner.deployment import Deployment, best_equal_replicas, deploy
+from plait.planner.dispatch import (
+    Dispatch,
+    ReplicaKind,
+    check_coverage,
+    device_seconds,
+    dispatch,
+    dispatch_of,
+    relaxed_shares,
+    spread,
+)
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
+from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator, sigma_from_skewness
 
@@ -188,6 +197,12 @@ def deployment(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     )
 
 
+def expected_counts(counts: Sequence[int], batch: int) -> tuple[int, ...]:
+    """B_j = ⌈B·f_j⌉ of a batch, from the counts of a large sample (LobRA Eq. 2)."""
+    total = sum(counts)
+    return tuple(-(-batch * count // total) for count in counts)
+
+
 def compare(
     profile: ClusterProfile, tasks: Sequence[Task], assumption: Assumption, published: Rows
 ) -> list[Figure]:
@@ -197,7 +212,7 @@ def compare(
     buckets = workload.buckets(profile)
     counts = workload.expected(buckets)
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
-    theirs = dispatch(replicas(costs, published), counts, DEPLOY_LIMITS)
+    theirs = exact_dispatch(replicas(costs, published), counts, DEPLOY_LIMITS)
     figures = []
     needs = _needs_largest(replicas(costs, published), costs, counts)
     for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
@@ -353,8 +368,8 @@ def _step_seconds(
     return [
         max(kind.cost.seconds([-(-count // kind.count) for count in fixed.counts]) for kind in fused),
         length_based(published, fixed.counts).makespan,
-        dispatch(published, fixed.counts, STEP_LIMITS).makespan,
-        dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,
+        exact_dispatch(published, fixed.counts, STEP_LIMITS).makespan,
+        exact_dispatch(replicas(moved, rows["published"]), moving.counts, STEP_LIMITS).makespan,
         spread(ours, moving.counts, dispatch(ours, moving.counts)).makespan,
     ]
 

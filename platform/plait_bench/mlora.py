@@ -20,10 +20,11 @@ from plait.cost.memory import MemoryModel, MemoryObservation
 from plait.cost.probes import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.cost.time import StageTime
 from plait.models import BaseModel, load_model
-from plait.simulate.events import BackwardFirst, GPipe, Order, Pipeline, Run, Work, simulate
+from plait.simulate.events import Order, Pipeline, Run, Work, simulate
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
 from plait_bench.inputs import OPTIONS, at_least_one
+from plait_bench.pipelines import BackwardFirst, GPipe
 from plait_kernels.loss import CHUNK_LOGITS
 
 SECTION_3 = "mLoRA §3.2.2"
@@ -69,7 +70,7 @@ def _run(stages: int, jobs: int, split: int, turns: int, order: Order, forward: 
 
 
 def _idle(run: Run, stages: int, begin: int, end: int) -> Fraction:
-    busy = sum(round(run.busy(0, stage, begin, end)) for stage in range(stages))
+    busy = sum(round(max(0, min(span.end, end) - max(span.start, begin))) for span in run.spans)
     return 1 - Fraction(busy, stages * (end - begin))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
@@ -18,11 +18,11 @@ from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.planner.buckets import dynamic_buckets
 from plait.planner.deployment import deploy, relaxation_bound
-from plait.planner.dispatch import dispatch, spread
-from plait.planner.dispatch_search import ReplicaKind
-from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
+from plait.planner.dispatch import ReplicaKind, dispatch, spread
+from plait.planner.dispatch_step import Replicas, StepPlan, plan_step
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
+from plait_bench.exact import exact_dispatch
 from plait_bench.inputs import OPTIONS, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
 from plait_bench.lorafusion import read_options, scheduler_time
@@ -134,7 +134,7 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> li
         seconds["by replica"].append(perf_counter() - begin)
         seconds[WHOLE_STEP].append(sum(seconds[name][-1] for name in parts))
         begin = perf_counter()
-        exact = dispatch(kinds, buckets.counts, ILP)
+        exact = exact_dispatch(kinds, buckets.counts, ILP)
         seconds["program"].append(perf_counter() - begin)
         for name, result in (("search", found), ("by replica", each), ("program", exact)):
             gaps[name].append(result.gap)
@@ -146,6 +146,35 @@ def _dispatch_figures(profile: ClusterProfile, batches: Int64, rows: Rows) -> li
             for name, each in gaps.items()
         ),
     ]
+
+
+class StepPlanner:
+    """Plans the next step in another process while this one trains.
+
+    Args:
+        executor: where plans are made; the caller shuts it down.
+    """
+
+    def __init__(self, replicas: Replicas, executor: Executor) -> None:
+        self._replicas = replicas
+        self._executor = executor
+        self._ahead: tuple[tuple[int, ...], Future[StepPlan]] | None = None
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Start on the next step's samples."""
+        key = tuple(lengths)
+        self._ahead = key, self._executor.submit(plan_step, key, self._replicas)
+
+    def take(self, lengths: Sequence[int]) -> StepPlan:
+        """The plan of these samples: the prepared one where they are the same, else made now.
+
+        Raises:
+            CapacityError: a sample fits into no replica.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == tuple(lengths):
+            return ahead[1].result()
+        return plan_step(lengths, self._replicas)
 
 
 def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_seconds: float) -> list[Figure]:

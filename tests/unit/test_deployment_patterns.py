@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import completed, deploy, exact_deployment, relaxation_bound, search
+from plait.planner.deployment import completed, deploy, relaxation_bound, search
 from plait.planner.deployment_patterns import PRECISIONS, Patterns, Pricing, Ranges
-from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.dispatch import ReplicaKind
+from plait_bench.exact import exact_deployment
 
 
 def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], int]:

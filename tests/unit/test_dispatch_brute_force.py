@@ -11,9 +11,9 @@ import pytest
 from plait.core.errors import CapacityError
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import deploy, exact_deployment, relaxation_bound
-from plait.planner.dispatch import EXACT, ReplicaKind, dispatch, spread
-from plait.planner.dispatch_search import greedy, makespan, single
+from plait.planner.deployment import deploy, relaxation_bound
+from plait.planner.dispatch import ReplicaKind, dispatch, greedy, makespan, single, spread
+from plait_bench.exact import exact_deployment, exact_dispatch
 from plait_bench.lobra import length_based
 
 TIME = TimeModel(
@@ -85,7 +85,7 @@ def _instance(seed: int) -> tuple[list[ReplicaKind], list[int]]:
 @pytest.mark.parametrize("seed", range(100))
 def test_dispatch_equals_brute_force(seed: int) -> None:
     kinds, counts = _instance(seed)
-    exact, quick = dispatch(kinds, counts, EXACT), dispatch(kinds, counts)
+    exact, quick = exact_dispatch(kinds, counts), dispatch(kinds, counts)
     least = _best(kinds, counts)
     assert exact.makespan == pytest.approx(least, rel=1e-6)
     assert exact.bound == pytest.approx(least, rel=1e-5)
@@ -127,7 +127,7 @@ def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
     if equal_shares:
         return
     for enumerated in (0, 4000):
-        searched = deploy(costs, counts, devices, enumerated=enumerated)
+        searched = deploy(costs, counts, devices, most_enumerated=enumerated)
         assert searched.bound <= least * (1 + 1e-9)
         assert searched.makespan >= least * (1 - 1e-9)
         assert sum(kind.devices for kind in searched.kinds) <= devices

@@ -17,11 +17,12 @@ from plait.core.errors import CapacityError, ConfigError, DataError
 from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
-from plait.planner.buckets import dynamic_buckets, expected_counts, fixed_buckets
+from plait.planner.buckets import dynamic_buckets, fixed_buckets
 from plait.planner.deployment import best_equal_replicas, deploy, weigh_change
 from plait.planner.dispatch import device_seconds
-from plait.planner.dispatch_step import Replicas, StepPlanner, plan_step
-from plait_bench.lobra import Assumption, Task, compare, costs_of
+from plait.planner.dispatch_step import Replicas, plan_step
+from plait_bench.lobra import Assumption, Task, compare, costs_of, expected_counts
+from plait_bench.planning_time import StepPlanner
 
 ROOT = Path(__file__).resolve().parents[2]
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})
@@ -147,7 +148,7 @@ def test_search_keeps_a_replica_for_the_longest_sequence() -> None:
     """Without its rare, large replica a deployment leaves the longest sequence nowhere: it must not win."""
     shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
     costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
-    found = deploy(costs, [300, 40, 1], 24, enumerated=0)
+    found = deploy(costs, [300, 40, 1], 24, most_enumerated=0)
     assert any(kind.cost.configuration.max_tokens == 16384 for kind in found.kinds)
     assert found.bound <= found.makespan
 

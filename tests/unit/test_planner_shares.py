@@ -16,7 +16,7 @@ from plait.planner.packing_exact import packed_batches
 from plait.planner.schedule import build_schedule, turns
 from plait.planner.verify import verify, violations
 from plait.simulate.forecast import PlanOptions, plan_pipelines
-from plait.simulate.report import measure
+from plait.simulate.report import measure, most_held
 
 
 def global_batch(job: str, lengths: list[int], step: int = 0) -> GlobalBatch:
@@ -103,6 +103,7 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     assert metrics.tokens_per_second == pytest.approx(
         sum(sum(b.lengths) for own in batches.values() for b in own) / run.makespan
     )
-    assert metrics.peak_in_flight[0, 0] == 3
+    first = [span for span in run.spans if (span.replica, span.stage) == (0, 0)]
+    assert max(most_held(first, [1] * len(pipelines[0].works)).values()) == 3
     slower = plan_pipelines(plan, time, replace(options, bandwidths={0: 1e6}))
     assert measure(slower)[0].makespan > metrics.makespan

@@ -75,12 +75,6 @@ def fixed_buckets(lengths: Sequence[int] | Int64, boundaries: Sequence[int]) -> 
     return Buckets(tuple(edge for edge, _ in kept), tuple(count for _, count in kept), int(s.sum()))
 
 
-def expected_counts(counts: Sequence[int], batch: int) -> tuple[int, ...]:
-    """B_j = ⌈B·f_j⌉ of a batch, from the counts of a large sample (LobRA Eq. 2)."""
-    total = sum(counts)
-    return tuple(-(-batch * count // total) for count in counts)
-
-
 def _least_padding(
     edges: Int64, counts: npt.NDArray[np.int64], buckets: int, keep: set[int]
 ) -> tuple[int, ...]:

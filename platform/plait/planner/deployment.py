@@ -18,11 +18,21 @@ import numpy as np
 from scipy.optimize import linprog
 
 from plait.core.errors import CapacityError
+from plait.core.samples import Int64
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.planner.deployment_patterns import TOLERANCE, Patterns, Ranges, Replicas
-from plait.planner.dispatch import EXACT, Dispatch, check_coverage, dispatch, dispatch_of, spread
-from plait.planner.dispatch_search import Int64, ReplicaKind, descend, relaxed_shares, single
-from plait.planner.solver import Limit, Limits
+from plait.planner.dispatch import (
+    Dispatch,
+    ReplicaKind,
+    check_coverage,
+    descend,
+    dispatch,
+    dispatch_of,
+    relaxed_shares,
+    single,
+    spread,
+)
+from plait.planner.solver import Limit
 
 GAP = 0.01  # relative distance to the bound that is good enough
 ENUMERATED = 4_000  # so many deployments or fewer are enumerated where the search leaves the bound open
@@ -96,7 +106,7 @@ def deploy(
     devices: int,
     *,
     gap: float = GAP,
-    enumerated: int = ENUMERATED,
+    most_enumerated: int = ENUMERATED,
 ) -> Deployment:
     """The deployment with the least expected makespan, sequences shared out replica by replica.
 
@@ -107,39 +117,14 @@ def deploy(
     Raises:
         CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
     """
-    able = _able(costs, counts, devices)
-    plan = search(able, counts, devices, bound=relaxation_bound(able, counts, devices), goal=gap)
-    every = list(itertools.islice(_maximal(able, devices), enumerated + 1))
-    if plan.gap <= gap or len(every) > enumerated:
+    allowed = able(costs, counts, devices)
+    plan = search(allowed, counts, devices, bound=relaxation_bound(allowed, counts, devices), goal=gap)
+    every = list(itertools.islice(maximal(allowed, devices), most_enumerated + 1))
+    if plan.gap <= gap or len(every) > most_enumerated:
         return plan
-    other = _enumerated(able, counts, every, lambda kinds: _by_replica(kinds, counts), gap=gap)
+    other = enumerated(allowed, counts, every, lambda kinds: _by_replica(kinds, counts), gap=gap)
     best = min(plan, other, key=lambda each: each.makespan)
     return replace(best, bound=min(max(plan.bound, other.bound), best.makespan))
-
-
-def exact_deployment(
-    costs: Sequence[ReplicaCost],
-    counts: Sequence[int],
-    devices: int,
-    *,
-    equal_shares: bool = False,
-    limits: Limits = EXACT,
-) -> Deployment:
-    """The optimum by enumeration and integer programs; for small instances.
-
-    Args:
-        equal_shares: evaluate by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
-            sequences are shared out replica by replica, which is never slower and what a step does.
-
-    Raises:
-        CapacityError: as :func:`deploy`.
-    """
-
-    def evaluate(kinds: tuple[ReplicaKind, ...]) -> Dispatch:
-        return dispatch(kinds if equal_shares else single(kinds), counts, limits)
-
-    able = _able(costs, counts, devices)
-    return _enumerated(able, counts, list(_maximal(able, devices)), evaluate, gap=0.0)
 
 
 def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
@@ -410,12 +395,17 @@ def kinds_of(costs: Sequence[ReplicaCost], replicas: Replicas) -> tuple[ReplicaK
     return tuple(ReplicaKind(cost, count) for cost, count in zip(costs, replicas, strict=True) if count)
 
 
-def _able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> list[ReplicaCost]:
-    able = [cost for cost in costs if cost.configuration.devices <= devices]
-    if not able:
+def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> list[ReplicaCost]:
+    """The configurations that the devices hold.
+
+    Raises:
+        CapacityError: there is none, or a bucket fits into none.
+    """
+    found = [cost for cost in costs if cost.configuration.devices <= devices]
+    if not found:
         raise CapacityError(f"{devices} devices", "No configuration is that small.", "Add devices.")
-    check_coverage([ReplicaKind(cost, 1) for cost in able], counts)
-    return able
+    check_coverage([ReplicaKind(cost, 1) for cost in found], counts)
+    return found
 
 
 def _by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
@@ -423,7 +413,7 @@ def _by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch
     return spread(kinds, counts, dispatch(kinds, counts))
 
 
-def _enumerated(
+def enumerated(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
     deployments: Sequence[Replicas],
@@ -453,7 +443,7 @@ def _enumerated(
     return replace(best, bound=min([*bounds, best.makespan]), limit_hit=limit_hit)
 
 
-def _maximal(costs: Sequence[ReplicaCost], devices: int) -> Iterator[Replicas]:
+def maximal(costs: Sequence[ReplicaCost], devices: int) -> Iterator[Replicas]:
     """Every choice of replica counts that leaves no room for another replica.
 
     More replicas are never slower: an added one may stay idle.

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
+from plait.core.samples import Int64
 from plait.cost.replica import ReplicaCost
-from plait.planner.dispatch import device_seconds
-from plait.planner.dispatch_search import Float64, Int64
+from plait.planner.dispatch import Float64, device_seconds
 from plait.planner.solver import Limit, Limits, Program, solve
 
 Int16 = npt.NDArray[np.int16]

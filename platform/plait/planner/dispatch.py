@@ -1,158 +1,49 @@
-"""Dispatch of one step's sequences to the replicas of a deployment (LobRA Eq. 3).
+"""Dispatch of one step's sequences to the replicas of a deployment (LobRA Eq. 3), without a solver.
 
 Replicas of one kind share what their kind gets: d_kj sequences of bucket j go to the p_k replicas of
 kind k, so that one of them takes e_kj = ⌈d_kj / p_k⌉ and the step takes max_k T(e_k). T grows with every
 e_kj, so it is solved in e alone, covering each bucket (Σ_k p_k·e_kj ≥ B_j); any split of B_j within that
 cover is an optimal d. :func:`spread` then gives up equal shares: replicas of a kind may differ by a
 sequence, which Eq. 3 does not allow and which is never slower.
+
+A bound by linear programming, rounding, and descent by small moves: a few milliseconds a step.
+
+Shares: e (K, R) integer, sequences of bucket j that one replica of kind k takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heapreplace
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
 
 from plait.core.errors import CapacityError
+from plait.core.samples import Int64
 from plait.cost.replica import ReplicaCost
-from plait.planner.dispatch_search import (
-    Float64,
-    Int64,
-    ReplicaKind,
-    descend,
-    greedy,
-    makespan,
-    relaxed_shares,
-    rounded,
-    single,
-    spread_shares,
-    whole_totals,
-)
-from plait.planner.solver import Limit, Limits, Program, Solution, solve
+from plait.planner.solver import Limit
 
-EXACT = Limits(nodes=10**7, seconds=600.0)
+Float64 = npt.NDArray[np.float64]
+
+MAX_MOVES = 200
+CHAINS = 20  # two-step moves looked at before a local optimum is accepted
+EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Variables of one kind and bucket.
+class ReplicaKind:
+    """``count`` replicas of one configuration."""
 
-    Attributes:
-        share: e, sequences of one replica.
-        microbatches: m ≥ e / b; the share itself where b = 1.
-        used, full, largest: only with a pipeline: e > 0, whether a microbatch is full, and the
-            sequences of the largest microbatch.
-    """
+    cost: ReplicaCost
+    count: int
 
-    share: int
-    microbatches: int
-    used: int | None = None
-    full: int | None = None
-    largest: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchProgram:
-    """minimise τ subject to T(e_k) ≤ τ for each kind and Σ_k p_k·e_kj ≥ B_j for each bucket."""
-
-    program: Program
-    tau: int
-    kinds: tuple[ReplicaKind, ...]
-    buckets: tuple[tuple[_Bucket, ...], ...]
-    longest: tuple[int | None, ...]
-
-    @classmethod
-    def of(
-        cls, kinds: Sequence[ReplicaKind], counts: Sequence[int], *, most_seconds: float
-    ) -> DispatchProgram:
-        """The program for these replicas and sequences; solutions above ``most_seconds`` are cut off."""
-        program = Program()
-        tau = program.variable(upper=most_seconds, cost=1.0)
-        buckets, longest = [], []
-        for kind in kinds:
-            columns = tuple(_add_bucket(program, kind, j, int(counts[j])) for j in range(kind.cost.supported))
-            slowest = program.variable() if kind.cost.ramp else None
-            _add_seconds(program, kind.cost, columns, slowest, tau)
-            buckets.append(columns)
-            longest.append(slowest)
-        for j, count in enumerate(counts):
-            if count:
-                able = [
-                    (kind, columns) for kind, columns in zip(kinds, buckets, strict=True) if j < len(columns)
-                ]
-                program.row([(columns[j].share, float(kind.count)) for kind, columns in able], lower=count)
-        return cls(program, tau, tuple(kinds), tuple(buckets), tuple(longest))
-
-    def start(self, shares: Int64) -> list[float]:
-        """Values of all variables for given shares."""
-        values = [0.0] * len(self.program.costs)
-        for kind, columns, slowest, row in zip(self.kinds, self.buckets, self.longest, shares, strict=True):
-            for j, column in enumerate(columns):
-                share, batch = int(row[j]), int(kind.cost.batch[j])
-                values[column.share] = share
-                values[column.microbatches] = -(-share // batch)
-                for variable, value in (
-                    (column.used, share > 0),
-                    (column.full, share >= batch),
-                    (column.largest, min(share, batch)),
-                ):
-                    if variable is not None:
-                        values[variable] = float(value)
-            seconds = kind.cost.seconds(row)
-            if slowest is not None:
-                values[slowest] = kind.cost.longest(row)
-            values[self.tau] = max(values[self.tau], seconds)
-        return values
-
-    def shares(self, solution: Solution) -> Int64 | None:
-        """The solution's shares (K, R); None where it has none."""
-        if not solution.values:
-            return None
-        e = np.zeros((len(self.kinds), max(len(kind.cost.lengths) for kind in self.kinds)), dtype=np.int64)
-        for k, columns in enumerate(self.buckets):
-            for j, column in enumerate(columns):
-                e[k, j] = round(solution.values[column.share])
-        return e
-
-
-def _add_bucket(program: Program, kind: ReplicaKind, j: int, count: int) -> _Bucket:
-    most, batch = -(-count // kind.count), int(kind.cost.batch[j])
-    share = program.variable(upper=most, integer=True)
-    microbatches = share
-    if batch > 1:
-        microbatches = program.variable(upper=-(-most // batch), integer=True)
-        program.row([(microbatches, float(batch)), (share, -1.0)], lower=0.0)
-    if not kind.cost.ramp or not most:
-        return _Bucket(share, microbatches)
-    used = program.variable(upper=1, integer=True)
-    program.row([(share, 1.0), (used, -float(most))], upper=0.0)
-    if most <= batch:
-        return _Bucket(share, microbatches, used, None, share)
-    # largest ≥ min(share, batch): the solver chooses full, and the smaller of the two serves it best
-    full = program.variable(upper=1, integer=True)
-    largest = program.variable(upper=batch)
-    program.row([(largest, 1.0), (full, -float(batch))], lower=0.0)
-    program.row([(largest, 1.0), (share, -1.0), (full, float(most - batch))], lower=0.0)
-    return _Bucket(share, microbatches, used, full, largest)
-
-
-def _add_seconds(
-    program: Program, cost: ReplicaCost, columns: Sequence[_Bucket], slowest: int | None, tau: int
-) -> None:
-    """Rows for T ≤ τ: the work of every stage, and the ramp's slowest microbatch."""
-    for stage, fixed in enumerate(cost.fixed):
-        terms: dict[int, float] = {tau: -1.0}
-        for j, column in enumerate(columns):
-            terms[column.share] = terms.get(column.share, 0.0) + float(cost.each[stage, j])
-            terms[column.microbatches] = terms.get(column.microbatches, 0.0) + float(fixed)
-        if slowest is not None:
-            terms[slowest] = float(cost.ramp)
-        program.row(list(terms.items()), upper=0.0)
-        for j, column in enumerate(columns):
-            if slowest is not None and column.used is not None and column.largest is not None:
-                parts = [(column.used, -float(fixed)), (column.largest, -float(cost.each[stage, j]))]
-                program.row([(slowest, 1.0), *parts], lower=0.0)
+    @property
+    def devices(self) -> int:
+        """Devices of all its replicas."""
+        return self.count * self.cost.configuration.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +74,10 @@ class Dispatch:
         return self.makespan / self.bound - 1.0 if self.bound > 0 else 0.0
 
 
-def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits | None = None) -> Dispatch:
-    """Assign counts[j] sequences of each bucket so that the slowest replica is done earliest.
+def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
+    """Assign counts[j] sequences of each bucket so that the slowest replica is done early.
 
-    Args:
-        kinds: the deployment, every kind with a cost over the same bucket lengths.
-        limits: of the integer program; None takes the search of a few milliseconds alone, whose bound
-            is that of the linear relaxation. :data:`EXACT` proves the optimum.
+    The bound is that of the linear relaxation.
 
     Raises:
         CapacityError: a bucket fits into no replica.
@@ -200,20 +88,7 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits
     other = greedy(kinds, counts)
     if makespan(kinds, other) < makespan(kinds, start):
         start = descend(kinds, counts, other)
-    if limits is None:
-        return replace(dispatch_of(kinds, counts, start, bound), relaxed=(bound, fractional))
-    least = makespan(kinds, start)
-    built = DispatchProgram.of(kinds, counts, most_seconds=least * (1 + 1e-9))
-    solution = solve(built.program, limits, built.start(start))
-    found = built.shares(solution)
-    better = found is not None and makespan(kinds, found) < least - 1e-9
-    return dispatch_of(
-        kinds,
-        counts,
-        found if found is not None and better else start,
-        max(bound, min(solution.bound, least)),
-        solution.limit_hit,
-    )
+    return replace(dispatch_of(kinds, counts, start, bound), relaxed=(bound, fractional))
 
 
 def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch) -> Dispatch:
@@ -281,3 +156,218 @@ def dispatch_of(
         for kind, row in zip(kinds, assigned, strict=True)
     )
     return Dispatch(tuple(assigned), seconds, min(bound, max(seconds)), limit_hit)
+
+
+def makespan(kinds: Sequence[ReplicaKind], shares: Int64) -> float:
+    """max_k T(e_k)."""
+    return float(_loads(kinds, shares).max())
+
+
+def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple[float, Float64]:
+    """Least makespan with fractional shares, full microbatches and no ramp: a bound, and its shares.
+
+    The bound holds for any way to share sequences out, also unequally among replicas of one kind.
+    """
+    supported = [kind.cost.supported for kind in kinds]
+    first = np.concatenate([[0], np.cumsum(supported)])
+    rows, limits = [], []
+    for k, kind in enumerate(kinds):
+        batch = kind.cost.batch[: supported[k]]
+        for stage, fixed in enumerate(kind.cost.fixed):
+            row = np.zeros(first[-1] + 1)
+            row[first[k] : first[k + 1]] = kind.cost.each[stage, : supported[k]] + fixed / batch
+            row[-1] = -1.0
+            rows.append(row)
+            limits.append(0.0)
+    for j, count in enumerate(counts):
+        row = np.zeros(first[-1] + 1)
+        for k, kind in enumerate(kinds):
+            if j < supported[k]:
+                row[first[k] + j] = -kind.count
+        rows.append(row)
+        limits.append(-float(count))
+    cost = np.zeros(first[-1] + 1)
+    cost[-1] = 1.0
+    result = linprog(cost, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
+    shares = np.zeros((len(kinds), len(counts)))
+    for k in range(len(kinds)):
+        shares[k, : supported[k]] = result.x[first[k] : first[k + 1]]
+    return float(result.fun), shares
+
+
+def rounded(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
+    """Whole shares that cover every bucket: rounded down, then longest bucket first to who ends earliest."""
+    e: Int64 = np.floor(fractional + EPSILON).astype(np.int64)
+    each = np.array([kind.count for kind in kinds])
+    for j in reversed(range(len(counts))):
+        able = [k for k, kind in enumerate(kinds) if kind.cost.batch[j]]
+        while each @ e[:, j] < counts[j]:
+            trial = {k: _with(e[k], j, 1) for k in able}
+            k = min(able, key=lambda k: (kinds[k].cost.seconds(trial[k]), k))
+            e[k] = trial[k]
+    return e
+
+
+def greedy(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Int64:
+    """Longest bucket first, each round of sequences to the kind that ends earliest by full microbatches."""
+    e = np.zeros((len(kinds), len(counts)), dtype=np.int64)
+    load = [0.0] * len(kinds)
+    each = [kind.count for kind in kinds]
+    for j in reversed(range(len(counts))):
+        price = {
+            k: float(kind.cost.full[j] / kind.cost.batch[j])
+            for k, kind in enumerate(kinds)
+            if kind.cost.batch[j]
+        }
+        ends = [(load[k] + seconds, k) for k, seconds in price.items()]
+        heapify(ends)
+        left = int(counts[j])
+        while left > 0:
+            end, k = ends[0]
+            heapreplace(ends, (end + price[k], k))
+            e[k, j] += 1
+            load[k] = end
+            left -= each[k]
+    return e
+
+
+def single(kinds: Sequence[ReplicaKind]) -> list[ReplicaKind]:
+    """Every replica as a kind of its own, in order."""
+    return [ReplicaKind(kind.cost, 1) for kind in kinds for _ in range(kind.count)]
+
+
+def spread_shares(kinds: Sequence[ReplicaKind], totals: Int64) -> Int64:
+    """Shares of single replicas from totals d (K, R): each kind's sequences evened out among its replicas.
+
+    Longest bucket first; ⌊d / p⌋ to each replica, and what remains to those with the least to do.
+    """
+    rows = []
+    for kind, total in zip(kinds, totals, strict=True):
+        e = np.repeat((total // kind.count)[None], kind.count, axis=0)
+        load = np.full(kind.count, kind.cost.seconds(e[0]))
+        for j in reversed(range(len(total))):
+            extra = int(total[j] % kind.count)
+            if extra:
+                lightest = np.argsort(load, kind="stable")[:extra]
+                e[lightest, j] += 1
+                load[lightest] += kind.cost.full[j] / kind.cost.batch[j]
+        rows.append(e)
+    return np.concatenate(rows)
+
+
+def whole_totals(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
+    """Whole totals d (K, R) with Σ_k d_kj = B_j next to fractional shares, by largest remainder."""
+    wanted = fractional * np.array([kind.count for kind in kinds])[:, None]
+    totals: Int64 = np.floor(wanted + EPSILON).astype(np.int64)
+    for j, count in enumerate(counts):
+        order = np.argsort(totals[:, j] - wanted[:, j], kind="stable")
+        missing = int(count) - int(totals[:, j].sum())
+        totals[order[:missing], j] += 1
+    return totals
+
+
+def descend(
+    kinds: Sequence[ReplicaKind], counts: Sequence[int], shares: Int64, *, chains: bool = True
+) -> Int64:
+    """Move sequences away from the slowest replicas while that helps: one move at a time, with ``chains``
+    also two."""
+    costs = {id(kind.cost): kind.cost for kind in kinds}
+    same = [(cost, np.flatnonzero([kind.cost is cost for kind in kinds])) for cost in costs.values()]
+    state = _State(kinds, np.asarray(counts), shares.copy(), _loads(kinds, shares), same)
+    for _ in range(MAX_MOVES):
+        better = _best_move(state) or (_best_chain(state) if chains else None)
+        if better is None:
+            break
+        state = better
+    return state.shares
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    kinds: Sequence[ReplicaKind]
+    counts: Int64
+    shares: Int64
+    loads: Float64
+    same_cost: Sequence[tuple[ReplicaCost, Int64]]  # kinds of one configuration are decided in one call
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Taking one sequence of bucket ``buckets[i]`` from each replica of ``source`` and giving ``added[i, k]``
+    to each replica of kind k, with the loads that follow.
+    """
+
+    source: int
+    buckets: Int64  # (M,)
+    source_load: Float64  # (M,)
+    target_load: Float64  # (M, K); inf where the bucket does not fit or k is the source
+    added: Int64  # (M, K)
+
+
+def _moves(state: _State, source: int) -> _Moves:
+    kinds, shares = state.kinds, state.shares
+    each = np.array([kind.count for kind in kinds])
+    buckets = np.flatnonzero(shares[source] > 0)
+    index = np.arange(len(buckets))
+    lighter = np.repeat(shares[source][None], len(buckets), axis=0)
+    lighter[index, buckets] -= 1
+    surplus = each @ shares[:, buckets] - state.counts[buckets]
+    deficit = np.maximum(0, each[source] - surplus)
+    added = -(-deficit[:, None] // each[None, :])
+    target_load = np.full((len(buckets), len(kinds)), np.inf)
+    for cost, targets in state.same_cost:
+        target_load[:, targets] = cost.seconds_with(shares[targets], buckets, added[:, targets])
+    target_load[:, source] = np.inf
+    return _Moves(source, buckets, kinds[source].cost.seconds_many(lighter), target_load, added)
+
+
+def _apply(state: _State, moves: _Moves, move: int, target: int) -> _State:
+    shares, loads = state.shares.copy(), state.loads.copy()
+    bucket = moves.buckets[move]
+    shares[moves.source, bucket] -= 1
+    shares[target, bucket] += moves.added[move, target]
+    loads[moves.source] = moves.source_load[move]
+    loads[target] = moves.target_load[move, target]
+    return replace(state, shares=shares, loads=loads)
+
+
+def _best_move(state: _State) -> _State | None:
+    """The state after the single move that leaves source and target lowest; None where none helps."""
+    moves = _moves(state, int(state.loads.argmax()))
+    if not len(moves.buckets):
+        return None
+    worst = np.maximum(moves.source_load[:, None], moves.target_load)
+    move, target = np.unravel_index(int(worst.argmin()), worst.shape)
+    if worst[move, target] >= state.loads.max() - EPSILON:
+        return None
+    return _apply(state, moves, int(move), int(target))
+
+
+def _best_chain(state: _State) -> _State | None:
+    """The first pair of moves that helps: slowest to k, then k to another; None where none does."""
+    most = state.loads.max()
+    moves = _moves(state, int(state.loads.argmax()))
+    for flat in np.argsort(moves.target_load, axis=None, kind="stable")[:CHAINS]:
+        move, target = (int(value) for value in np.unravel_index(flat, moves.target_load.shape))
+        if not np.isfinite(moves.target_load[move, target]) or moves.source_load[move] >= most:
+            continue
+        after = _apply(state, moves, move, target)
+        second = _moves(after, target)
+        if not len(second.buckets):
+            continue
+        worst = np.maximum(second.source_load[:, None], second.target_load)
+        index, end = (int(value) for value in np.unravel_index(int(worst.argmin()), worst.shape))
+        final = _apply(after, second, index, end)
+        if final.loads.max() < most - EPSILON:
+            return final
+    return None
+
+
+def _loads(kinds: Sequence[ReplicaKind], shares: Int64) -> Float64:
+    return np.array([kind.cost.seconds(row) for kind, row in zip(kinds, shares, strict=True)])
+
+
+def _with(row: Int64, bucket: int, more: int) -> Int64:
+    changed = row.copy()
+    changed[bucket] += more
+    return changed

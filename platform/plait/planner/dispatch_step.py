@@ -1,9 +1,8 @@
-"""One step's samples to single replicas: by load, by a dispatch, and dispatched ahead of time."""
+"""One step's samples to single replicas: by load, or by a dispatch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,9 +12,7 @@ from plait.core.plans import GlobalBatch
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import TimeModel
 from plait.planner.buckets import BUCKETS, dynamic_buckets
-from plait.planner.dispatch import Dispatch, dispatch, spread
-from plait.planner.dispatch_search import ReplicaKind
-from plait.planner.solver import Limits
+from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, spread
 
 Place = tuple[int, int]  # batch and position inside it
 
@@ -131,11 +128,8 @@ class StepPlan:
     expected: Dispatch
 
 
-def plan_step(lengths: Sequence[int], replicas: Replicas, limits: Limits | None = None) -> StepPlan:
+def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
     """Share the samples of one step out to the replicas.
-
-    Args:
-        limits: of the integer program; None takes the search of a few milliseconds alone.
 
     Raises:
         CapacityError: a sample fits into no replica.
@@ -157,40 +151,10 @@ def plan_step(lengths: Sequence[int], replicas: Replicas, limits: Limits | None 
         )
         for configuration, count in replicas.kinds
     ]
-    found = spread(kinds, buckets.counts, dispatch(kinds, buckets.counts, limits))
+    found = spread(kinds, buckets.counts, dispatch(kinds, buckets.counts))
     place = np.searchsorted(buckets.lengths, lengths, side="left")
     replica_of = np.empty(len(lengths), dtype=np.int64)
     for bucket in range(len(buckets.lengths)):
         shares = [row[bucket] for row in found.assigned]
         replica_of[place == bucket] = np.repeat(np.arange(len(shares)), shares)
     return StepPlan(tuple(int(replica) for replica in replica_of), found)
-
-
-class StepPlanner:
-    """Plans the next step in another process while this one trains.
-
-    Args:
-        executor: where plans are made; the caller shuts it down.
-    """
-
-    def __init__(self, replicas: Replicas, executor: Executor, limits: Limits | None = None) -> None:
-        self._replicas = replicas
-        self._executor = executor
-        self._limits = limits
-        self._ahead: tuple[tuple[int, ...], Future[StepPlan]] | None = None
-
-    def prepare(self, lengths: Sequence[int]) -> None:
-        """Start on the next step's samples."""
-        key = tuple(lengths)
-        self._ahead = key, self._executor.submit(plan_step, key, self._replicas, self._limits)
-
-    def take(self, lengths: Sequence[int]) -> StepPlan:
-        """The plan of these samples: the prepared one where they are the same, else made now.
-
-        Raises:
-            CapacityError: a sample fits into no replica.
-        """
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == tuple(lengths):
-            return ahead[1].result()
-        return plan_step(lengths, self._replicas, self._limits)

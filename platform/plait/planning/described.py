@@ -20,8 +20,7 @@ from plait.planner.deployment import (
     relaxation_bound,
     weigh_change,
 )
-from plait.planner.dispatch import dispatch, spread
-from plait.planner.dispatch_search import ReplicaKind
+from plait.planner.dispatch import ReplicaKind, dispatch, spread
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
 from plait.planning.model_memory import ModelMemory, fitting
@@ -306,7 +305,6 @@ def _simulated(wave: _Wave, number: int) -> SimulatedOutlook:
         ),
         padding_share=mean(lambda metrics: metrics.padding_share),
         communication_bytes=round(sum(scale * metrics.communication_bytes for scale, metrics, _ in every)),
-        peak_tokens=max(max(metrics.peak_tokens.values(), default=0) for _, metrics, _ in every),
         noops=round(sum(scale * metrics.noops for scale, metrics, _ in every)),
     )
 

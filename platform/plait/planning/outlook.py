@@ -60,7 +60,6 @@ class SimulatedOutlook:
     bubble: Bubble
     padding_share: float
     communication_bytes: int
-    peak_tokens: int
     noops: int
 
 

@@ -9,7 +9,6 @@ and compared, so whole numbers or fractions as seconds give exact results.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,37 +36,20 @@ Choose = Callable[[Ready, int], Action | None]  # by what is ready and in flight
 
 
 class Order(Protocol):
-    """The rule by which all stages choose."""
+    """The rule by which all stages choose: Plait's here, those of other systems in its benchmarks."""
 
     def chooser(self, stage: int, stages: int) -> Choose:
         """The choice of one stage; keeps its own place."""
 
 
-def _in_order(actions: Sequence[Action]) -> Choose:
+def in_order(actions: Sequence[Action]) -> Choose:
+    """The choice that starts these actions one after another."""
     left = deque(actions)
 
     def choose(ready: Ready, _: int) -> Action | None:
         return left.popleft() if left and left[0].work in ready[left[0].kind] else None
 
     return choose
-
-
-@dataclass(frozen=True, slots=True)
-class GPipe:
-    """All forwards of a global batch, then all its backwards."""
-
-    batches: Sequence[int]
-
-    def chooser(self, stage: int, stages: int) -> Choose:
-        """The same list on every stage."""
-        del stage, stages
-        actions, begin = list[Action](), 0
-        for count in self.batches:
-            places = range(begin, begin + count)
-            actions += [Action("forward", place) for place in places]
-            actions += [Action("backward", place) for place in places]
-            begin += count
-        return _in_order(actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +73,7 @@ class OneFOneB:
                 if place < count:
                     actions.append(Action("forward", begin + place))
             begin += count
-        return _in_order(actions)
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardFirst:
-    """LoRAPP (mLoRA §3.2): whatever is ready, backward before forward, earlier before later.
-
-    Attributes:
-        limited: hold at most stages − s microbatches on stage s, as 1F1B does.
-    """
-
-    limited: bool = False
-
-    def chooser(self, stage: int, stages: int) -> Choose:
-        """The rule, with the stage's limit."""
-        most = stages - stage if self.limited else math.inf
-
-        def choose(ready: Ready, in_flight: int) -> Action | None:
-            if ready["backward"]:
-                return Action("backward", min(ready["backward"]))
-            return Action("forward", min(ready["forward"])) if ready["forward"] and in_flight < most else None
-
-        return choose
+        return in_order(actions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +133,6 @@ class Run:
     def makespan(self) -> float:
         """Seconds from the start to the last end."""
         return max((span.end for span in self.spans), default=0.0)
-
-    def busy(self, replica: int, stage: int, start: float, end: float) -> float:
-        """Seconds within [start, end] in which a stage worked."""
-        return sum(
-            max(0, min(span.end, end) - max(span.start, start))
-            for span in self.spans
-            if (span.replica, span.stage) == (replica, stage)
-        )
 
 
 class SimulationError(PlaitError, RuntimeError):

@@ -43,7 +43,6 @@ class Metrics:
         padding_share: padding among the tokens counted against capacities.
         communication_bytes: activations and their gradients between stages: 2(D − 1)·tokens·hidden
             values (mLoRA §3.2.2).
-        peak_in_flight: most microbatches held at once, by replica and stage.
     """
 
     makespan: float
@@ -53,8 +52,6 @@ class Metrics:
     tokens_per_second: float
     padding_share: float
     communication_bytes: int
-    peak_in_flight: Mapping[tuple[int, int], int]
-    peak_tokens: Mapping[tuple[int, int], int]
     microbatches: int
     noops: int
 
@@ -80,7 +77,6 @@ def measure(
     last = {job: 0.0 for work in works for job, _ in work.parts}
     for (job, _), seconds in run.steps.items():
         last[job] = max(last[job], seconds)
-    weights = {(r, w): work.tokens for r, p in pipelines.items() for w, work in enumerate(p.works)}
     metrics = Metrics(
         makespan=run.makespan,
         mean_completion=sum(last.values()) / len(last) if last else 0.0,
@@ -93,8 +89,6 @@ def measure(
             for pipeline in pipelines.values()
             for work in pipeline.works
         ),
-        peak_in_flight=peak_held(run, dict.fromkeys(weights, 1)),
-        peak_tokens=peak_held(run, weights),
         microbatches=sum(bool(work.parts) for work in works),
         noops=sum(not work.parts for work in works),
     )
@@ -156,31 +150,6 @@ def _equal_stages(seconds: Sequence[Sequence[StageTime]]) -> list[list[StageTime
         for row in zip(*seconds, strict=True)
     ]
     return [mean for _ in range(count)]
-
-
-def peak_held(run: Run, weights: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-    """By replica and stage, the largest sum of weights held from a forward's start to its backward's end.
-
-    Args:
-        weights: of each microbatch, by replica and place: 1 counts them, tokens or bytes sum them.
-    """
-    changes: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
-    for span in run.spans:
-        changes.setdefault((span.replica, span.stage), []).append(_change(span, weights))
-    peaks = {}
-    for where, own in changes.items():
-        held = most = 0
-        for _, _, amount in sorted(own):
-            held += amount
-            most = max(most, held)
-        peaks[where] = most
-    return peaks
-
-
-def _change(span: Span, weights: Mapping[tuple[int, int], int]) -> tuple[float, int, int]:
-    """(when, releases before takes, how much)."""
-    weight = weights[span.replica, span.work]
-    return (span.start, 1, weight) if span.kind == "forward" else (span.end, 0, -weight)
 
 
 @dataclass(frozen=True, slots=True)
