@@ -90,23 +90,51 @@ def test_the_sum_over_the_jobs_is_the_searchs_total(settings: TrackingSettings) 
     assert parent.data.metrics["cost/device_seconds"] == sum(item.device_seconds for item in found.records)
 
 
-def test_a_job_that_is_judged_without_having_trained_here_has_its_last_steps(
-    settings: TrackingSettings,
+@pytest.mark.parametrize("adopted", [False, True], ids=["its log", "another's log"])
+@pytest.mark.parametrize(("saved", "last"), [((), 7), ((11,), 11), ((4,), 7), ((4, 9), 9)])
+def test_a_job_that_ends_without_training_on_has_its_last_saved_step(
+    settings: TrackingSettings, saved: tuple[int, ...], last: int, adopted: bool
 ) -> None:
-    """As `plait control NAME cancel` ends what a killed process left behind."""
+    """As `plait control NAME cancel` ends what a killed process left behind: of three points the curve has
+    steps 1 and 7, and the step of the last checkpoint."""
     settings = replace(settings, points=3)
+    other = begin(settings) if adopted else None
     killed = begin(settings)
-    train(killed, 0, 12)
-    crash(killed)
-    tracker = begin(settings)
+    killed.start_job(JobSpec("trial-0000"), 0)
+    killed.handle(JobAdmitted(JobSpec("trial-0000"), 0, STEPS, "g0"))
+    for step in range(1, 13):
+        killed.handle(JobProgress("trial-0000", step, 3.0 / step, 1.0, 1e-4, 100 * step, 1.0 * step, 200.0))
+        if step in saved:
+            killed.commit()
+    die(killed)
+    tracker = other or begin(settings)
     tracker.start_job(JobSpec("trial-0000"), 0)
     tracker.handle(ended("stopped", None, "by order", job="trial-0000"))
     tracker.end_search()
     tracker.close()
     (item,) = load_search(settings, "demo").records
-    assert (item.state, item.step, item.loss, item.tokens) == ("stopped", 7, 3.0 / 7, 700)
-    losses = MlflowClient(locate(settings).uri).get_metric_history(item.run_id, "train/loss")
-    assert [point.step for point in losses] == [1, 7]  # of three points, as it was killed
+    assert (item.state, item.step, item.loss, item.tokens) == ("stopped", last, 3.0 / last, 100 * last)
+    client = MlflowClient(locate(settings).uri)
+    assert client.get_run(item.run_id).data.tags["plait.step"] == str(last)
+    losses = client.get_metric_history(item.run_id, "train/loss")
+    assert [point.step for point in losses] == sorted({1, 7, last})
+
+
+def test_an_interrupted_job_has_one_cost_at_its_last_step(settings: TrackingSettings) -> None:
+    """What its device did after that step is in the next one's figure, and no step has two."""
+    for last, state in ((8, JobState.PAUSED), (STEPS, JobState.FINISHED)):
+        tracker = begin(settings)
+        train(tracker, 0, last)
+        tracker.handle(JobResult("trial-0000", state, last, "", 1.0, 100 * last, last + 0.5, 42.0))
+        tracker.end_search(state)
+        tracker.close()
+    (item,) = load_search(settings, "demo").records
+    client = MlflowClient(locate(settings).uri)
+    for metric, due in (
+        ("cost/device_seconds", [*range(1, STEPS + 1), STEPS]),
+        ("job/completion_seconds", [STEPS]),
+    ):
+        assert sorted(point.step for point in client.get_metric_history(item.run_id, metric)) == due
 
 
 def test_what_another_host_trained_again_meanwhile_is_not_sent_twice(

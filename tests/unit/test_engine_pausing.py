@@ -194,6 +194,18 @@ def test_a_paused_job_can_be_cancelled(make: Any) -> None:
     assert made.idle
 
 
+def test_a_job_that_ends_before_it_resumes_has_no_figures_of_this_process(make: Any, tmp_path: Path) -> None:
+    """Its steps and seconds are those of the process that trained it: not none."""
+    made, _ = make()
+    made.submit(job("a"), resume_from=tmp_path)
+    made.submit(job("b"))
+    for name in ("a", "b"):
+        made.cancel(name, "by order")
+    ends = {end.job: end.completion_seconds for end in made.settle()}
+    assert ends["a"] is None
+    assert ends["b"] is not None
+
+
 def test_stopping_saves_paused_jobs_too(make: Any) -> None:
     made, _ = make(max_jobs=1)
     made.submit(job("a"), rungs=(2,))

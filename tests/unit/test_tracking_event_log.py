@@ -24,6 +24,7 @@ from plait.tracking.records import (
     LogFolder,
     LogPoints,
     LogText,
+    NewestStep,
     OpenRun,
     SetStatus,
     SetTags,
@@ -54,6 +55,7 @@ lines: st.SearchStrategy[Line] = st.one_of(
     st.builds(LogFolder, st.text(), st.text(), st.text()),
     st.builds(SetStatus, st.text(), st.text(), st.integers(0)),
     st.builds(Written, st.text(), st.dictionaries(st.text(), st.integers(0))),
+    st.builds(NewestStep, st.text(), st.integers(0), st.integers(0), st.dictionaries(st.text(), numbers)),
     st.just(HEAD),
 )
 

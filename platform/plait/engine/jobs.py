@@ -173,7 +173,9 @@ class LiveJob:
         adapter: Path | None = None,
         checkpoint: Path | None = None,
     ) -> JobResult:
-        """How it ended. A finished job's validation loss is that of its adapter."""
+        """How it ended. A finished job's validation loss is that of its adapter. A job that was to resume and
+        never did has no figures of this process."""
+        here = self.started or self.resume_from is None
         best = self.cursor.best_loss if state == JobState.FINISHED else None
         return JobResult(
             job=self.name,
@@ -183,7 +185,7 @@ class LiveJob:
             eval_loss=self.eval_loss if best is None else best,
             tokens=self.cursor.tokens,
             device_seconds=self.cursor.device_seconds,
-            completion_seconds=self.completion_seconds(now),
+            completion_seconds=self.completion_seconds(now) if here else None,
             adapter=adapter,
             checkpoint=checkpoint,
         )

@@ -26,6 +26,7 @@ from plait.tracking.records import (
     Line,
     LogPoints,
     LogText,
+    NewestStep,
     Record,
     SetStatus,
     SetTags,
@@ -75,6 +76,7 @@ class EventLog:
         self._log = log
         self._lock = threading.Lock()  # of the end of the log, and of the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
+        self._newest: dict[str, NewestStep] = {}  # by run
         self._committing = threading.Lock()  # held through a commit: who waits for it finds all on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
         self._waiting = 0  # records
@@ -117,7 +119,7 @@ class EventLog:
                 self.head = line
                 continue
             self._learn(line)
-            if at >= self._sent and not isinstance(line, Written):
+            if at >= self._sent and isinstance(line, Record):
                 self._count(line)
         self._sent = min(self._sent, self._log.end)
 
@@ -130,6 +132,17 @@ class EventLog:
             self.append(LogPoints(run, step, self.now(), kept, late))
         if len(kept) < len(values):
             self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
+
+    def keep_newest(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        """Keep a step that is not written; :meth:`write_newest` writes it, in any later process too."""
+        before = self._newest.get(run)
+        if before is None or before.step != step:
+            self._write(NewestStep(run, step, self.now(), finite(values)))
+
+    def write_newest(self, run: str) -> None:
+        """Append the step that was kept of a run, unless a later one was written since."""
+        if (kept := self._newest.get(run)) is not None:
+            self.append(LogPoints(run, kept.step, kept.time_ms, kept.values))
 
     def tags(self, run: str, tags: Mapping[str, str]) -> None:
         """Append tags of a run."""
@@ -169,7 +182,7 @@ class EventLog:
             except OSError as error:
                 raise self._disk_error(error) from error
             self._learn(line)
-            if not isinstance(line, Head | Written):
+            if isinstance(line, Record):
                 self._count(line)
 
     def _count(self, record: Record) -> None:
@@ -217,6 +230,8 @@ class EventLog:
                 steps = self._steps.setdefault(line.run, {})
                 for key, step in line.steps.items():
                     steps[key] = max(step, steps.get(key, step))
+            case NewestStep():
+                self._newest[line.run] = line
 
     def _new_values(self, point: LogPoints) -> dict[str, float]:
         steps = self._steps.get(point.run, {})
@@ -258,7 +273,7 @@ class EventLog:
         """Records before an offset that the store does not have, each with the offset of the next line."""
         for at, text in self._log.lines(self._sent, end):
             line = decode(text)
-            if not isinstance(line, Head | Written):
+            if isinstance(line, Record):
                 yield at + len(text), line
 
     def drop(self) -> None:
@@ -287,6 +302,9 @@ class EventLog:
                 self._inherited = self._waiting
         for run, steps in other._steps.items():
             self._write(Written(run, steps))
+        for run, newest in other._newest.items():
+            if run not in self._newest or newest.step > self._newest[run].step:
+                self._write(newest)
         self.commit()
         other.remove()
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-VERSION = 2  # of the lines
+VERSION = 3  # of the lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +110,24 @@ class Written:
     steps: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class NewestStep:
+    """The newest step of a job at a commit, where its curve leaves it out; not sent. It becomes a point where
+    the job ends without training on, as when its process is killed and the job is cancelled.
+    """
+
+    run: str
+    step: int
+    time_ms: int
+    values: Mapping[str, float]
+
+
 Record = OpenRun | LogPoints | SetTags | LogText | LogFolder | SetStatus
-Line = Head | Written | Record
+Line = Head | Written | NewestStep | Record
 KINDS: Mapping[str, type[Line]] = {
     "log": Head,
     "written": Written,
+    "newest": NewestStep,
     "open": OpenRun,
     "points": LogPoints,
     "tags": SetTags,

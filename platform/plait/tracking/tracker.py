@@ -338,8 +338,9 @@ class Tracker:
         if result.state.ended:
             self._curves.pop(job, None)
         if result.completion_seconds is None:  # it did not train here
+            log.write_newest(job)
             record.step = max(record.step, log.last_step(job, names.TRAIN_LOSS) or 0)
-        else:
+        elif result.state.ended:  # of one that is interrupted, the next step has what was done since the last
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
             if result.device_seconds != seconds:  # as after an evaluation
@@ -385,8 +386,13 @@ class Tracker:
     def commit(self) -> None:
         """Return when everything handed over so far is safe on the disk: after a crash it is sent, and steps
         that are trained again from a checkpoint made since are not sent twice."""
-        if self._started is not None:
-            self._started.log.commit()
+        if self._started is None:
+            return
+        log = self._started.log
+        for job, curve in self._curves.items():
+            if (event := curve.left_out) is not None:
+                log.keep_newest(job, event.step, step_values(event))
+        log.commit()
 
     def flush(self) -> None:
         """Wait until the store has everything.
