@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import optuna
 import pytest
 from curve_worker import CurveWorker, step_fault
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +26,7 @@ from plait.core.messages import (
     SaveCheckpoint,
     WorkerEvent,
 )
-from plait.search.orders import Mode, Orders
+from plait.search.orders import ENDING, ORDERS, Mode, Orders, orders_in
 from plait.search.ownership import Owner as Trainer
 from plait.search.study import StudyTrials
 
@@ -297,6 +298,27 @@ def test_whatever_is_ordered_a_search_ends_and_every_trial_is_told_once(
     for trial in told:
         steps = steps_of(bench, f"trial-{trial.number:04d}")
         assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.parametrize("mode", ["running", "paused", "stopping", "cancelling"])
+def test_an_order_that_comes_too_late_does_not_wait_for_the_next_start(tmp_path: Path, mode: Mode) -> None:
+    """It is given between this worker's last look at the orders and the end of the search."""
+
+    def owner(study: StudyTrials, _poll: int) -> Orders:
+        if study.over == 4:
+            study.orders.set_mode(mode)
+            study.orders.stop_trial(3)
+            return RUNNING
+        return study.orders.read()
+
+    bench = Bench(tmp_path, halving(trials=4, parallel=2, kind="none"), owner=owner)
+    assert not bench.run().ended_by
+    again = replace(bench, search=replace(bench.search, trials=6), alive=100)
+    again.owner = lambda study, _poll: study.orders.read()
+    assert not again.run().ended_by
+    assert [item.state for item in bench.trials] == [TrialState.COMPLETE] * 6
+    kept = orders_in(optuna.load_study(study_name=None, storage=bench.storage).user_attrs.get(ORDERS))
+    assert (kept.mode, kept.stops, kept.ended) == ("running", (), int(mode in ENDING))
 
 
 # ---- several workers ---------------------------------------------------------------------------------------

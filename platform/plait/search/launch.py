@@ -46,7 +46,7 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import ENDING, Interrupts, SearchLoop
+from plait.search.run import Interrupts, SearchLoop
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
@@ -231,6 +231,7 @@ def _go(
     result = launch.run(ready.data)
     if not result.interrupted and not result.ended_by:
         _remember(command, source.name, finished=True, concluded=launch.concluded)
+        source.withdraw_orders()  # those that came while the last results were written
     return result.exit_status
 
 
@@ -239,6 +240,8 @@ def _nothing_to_train(command: SearchCommand, source: StudyTrials, screen: Scree
     notices, concluded = catch_up(command.settings, source, done.finished)
     _tell(screen, notices)
     _remember(command, source.name, finished=not done.why, concluded=concluded)
+    if not done.why:
+        source.withdraw_orders()  # those that came just before its last process was killed
     write_result(done, command.settings.search, command.directory)
     if done.why:
         _tell(screen, [describe_given_up(done.why, source.name)])
@@ -434,7 +437,7 @@ class _Launch:
     def _train(self, coordinator: Coordinator, tracker: Tracker) -> SearchResult:
         with self._screen.watch(tracker.board) as view, self._interrupts as interrupts:
             recorder = SearchRecorder(tracker, view)
-            result = SearchLoop(
+            return SearchLoop(
                 self._source,
                 self._command.make_job,
                 coordinator,
@@ -444,9 +447,6 @@ class _Launch:
                 stopper=self._stopper,
                 read_orders=view.beside(self._attend(tracker, view.note)),
             ).run()
-            if result.ended_by in ENDING and not self._source.others:
-                self._source.orders.withdraw()
-            return result
 
     def _attend(self, tracker: Tracker, say: Callable[[str], None]) -> Attend:
         store, orders = str(tracker.location), self._source.orders.poll

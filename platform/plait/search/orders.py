@@ -17,6 +17,7 @@ ORDERS = "plait.orders"  # study: the orders, as plain data
 POLL_SECONDS = 2.0  # between two reads of them by a worker
 
 Mode = Literal["running", "paused", "stopping", "cancelling"]
+ENDING: tuple[Mode, ...] = ("stopping", "cancelling")  # after these no further trial is suggested
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +94,16 @@ class StudyOrders:
         self._change(lambda orders: replace(orders, stops=tuple(sorted({*orders.stops, number}))))
 
     def withdraw(self) -> None:
-        """Withdraw orders that have been carried out; nothing where another worker did so already."""
+        """Withdraw what holds when a search ends: it was carried out, or came too late for any trial.
+
+        A worker that waits for the others' trials ends with them where one of ``ENDING`` is withdrawn. Nothing
+        changes where another worker withdrew it already.
+        """
         self._change(
             lambda orders: (
-                orders if orders.mode == "running" else Orders(ended=orders.ended + 1, was=orders.mode)
+                Orders(ended=orders.ended + 1, was=orders.mode)
+                if orders.mode in ENDING
+                else Orders(ended=orders.ended, was=orders.was)
             )
         )
 

@@ -22,14 +22,13 @@ from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, Not
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
 from plait.search.objective import Observed
-from plait.search.orders import Orders
+from plait.search.orders import ENDING, Orders
 from plait.search.results import SearchResult, failure_limit
 from plait.search.stopper import Stopper
 from plait.search.trials import Coordinator, Recorder, Trial, TrialSource
 
 WAIT_SECONDS = 0.2  # between two looks, where no trial runs
 LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
-ENDING = ("stopping", "cancelling")  # orders after which no further trial is suggested
 ORDERED = "as `plait control` asked for"
 BY_USER = "by the user"
 ADOPTED = "another worker, which could not reach this one, adopted it"
@@ -181,6 +180,7 @@ class SearchLoop:
             if self._orders.mode == "paused":
                 time.sleep(WAIT_SECONDS)
             elif not self._wait():
+                self._source.withdraw_orders()
                 return self._result()
         self._interrupt()
         return SearchResult(tuple(self._source.finished()), interrupted=True)

@@ -361,6 +361,11 @@ class StudyTrials:
             for key, fact in facts.items():
                 live.set_user_attr(key, fact)
 
+    def withdraw_orders(self) -> None:
+        """The search has ended here: withdraw its user's orders, unless other processes train on."""
+        if not self.others:
+            self.orders.withdraw()
+
     def finished(self) -> list[JobResult]:
         """Results of all trials that have ended, in this run and in earlier ones; without those that were
         dropped."""

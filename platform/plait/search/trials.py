@@ -82,6 +82,9 @@ class TrialSource(Protocol):
     def wait(self) -> bool:
         """Wait a moment for trials that other processes train, or leave; False where there are none."""
 
+    def withdraw_orders(self) -> None:
+        """The search has ended here: withdraw its user's orders, unless other processes train on."""
+
     def finished(self) -> list[JobResult]:
         """Results of all trials that have ended, in this run and in earlier ones."""
 
