@@ -3,6 +3,7 @@ storage that is away."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -449,6 +450,33 @@ def test_a_file_that_is_swept_is_not_the_one_that_a_worker_is_about_to_lock(
     workers.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A file that stood for a lock would outlive a holder that is killed."""
+    storage = open_storage(None, tmp_path)
+    (tmp_path / "life").touch()
+
+    def flock(_file: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    def hold() -> None:
+        with file_lock(tmp_path / "file"):
+            pass
+
+    for action in (
+        hold,
+        lambda: LifeLock(tmp_path / "own"),
+        lambda: holder_lives(tmp_path / "life"),
+        lambda: Patience()(lambda: optuna.create_study(study_name="s", storage=storage)),
+    ):
+        with pytest.raises(StorageError, match=f"(?s){os.strerror(number)}.*has no locks.*tracking.root"):
+            action()
+
+
 # ---- the journal ------------------------------------------------------------------------------------------
 
 
@@ -501,6 +529,26 @@ def test_a_full_disk_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatch: p
     assert [log["op_code"] for log in journal.read_logs(0)] == [1, 2]
 
 
+def test_a_journal_that_is_removed_while_a_line_waits_for_it_takes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written to the file that has no name any more, the line would be lost without a word."""
+    journal = Journal(tmp_path / "optuna.journal")
+    journal.append_logs([op(1)])
+    flock, times = fcntl.flock, iter([True])
+
+    def replaced(handle: int, operation: int) -> None:
+        if next(times, False):
+            text = journal.path.read_bytes()
+            journal.path.unlink()
+            journal.path.write_bytes(text)
+        flock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    Patience(sleep=lambda _: None)(lambda: journal.append_logs([op(2)]))
+    assert [log["op_code"] for log in Journal(journal.path).read_logs(0)] == [1, 2]
+
+
 # ---- patience ---------------------------------------------------------------------------------------------
 
 
@@ -530,6 +578,15 @@ def test_who_asks_to_stop_does_not_wait() -> None:
 
     with pytest.raises(StorageError, match="gone"):
         patience(action)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_storage_that_may_not_be_written_is_not_waited_for(number: int) -> None:
+    def action() -> None:
+        raise OSError(number, os.strerror(number), "optuna.journal")
+
+    with pytest.raises(StorageError, match=f"(?s)optuna.journal: {os.strerror(number)}.*search.storage=PATH"):
+        Patience(sleep=lambda _: pytest.fail("it waits"))(action)
 
 
 def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:

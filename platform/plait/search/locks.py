@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,15 +11,52 @@ from pathlib import Path
 import sqlalchemy
 from filelock import FileLock, Timeout
 
+from plait.core.errors import StorageError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system that has none
 POLL_SECONDS = 0.01
 WORKERS = "workers"  # folder of a search with a file for each of its processes on this host
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """A lock that one process holds at a time, and one thread of it; waits for it. The file stays."""
-    with FileLock(path, poll_interval=POLL_SECONDS):
+def real_locks(path: Path) -> Iterator[None]:
+    """Raises a StorageError where the file system of a path has no locks.
+
+    A file that stands for a lock would not do: it outlives a holder that is killed.
+    """
+    try:
         yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise StorageError(
+            f"{path}: {error.strerror or error}",
+            "Processes that share a search lock files, and this file system has no locks.",
+            "Choose a folder on a local disk, or one that is mounted with locks: tracking.root=FOLDER, and "
+            "search.storage=PATH where that was given.",
+        ) from error
+
+
+def _lock_of(path: Path, *, blocking: bool = True, thread_local: bool = True) -> FileLock:
+    return FileLock(
+        path, blocking=blocking, thread_local=thread_local, poll_interval=POLL_SECONDS, fallback_to_soft=False
+    )
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """A lock that one process holds at a time, and one thread of it; waits for it. The file stays.
+
+    Raises:
+        StorageError: the file system has no locks.
+    """
+    lock = _lock_of(path)
+    with real_locks(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class LifeLock:
@@ -26,13 +64,17 @@ class LifeLock:
 
     Args:
         path: a file of this process alone.
+
+    Raises:
+        StorageError: the file system has no locks.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._lock = FileLock(path, thread_local=False, poll_interval=POLL_SECONDS)
-        self._lock.acquire()  # made again where another process took the file for a dead one's in between
+        self._lock = _lock_of(path, thread_local=False)
+        with real_locks(path):
+            self._lock.acquire()  # made again where another process took the file for a dead one's meanwhile
 
     def release(self) -> None:
         """This process takes no more part."""
@@ -46,11 +88,12 @@ def holder_lives(path: Path) -> bool:
 
     Raises:
         FileNotFoundError: the file is not there: it ended in order, or is out of reach.
+        StorageError: the file system has no locks.
     """
     if not path.exists():
         raise FileNotFoundError(path)
     try:
-        with FileLock(path, blocking=False):
+        with real_locks(path), _lock_of(path, blocking=False):
             return False
     except Timeout:
         return True
@@ -61,7 +104,7 @@ def remove_dead(path: Path) -> None:
 
     It goes while the lock is held: who has made its file and is about to lock it sees that it needs another.
     """
-    with suppress(Timeout, PermissionError), FileLock(path, blocking=False):
+    with suppress(Timeout, PermissionError), _lock_of(path, blocking=False):
         path.unlink()
 
 

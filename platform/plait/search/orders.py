@@ -96,8 +96,8 @@ class StudyOrders:
     def withdraw(self) -> None:
         """Withdraw what holds when a search ends: it was carried out, or came too late for any trial.
 
-        A worker that waits for the others' trials ends with them where one of ``ENDING`` is withdrawn. Nothing
-        changes where another worker withdrew it already.
+        A worker that waits for the others' trials ends with them where one of ``ENDING`` is withdrawn.
+        Nothing changes where another worker withdrew it already.
         """
         self._change(
             lambda orders: (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.search.locks import advisory_lock, file_lock
+from plait.search.locks import advisory_lock, file_lock, real_locks
 from plait.utils.addresses import redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
 
@@ -180,11 +182,13 @@ class Journal(JournalFileBackend):
         """Write lines through to the disk, all or none.
 
         Raises:
-            OSError: the disk is full or fails.
+            OSError: the disk is full or fails, or the file is being removed.
+            StorageError: the file system has no locks.
         """
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with LineLog(self.path, BEGINS, make=False) as journal:
-            journal.lock()
+        with real_locks(self.path), LineLog(self.path, BEGINS, make=False) as journal:
+            if not journal.lock():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             journal.append(lines.encode())
             try:
                 journal.commit()
@@ -195,6 +199,7 @@ class Journal(JournalFileBackend):
 
 FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 10.0
+LASTING = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors that never pass by themselves
 SLICE = 0.25  # seconds of waiting between two looks at whether to stop
 Result = TypeVar("Result")
 
@@ -204,7 +209,9 @@ def passes(error: BaseException | None) -> bool:
     match error:
         case None:
             return False
-        case OperationalError() | InterfaceError() | PoolTimeout() | OSError():
+        case OSError():
+            return error.errno not in LASTING
+        case OperationalError() | InterfaceError() | PoolTimeout():
             return True
         case DBAPIError():
             return error.connection_invalidated
@@ -213,6 +220,14 @@ def passes(error: BaseException | None) -> bool:
             return passes(error.__cause__ or error.__context__)
         case _:
             return False
+
+
+def _not_ours(error: OSError) -> StorageError:
+    return StorageError(
+        f"{error.filename or 'search.storage'}: {error.strerror or error}",
+        "The study of a search is read and written by every process that trains it.",
+        "Make the file and its folder writable, or choose others with search.storage=PATH.",
+    )
 
 
 class Patience:
@@ -238,13 +253,15 @@ class Patience:
         """The result of an action that reads or writes the study.
 
         Raises:
-            StorageError: a stop was asked for while the storage was away.
+            StorageError: a stop was asked for while the storage was away, or it cannot be written at all.
         """
         delay, waited = FIRST_DELAY, False
         while True:
             try:
                 result = action()
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in LASTING:
+                    raise _not_ours(error) from error
                 if not passes(error):
                     raise
                 if not waited:
