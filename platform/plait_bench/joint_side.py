@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
+from safetensors.torch import load_file
 from torch import Tensor
 
-from plait.adapters.peft_folder import import_adapter
+from plait.adapters.peft_folder import WEIGHTS
+from plait.adapters.variants import PREFIX
 from plait.core.errors import ConfigError, PlaitError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
@@ -35,7 +37,8 @@ from plait.engine.devices import choose_device
 from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
 from plait.engine.worker import Worker
-from plait.models import BaseModel, inspect_model, load_model
+from plait.models.base import BaseModel
+from plait.models.load import inspect_model, load_model
 from plait.planner.packing import pack
 from plait.utils.paths import cache_dir
 from plait.utils.progress import part
@@ -117,7 +120,9 @@ class JointSide:
         """A and B of each site as a fresh job has them, by way of what Plait exports."""
         with self.attached([job]):
             self.worker.execute(Export(job.name, folder))
-        return {module: (a, b) for module, (a, b) in import_adapter(folder).weights.items()}
+        stored = load_file(folder / WEIGHTS)
+        a_of = {name.removesuffix(".lora_A.weight"): a for name, a in stored.items() if "lora_A" in name}
+        return {site.removeprefix(PREFIX): (a, stored[f"{site}.lora_B.weight"]) for site, a in a_of.items()}
 
 
 def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide:

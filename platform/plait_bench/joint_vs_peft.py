@@ -24,7 +24,7 @@ from plait.core.errors import PlaitError
 from plait.core.figures import Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
-from plait.models import load_model
+from plait.models.load import load_model
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
 from plait.utils.progress import part

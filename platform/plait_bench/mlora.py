@@ -19,7 +19,8 @@ from plait.cost.fake_memory import observe_extrapolated
 from plait.cost.memory import MemoryModel, MemoryObservation
 from plait.cost.probes import Probe, ProbeOptions, drawn_probe, observe_device, probe_grid
 from plait.cost.time import StageTime
-from plait.models import BaseModel, load_model
+from plait.models.base import BaseModel
+from plait.models.load import load_model
 from plait.simulate.events import Order, Pipeline, Run, Work, simulate
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir

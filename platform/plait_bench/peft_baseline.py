@@ -22,8 +22,7 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Sample, Split
 from plait.core.settings import RunSettings
 from plait.engine.steps import DataOrder, learning_rate, training_batch
-from plait.models import load_tokeniser
-from plait.models.load import transformers_model
+from plait.models.load import load_tokeniser, transformers_model
 from plait.models.quiet import quiet
 from plait.utils.paths import cache_dir
 

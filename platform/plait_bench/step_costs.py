@@ -20,7 +20,8 @@ from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample
 from plait.core.settings import RunSettings
-from plait.models import BaseModel, MicrobatchContext
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one

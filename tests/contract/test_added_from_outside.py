@@ -13,10 +13,10 @@ import optuna
 import pytest
 import torch
 from optuna.trial import TrialState
+from peft_folders import stored_pairs
 from torch import Tensor
 
 from plait.adapters.lora import Lora
-from plait.adapters.peft_folder import import_adapter
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import open_storage
@@ -83,9 +83,9 @@ def test_a_search_and_a_benchmark_use_what_another_package_adds(installed: Path)
 
 def check_frozen(folder: Path) -> None:
     """A has its first values, B has learnt."""
-    stored = import_adapter(folder)
-    assert stored.weights
-    for module, (a, b) in stored.weights.items():
-        spec, _ = Lora().tensors(a.shape[1], b.shape[0], stored.spec.rank)
+    stored = stored_pairs(folder)
+    assert stored
+    for module, (a, b) in stored.items():
+        spec, _ = Lora().tensors(a.shape[1], b.shape[0], len(a))
         assert torch.equal(a, Lora().initial(spec, 0, module, Tensor))
         assert b.abs().max() > 0

@@ -11,7 +11,8 @@ from worker_contract import CAPACITY, WorkerContract
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
-from plait.models import BaseModel, load_model
+from plait.models.base import BaseModel
+from plait.models.load import load_model
 
 
 @pytest.fixture(scope="module")

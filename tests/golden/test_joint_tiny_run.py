@@ -19,7 +19,7 @@ from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
-from plait.models import load_model
+from plait.models.load import load_model
 
 KEPT = Path(__file__).with_name("joint_tiny_run.json")
 # Rounding differs between processors and releases of torch, and training amplifies it.

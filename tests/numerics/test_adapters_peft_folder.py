@@ -1,4 +1,4 @@
-"""An exported adapter is the same model in PEFT, for every family, and comes back as it went."""
+"""An exported adapter is the same model in PEFT, for every family, with the weights as they are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_folders import stored_pairs
 from torch import Tensor
 
 from plait.adapters import variants as adapters
-from plait.adapters.peft_folder import export_adapter, import_adapter
-from plait.core.errors import InputError, ModelError
+from plait.adapters.peft_folder import export_adapter
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, MicrobatchContext, check_rank, load_model, transformers_model
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
+from plait.models.load import load_model, transformers_model
+from plait.models.targets import check_rank
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
@@ -89,7 +92,7 @@ def test_two_exported_adapters_give_the_same_logits_in_peft(family: str, tmp_pat
         torch.testing.assert_close(found[low:high], expected, rtol=1e-5, atol=2e-5)
 
 
-def test_a_folder_comes_back_as_it_went(tmp_path: Path) -> None:
+def test_a_folder_holds_what_the_bank_holds(tmp_path: Path) -> None:
     base = load_model(settings_of("llama"), cache=tmp_path)
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     spec = AdapterSpec(rank=3, alpha=12.0, dropout=0.25, target_modules=("o_proj", "q_proj"))
@@ -97,14 +100,14 @@ def test_a_folder_comes_back_as_it_went(tmp_path: Path) -> None:
     export_adapter(
         tmp_path / "one", spec, bank.weights("one"), base="tiny", linears=base.linears, revision="v2"
     )
-    assert LoraConfig.from_pretrained(str(tmp_path / "one")).revision == "v2"
-    stored = import_adapter(tmp_path / "one")
-    assert stored.spec == spec
-    assert stored.base == "tiny"
-    weights = bank.weights("one")
-    assert stored.weights.keys() == weights.keys()
+    read = LoraConfig.from_pretrained(str(tmp_path / "one"))
+    assert (read.revision, read.base_model_name_or_path) == ("v2", "tiny")
+    assert (read.r, read.lora_alpha, read.lora_dropout, read.use_rslora) == (3, 12.0, 0.25, False)
+    assert read.target_modules == {"o_proj", "q_proj"}
+    stored, weights = stored_pairs(tmp_path / "one"), bank.weights("one")
+    assert stored.keys() == weights.keys()
     for module, pair in weights.items():
-        assert all(torch.equal(kept, now) for kept, now in zip(stored.weights[module], pair, strict=True))
+        assert all(torch.equal(kept, now) for kept, now in zip(stored[module], pair, strict=True))
 
 
 def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
@@ -127,14 +130,3 @@ def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_al
     assert float(flat.abs().max()) <= 64**-0.5
     assert float(flat.std()) == pytest.approx(float(theirs.std()), rel=0.05)
     assert len({float(a[0, 0]) for a, _ in one.values()}) == len(one)
-
-
-def test_other_methods_than_plain_lora_are_refused(tmp_path: Path) -> None:
-    plain = transformers_model(settings_of("llama"), cache=tmp_path)
-    get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)).save_pretrained(
-        tmp_path / "dora"
-    )
-    with pytest.raises(ModelError, match="use_dora"):
-        import_adapter(tmp_path / "dora")
-    with pytest.raises(InputError, match="adapter_config"):
-        import_adapter(tmp_path / "nothing")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.models import attention
-from plait.models.attention import AttentionRule, Heads, packed_attention
-from plait.models.packing import AttentionLayout
+from plait.models.attention import AttentionLayout, AttentionRule, Heads, packed_attention
 
 LENGTHS = (9, 1, 40, 17, 40, 38, 3)
 RULES = {

@@ -12,7 +12,10 @@ from torch import Tensor
 from plait.adapters.variants import attach
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, MicrobatchContext, check_rank, load_model, transformers_model
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
+from plait.models.load import load_model, transformers_model
+from plait.models.targets import check_rank
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 

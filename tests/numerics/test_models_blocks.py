@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, MicrobatchContext, load_model, transformers_model
+from plait.models.base import BaseModel
 from plait.models.blocks import find_parts
+from plait.models.context import MicrobatchContext
+from plait.models.load import load_model, transformers_model
 from plait.models.tiny import FAMILIES
 
 LENGTHS = (5, 19, 1, 12, 19, 11)

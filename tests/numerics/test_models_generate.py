@@ -11,8 +11,10 @@ from plait.adapters.variants import attach
 from plait.core.errors import InputError
 from plait.core.jobs import AdapterSpec
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, check_rank, load_model, transformers_model
+from plait.models.base import BaseModel
 from plait.models.generate import Prompt, generate
+from plait.models.load import load_model, transformers_model
+from plait.models.targets import check_rank
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank
 

@@ -18,15 +18,10 @@ from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
 from plait.core.errors import ConfigError, ModelError, StorageError
 from plait.core.settings import ModelSettings
-from plait.models import (
-    MicrobatchContext,
-    inspect_model,
-    load_model,
-    load_tokeniser,
-    sources,
-    transformers_model,
-)
+from plait.models import sources
 from plait.models.blocks import find_parts
+from plait.models.context import MicrobatchContext
+from plait.models.load import inspect_model, load_model, load_tokeniser, transformers_model
 from plait.models.quiet import quiet
 from plait.models.tiny import FAMILIES, byte_tokeniser, tiny_config
 

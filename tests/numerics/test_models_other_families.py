@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, Identity, MicrobatchContext, load_model, transformers_model
+from plait.models.base import BaseModel, Identity
+from plait.models.context import MicrobatchContext
+from plait.models.load import load_model, transformers_model
 from plait.models.tiny import byte_tokeniser
 from plait_kernels import labelled_cross_entropy
 

@@ -13,8 +13,10 @@ from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.cost.memory import MemoryModel
 from plait.cost.probes import ProbeOptions, drawn_probe, observe_device, probe_grid
-from plait.models import BaseModel, MicrobatchContext, load_model, load_tokeniser, transformers_model
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
 from plait.models.generate import Prompt, generate
+from plait.models.load import load_model, load_tokeniser, transformers_model
 from plait.utils.paths import cache_dir
 from plait_kernels.loss import CHUNK_LOGITS
 

@@ -26,7 +26,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.worker import WorkerFacts
-from plait.models import BaseModel
+from plait.models.base import BaseModel
 
 Weights = dict[str, tuple[Tensor, ...]]
 VOCABULARY = 250

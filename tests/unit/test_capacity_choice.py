@@ -18,7 +18,7 @@ from plait.engine import build as engine
 from plait.engine.admission import LEAST_CAPACITY, choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import ActivationShape, WorkerFacts
-from plait.models import ModelShape
+from plait.models.load import ModelShape
 from plait.models.targets import LinearInfo
 
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)

@@ -8,7 +8,8 @@ import yaml
 
 from plait.core.errors import ConfigError
 from plait.core.jobs import DataSpec
-from plait.data import SOURCES, check_data, parse_options
+from plait.data.loading import check_data
+from plait.data.sources import SOURCES, parse_options
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 

@@ -14,10 +14,10 @@ from plait.core.checks import at_least
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import DataSpec
 from plait.core.settings import ModelSettings
-from plait.data import SOURCES, check_data, generation_limit, load_data, score
 from plait.data.examples import Pair
-from plait.data.sources import CommonOptions, Rows, Source, VerifiedOptions
-from plait.models import load_tokeniser
+from plait.data.loading import check_data, generation_limit, load_data, score
+from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOptions
+from plait.models.load import load_tokeniser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.padding import MAX_WASTE, bucket_samples
-from plait.models.packing import AttentionLayout
+from plait.core.samples import MAX_WASTE, bucket_samples
+from plait.models.attention import AttentionLayout
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 

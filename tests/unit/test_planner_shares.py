@@ -94,7 +94,6 @@ def test_a_plan_over_unequal_replicas_verifies_and_runs() -> None:
     verify(items, every, stages=stages, capacity=room, tile=8)
     assert violations(items, every, stages=stages, capacity={0: 56, 1: 40}, tile=8)
     plan = Plan(replicas, (Group(("a", "b"), 64, 8), Group(("c",), 64, 8)), items)
-    assert Plan.from_json(plan.to_json()) == plan
     options = PlanOptions(room, hidden_size=512, bandwidths={0: 1e9, 1: 1e9})
     pipelines = plan_pipelines(plan, time, options)
     metrics, run = measure(pipelines, hidden_size=512, tp={0: 1, 1: 2})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,21 +14,6 @@ import plait_kernels
 from plait.adapters.variants import VARIANTS
 from plait.core.jobs import AdapterSpec
 from plait_kernels import TensorSpec
-
-# Settings of PEFT that must have these values, or be absent: anything else is another method.
-_PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
-}
 
 
 class Lora(plait_kernels.Lora):
@@ -50,15 +35,6 @@ class Lora(plait_kernels.Lora):
     def peft_config(self, _spec: AdapterSpec, /) -> dict[str, Any]:
         """Nothing beside what every LoRA has."""
         return {}
-
-    def rejects(self, config: Mapping[str, Any], /) -> str:
-        """The first setting that asks for more than one rank without bias."""
-        odd = (
-            f"{key}={config[key]!r}"
-            for key, allowed in _PLAIN.items()
-            if key in config and config[key] not in allowed
-        )
-        return next(odd, "")
 
 
 VARIANTS.add("lora", Lora())

@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.adapters.variants import PREFIX, VARIANTS, AdapterVariant
-from plait.core.errors import ConfigError, InputError, ModelError, StorageError, choices
+from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec
 from plait.models.targets import LinearInfo, resolve_targets
 from plait.utils.files import new_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 Tensors = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAdapter:
-    """What a PEFT folder holds.
-
-    Attributes:
-        spec: variant, rank, alpha, dropout, targets.
-        weights: module name to its tensors in the variant's order (plain LoRA: A, B).
-        base: the base model's name.
-    """
-
-    spec: AdapterSpec
-    weights: dict[str, Tensors]
-    base: str | None
 
 
 def _names(variant: AdapterVariant, module: str) -> list[str]:
@@ -120,60 +104,3 @@ def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> 
     """Last parts of the names where they mean exactly these modules, else the whole names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)
-
-
-def import_adapter(directory: Path) -> StoredAdapter:
-    """Read a PEFT folder.
-
-    Raises:
-        InputError: a file is missing or damaged.
-        ModelError: the adapter is of no registered variant.
-    """
-    try:
-        config = json.loads((directory / CONFIG).read_text())
-        tensors = load_file(directory / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InputError(f"{directory}: {error}", f"A PEFT folder holds {CONFIG} and {WEIGHTS}.") from error
-    reasons = {name: VARIANTS.get(name).rejects(config) for name in VARIANTS}
-    name = next((name for name, reason in reasons.items() if not reason), None)
-    if name is None:
-        raise ModelError(
-            f"{directory}: {reasons['lora']}",
-            f"Adapters with one rank and no bias can be read, of variant {choices(reasons)}.",
-        )
-    weights = _modules(directory, tensors, VARIANTS.get(name))
-    return StoredAdapter(_spec(directory, config, name), weights, config.get("base_model_name_or_path"))
-
-
-def _spec(directory: Path, config: dict[str, Any], variant: str) -> AdapterSpec:
-    targets = config.get("target_modules") or ()
-    try:
-        return AdapterSpec(
-            rank=config["r"],
-            alpha=config["lora_alpha"],
-            dropout=config.get("lora_dropout", 0.0),
-            target_modules=targets if isinstance(targets, str) else tuple(targets),
-            rslora=config.get("use_rslora", False),
-            variant=variant,
-        )
-    except (KeyError, ConfigError) as error:
-        raise InputError(
-            f"{directory / CONFIG}: {error}", "It must give r, lora_alpha and targets."
-        ) from error
-
-
-def _modules(directory: Path, tensors: Mapping[str, Tensor], variant: AdapterVariant) -> dict[str, Tensors]:
-    """The tensors by module."""
-    ends = _names(variant, "")
-    modules = dict.fromkeys(
-        name.removeprefix(PREFIX).removesuffix(end.removeprefix(PREFIX))
-        for name in tensors
-        for end in ends
-        if name.startswith(PREFIX) and name.endswith(end.removeprefix(PREFIX))
-    )
-    expected = {name for module in modules for name in _names(variant, module)}
-    if expected != set(tensors):
-        odd = sorted(expected.symmetric_difference(tensors))[0]
-        parts = " and ".join(end.removeprefix(PREFIX + ".") for end in ends)
-        raise InputError(f"{directory / WEIGHTS}: {odd}", f"Every module has one {parts}.")
-    return {module: tuple(tensors[name] for name in _names(variant, module)) for module in modules}

@@ -39,9 +39,6 @@ class AdapterVariant(Variant, Protocol):
     def peft_config(self, spec: AdapterSpec, /) -> dict[str, Any]:
         """What PEFT's configuration must say of it, beside what every LoRA has."""
 
-    def rejects(self, config: Mapping[str, Any], /) -> str:
-        """What in PEFT's configuration is not of this variant, as "key=value"; "" where it is of it."""
-
 
 VARIANTS: Registry[AdapterVariant] = Registry(
     "adapter variant",

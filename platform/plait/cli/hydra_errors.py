@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from plait.config.build import key_of
 from plait.config.fields import unknown_key
 from plait.core.errors import ConfigError, choices
-from plait.data import SOURCES
+from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 

@@ -28,7 +28,7 @@ from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
 
 if TYPE_CHECKING:
-    from plait.models import ModelShape
+    from plait.models.load import ModelShape
 
 JSON = "--json"
 TIMELINE = "--timeline"

@@ -177,7 +177,8 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
     import torch
 
     from plait.engine.devices import choose_device, choose_kernels, device_kind
-    from plait.models import check_rank, load_model
+    from plait.models.load import load_model
+    from plait.models.targets import check_rank
 
     engine, shape = settings.engine, check_model(settings.model, jobs)
     device = choose_device(engine.device).type

@@ -1,15 +1,13 @@
 """Plans as plain data: replicas, groups, microbatches and the order in which they run.
 
-A plan is JSON with a schema version, so that it can be printed, kept in MLflow and run again.
+A plan is JSON with a schema version: it is printed and kept in MLflow, and a restart takes its choices.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
-
-from plait.core.errors import InputError
+from typing import Literal
 
 SCHEMA_VERSION = 1
 SplitName = Literal["train", "validation"]
@@ -48,16 +46,8 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Samples of one adapter lying together inside a microbatch; fields as in :class:`GlobalBatch`."""
-
-    job: str
-    step: int
-    samples: tuple[int, ...]
-    draws: tuple[int, ...]
-    lengths: tuple[int, ...]
-    loss_weight: float
-    split: SplitName = "train"
+class Segment(GlobalBatch):
+    """Samples of one global batch lying together inside a microbatch."""
 
     @property
     def tokens(self) -> int:
@@ -132,39 +122,9 @@ class Plan:
         """The plan as JSON text."""
         return json.dumps(asdict(self), indent=2, sort_keys=True)
 
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """The plan that :meth:`to_json` wrote.
 
-        Raises:
-            InputError: another schema version.
-        """
-        raw = json.loads(text)
-        if raw.get("version") != SCHEMA_VERSION:
-            raise InputError(
-                f"plan of schema version {raw.get('version')!r}",
-                f"This release reads version {SCHEMA_VERSION}.",
-                "Make the plan again with `plait plan`.",
-            )
-        return cls(
-            replicas=tuple(_replica(item) for item in raw["replicas"]),
-            groups=tuple(_group(item) for item in raw["groups"]),
-            schedule=tuple(_schedule_item(item) for item in raw["schedule"]),
-            choices=raw["choices"],
-        )
-
-
-def _replica(raw: dict[str, Any]) -> Replica:
-    return Replica(**raw | {"layer_split": tuple(raw["layer_split"]), "devices": tuple(raw["devices"])})
-
-
-def _group(raw: dict[str, Any]) -> Group:
-    return Group(**raw | {"jobs": tuple(raw["jobs"]), "predicted": Prediction(**raw["predicted"])})
-
-
-def _schedule_item(raw: dict[str, Any]) -> Microbatch | OptimiserStep:
-    if "segments" not in raw:
-        return OptimiserStep(**raw)
-    lists = ("samples", "draws", "lengths")
-    segments = (Segment(**item | {key: tuple(item[key]) for key in lists}) for item in raw["segments"])
-    return Microbatch(raw["replica"], raw["index"], tuple(segments))
+def recorded_choices(text: str) -> Choices | None:
+    """The choices in a plan that :meth:`Plan.to_json` wrote; None where it is of another schema version."""
+    raw = json.loads(text)
+    choices: Choices = raw["choices"]
+    return choices if raw["version"] == SCHEMA_VERSION else None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
+MAX_WASTE = 1.25  # padded over real area of a bucket, at most
 
 
 class Sample(NamedTuple):
@@ -70,6 +71,21 @@ class Split:
         total = np.concatenate([[0], np.cumsum(self.labels, dtype=np.int64)])
         return np.asarray(total[self.offsets[1:]] - total[self.offsets[:-1]], dtype=np.int64)
 
+    def summary(self) -> dict[str, float]:
+        """Samples, tokens and lengths in a few figures, for tracking."""
+        lengths = self.lengths
+        if not len(lengths):
+            return {"samples": 0, "tokens": 0}
+        return {
+            "samples": len(self),
+            "tokens": int(lengths.sum()),
+            "shortest": int(lengths.min()),
+            "mean": float(lengths.mean()),
+            "longest": int(lengths.max()),
+            **{f"p{percent}": float(np.percentile(lengths, percent)) for percent in (50, 95, 99)},
+            "labelled_share": float(self.labels.mean()),
+        }
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenisedData:
@@ -78,3 +94,24 @@ class TokenisedData:
     digest: str
     train: Split
     validation: Split
+
+
+def bucket_samples(lengths: Sequence[int]) -> list[list[int]]:
+    """Which samples attention pads to one length: by falling length, cut where padding would waste too much.
+
+    Returns:
+        Indices of each bucket's samples, longest first; ties keep the samples' order.
+    """
+    buckets: list[list[int]] = []
+    real = 0
+    for sample in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        area = lengths[sample] ** 2
+        if buckets:
+            longest = lengths[buckets[-1][0]]
+            if longest**2 * (len(buckets[-1]) + 1) <= MAX_WASTE * (real + area):
+                buckets[-1].append(sample)
+                real += area
+                continue
+        buckets.append([sample])
+        real = area
+    return buckets

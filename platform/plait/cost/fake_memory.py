@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from plait.core.errors import ModelError
 from plait.cost.memory import MemoryObservation
 from plait.cost.probes import Probe, ProbeOptions, observe
-from plait.models import BaseModel, Identity, MicrobatchContext
-from plait.models.context import Rotation
+from plait.models.attention import AttentionLayout, HeadIndex
+from plait.models.base import BaseModel, Identity
+from plait.models.context import MicrobatchContext, Rotation
 from plait.models.fuse import RotaryAttention
-from plait.models.packing import AttentionLayout, HeadIndex
 from plait_kernels import Routing, Site
 
 _NARROW = 8  # head size of the twin

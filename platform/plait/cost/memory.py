@@ -8,7 +8,7 @@ things were found necessary for errors far below a percent:
   of all saved activations, and backward's first layer. A model has one set of coefficients for each, its
   *phases*, and predicts the highest; a peak observed as a whole makes one phase.
 - The features are what the engine really holds: attention pads samples to buckets of nearly equal length
-  (:mod:`plait.core.padding`), keeps squares for short samples only, and the head makes logits in chunks.
+  (:mod:`plait.core.samples`), keeps squares for short samples only, and the head makes logits in chunks.
 
 With equal lengths, everything kept and labelled, one rank and no chunks, this is Eq. 5.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from plait.core.errors import ConfigError, InputError
-from plait.core.padding import bucket_samples
+from plait.core.samples import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 
 FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")

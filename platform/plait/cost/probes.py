@@ -21,8 +21,9 @@ from plait.cost.fitting import Fit
 from plait.cost.memory import MemoryObservation, MemoryShape
 from plait.cost.storage_counter import StorageCounter
 from plait.cost.time import MicrobatchShape, TimeModel, fit_head, fit_layer
-from plait.models import BaseModel, MicrobatchContext
 from plait.models.attention import KEEP_UP_TO
+from plait.models.base import BaseModel
+from plait.models.context import MicrobatchContext
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, labelled_cross_entropy
 
 _GRID_LENGTHS = (60, 170, 500)

@@ -1,4 +1,7 @@
-"""Examples as text with the spans that count in the loss, and text as samples: token ids and labels."""
+"""Examples as text with the spans that count in the loss, and text as samples: token ids and labels.
+
+A seam: what a row becomes is decided here alone, apart from files, splits and the cache.
+"""
 
 from __future__ import annotations
 

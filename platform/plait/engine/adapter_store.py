@@ -19,7 +19,8 @@ from plait.core.errors import CheckpointError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.messages import Cursor
 from plait.engine.checkpoint_files import Found, Origin, newest_checkpoint, warm_start, write_checkpoint
-from plait.models import BaseModel, check_rank
+from plait.models.base import BaseModel
+from plait.models.targets import check_rank
 from plait_kernels import Bank
 
 BEST = "best."  # prefix of the best weights' names in a checkpoint

@@ -6,17 +6,17 @@ A search that is resumed takes the capacity and the kernels that it was started 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
-from plait.core.plans import Plan
+from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
-from plait.data import generation_limit, load_data, score, summary
+from plait.data.loading import generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -27,7 +27,7 @@ from plait.utils.paths import cache_dir
 if TYPE_CHECKING:
     import torch
 
-    from plait.models import ModelShape
+    from plait.models.load import ModelShape
 
 PLAN_FILE = "plan.json"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,7 +54,7 @@ def open_data(
     Raises:
         ConfigError, DataError, StorageError: as ``plait.data.load_data``.
     """
-    from plait.models import load_tokeniser
+    from plait.models.load import load_tokeniser
 
     tokeniser = load_tokeniser(settings.model, cache=cache_dir())
     capacity = settings.engine.capacity
@@ -70,10 +70,7 @@ def open_data(
     for spec in dict.fromkeys(job.data for job in jobs):
         data = catalogue.of(spec)
         facts[data.digest] = {"source": spec.source, "options": spec.mapping()}
-        lengths[data.digest] = {
-            "train": asdict(summary(data.train)),
-            "validation": asdict(summary(data.validation)),
-        }
+        lengths[data.digest] = {"train": data.train.summary(), "validation": data.validation.summary()}
     return LoadedData(catalogue, facts, lengths)
 
 
@@ -106,8 +103,7 @@ def settle_engine(
 ) -> tuple[RunSettings, tuple[str, ...]]:
     """The settings with the capacity that the run takes, and what the user should know about it."""
     facts = worker_facts(settings.model, shape, free_memory(settings))
-    plan = None if settings.search.fresh else _read_plan(folder)
-    before = {} if plan is None else plan.choices
+    before = {} if settings.search.fresh else _recorded_choices(folder)
     recorded = before.get("capacity")
     capacity = choose_capacity(
         settings,
@@ -194,7 +190,7 @@ def build_coordinator(
     """
     from plait.engine.devices import choose_device
     from plait.engine.local_worker import LocalWorker
-    from plait.models import load_model
+    from plait.models.load import load_model
 
     device = choose_device(settings.engine.device)
     model = load_model(settings.model, cache=cache_dir(), device=device)
@@ -221,11 +217,11 @@ def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder
     would be measured now; else those that the settings name."""
     from plait.engine.devices import check_kernels
 
-    plan = _read_plan(folder)
-    if kernels != "auto" or plan is None or plan.choices.get("device") != str(device):
+    before = _recorded_choices(folder)
+    if kernels != "auto" or before.get("device") != str(device):
         return kernels
     try:
-        check_kernels(recorded := str(plan.choices.get("kernels")), device, dtype)
+        check_kernels(recorded := str(before.get("kernels")), device, dtype)
     except ConfigError:  # they do not run here any more
         return kernels
     return recorded
@@ -249,9 +245,9 @@ def write_plan(folder: Path, plan: Plan) -> str:
     return text
 
 
-def _read_plan(folder: Path) -> Plan | None:
-    """The plan that the search was trained by before; None where there is none that this release reads."""
+def _recorded_choices(folder: Path) -> Choices:
+    """What the search was trained with before; empty where there is no plan that this release reads."""
     try:
-        return Plan.from_json((folder / PLAN_FILE).read_text(encoding="utf-8"))
+        return recorded_choices((folder / PLAN_FILE).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}

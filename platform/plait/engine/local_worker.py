@@ -43,8 +43,8 @@ from plait.engine.devices import allowed_cores, choose_kernels, device_bytes
 from plait.engine.memory import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.worker import ActivationShape, WorkerFacts
-from plait.models import BaseModel
 from plait.models.attention import KEEP_UP_TO
+from plait.models.base import BaseModel
 from plait.models.generate import Prompt, batch_size, generate
 from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
 from plait_kernels.loss import CHUNK_LOGITS

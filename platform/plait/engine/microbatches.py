@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.core.messages import JobLoss
 from plait.core.plans import Microbatch, Segment
 from plait.core.samples import Int64, Split
-from plait.models import MicrobatchContext
+from plait.models.context import MicrobatchContext
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 

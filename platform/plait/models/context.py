@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import InputError
-from plait.models.packing import AttentionLayout
+from plait.models.attention import AttentionLayout
 
 if TYPE_CHECKING:
     from plait.models.attention import AttentionRule, Heads

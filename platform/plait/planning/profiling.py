@@ -35,7 +35,7 @@ from plait_kernels.loss import CHUNK_LOGITS
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-    from plait.models import BaseModel
+    from plait.models.base import BaseModel
 
 
 CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from plait.core.jobs import JobSpec
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
-from plait.data import check_data
+from plait.data.loading import check_data
 from plait.engine.admission import Admission
 from plait.engine.build import worker_facts
 from plait.engine.catalogue import DataCatalogue
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
-    from plait.models import ModelShape
+    from plait.models.load import ModelShape
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:
@@ -40,7 +40,8 @@ def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
         StorageError: the cache cannot be written.
     """
     from plait.adapters.variants import VARIANTS
-    from plait.models import check_rank, inspect_model
+    from plait.models.load import inspect_model
+    from plait.models.targets import check_rank
 
     for variant in {job.adapter.variant for job in jobs}:
         VARIANTS.get(variant)

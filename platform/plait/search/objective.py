@@ -11,7 +11,8 @@ from plait.core.jobs import DataSpec, JobSpec
 from plait.core.lifecycle import JobResult
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import SearchSettings
-from plait.data import generation_limit, parse_options
+from plait.data.loading import generation_limit
+from plait.data.sources import parse_options
 from plait.search.rungs import rung_metric
 
 # Metrics that can be an objective (named in ``plait.tracking.names``); its last value counts.

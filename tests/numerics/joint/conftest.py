@@ -10,7 +10,8 @@ import torch
 from laboratory import Laboratory
 
 from plait.core.settings import ModelSettings
-from plait.models import BaseModel, load_model
+from plait.models.base import BaseModel
+from plait.models.load import load_model
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,8 @@ from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import ModelSettings
 from plait.engine.steps import DataOrder, learning_rate
-from plait.models import resolve_targets, transformers_model
+from plait.models.load import transformers_model
+from plait.models.targets import resolve_targets
 
 STEPS = 20
 LOSS_TOLERANCE = 1e-5  # relative, every step

@@ -30,7 +30,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.iteration import RETRY_SECONDS
 from plait.engine.local_worker import LocalWorker
-from plait.models import BaseModel
+from plait.models.base import BaseModel
 from plait.search.run import SearchLoop
 from plait.search.trials import Trial
 

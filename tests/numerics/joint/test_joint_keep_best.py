@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from laboratory import random_data
+from peft_folders import stored_pairs
 from safetensors import safe_open
 
 import plait.engine.local_worker as worker_module
-from plait.adapters.peft_folder import import_adapter
 from plait.core.jobs import JobSpec
 from plait.core.messages import (
     Attach,
@@ -47,7 +47,7 @@ def exported(history: Any, name: str) -> tuple[Tensors, str | None]:
     folder = history.ended(name).adapter
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         step = (file.metadata() or {}).get("step")
-    return dict(import_adapter(folder).weights), step
+    return stored_pairs(folder), step
 
 
 def same(left: Tensors, right: Tensors) -> bool:

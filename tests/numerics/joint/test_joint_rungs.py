@@ -25,7 +25,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait.engine.steps import DataOrder, training_batch
-from plait.models import BaseModel
+from plait.models.base import BaseModel
 from plait.planner.packing import pack
 from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper

@@ -32,8 +32,8 @@ from plait.engine.devices import choose_device, choose_kernels
 from plait.engine.local_worker import LocalWorker
 from plait.engine.microbatches import load_microbatch
 from plait.engine.steps import DataOrder, training_batch
-from plait.models import transformers_model
 from plait.models.generate import generate
+from plait.models.load import transformers_model
 from plait.planner.packing import pack
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
