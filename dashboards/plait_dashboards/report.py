@@ -54,6 +54,6 @@ def write(path: Path, text: str) -> None:
     except OSError as error:
         raise StorageError(
             f"--output {path}: {error.strerror or error}",
-            "The page cannot be written there.",
+            "The report cannot be written there.",
             "Choose a file in a writable folder.",
         ) from error

@@ -56,7 +56,7 @@ def _build(compiler: str, source: Path, target: Path) -> str:
 
 
 def compile_library(source: Path, folder: Path) -> Path:
-    """The shared library of one C source, compiled into `folder` unless it is there already.
+    """The shared library of one C source, compiled into `folder` unless it already exists.
 
     Raises:
         OSError: no compiler, or it failed, or the folder cannot be written.

@@ -139,7 +139,7 @@ def test_an_unknown_name_lists_those_there_are(
     assert main(["report", "tne", *options(settings)]) == 2
     said = capsys.readouterr().err
     assert "search 'tne' is not in" in said
-    assert "There are: ten." in said
+    assert "Available: ten." in said
 
 
 def test_where_nothing_was_trained_nothing_is_made(

@@ -314,7 +314,7 @@ def test_a_store_that_comes_back_without_the_run_gets_nothing(
     tracker.close()
     (told,) = tracker.notices
     assert f"run {run_id} is not in sqlite" in told
-    with pytest.raises(StorageError, match="was recorded there before"):
+    with pytest.raises(StorageError, match="was recorded in this run"):
         tracker.conclude(over(0, 1, 2))
     client.restore_run(run_id)
     assert send_left(settings, "demo") == []

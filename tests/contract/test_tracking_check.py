@@ -148,7 +148,7 @@ def test_a_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    refuse(TrackingSettings(root=tmp_path), "Permission denied", "that you may write")
+    refuse(TrackingSettings(root=tmp_path), "Permission denied", "to a writable folder")
 
 
 def test_what_is_only_read_may_be_write_protected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,11 +236,11 @@ class TestWholeSearch:
             export(tracking, "demo", tmp_path / "out")
 
     def test_an_unknown_search_is_an_error_that_lists_the_others(self, tracking: TrackingSettings) -> None:
-        with pytest.raises(SearchError, match="Begin one with `plait sweep`"):
+        with pytest.raises(SearchError, match="Start one with `plait sweep`"):
             load_search(tracking)
         whole_search(tracking)
         assert search_names(tracking) == ["demo"]
-        with pytest.raises(SearchError, match=r"(?s)search 'other' is not in.*There are: demo\."):
+        with pytest.raises(SearchError, match=r"(?s)search 'other' is not in.*Available: demo\."):
             load_search(tracking, "other")
 
 

@@ -169,4 +169,4 @@ def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
 def test_a_search_that_is_not_there(folder: Path, said: Said) -> None:
     (folder / "plait-runs" / "searches" / "other").mkdir(parents=True)
     text = said("pause", status=2)
-    assert "There are: other." in text
+    assert "Available: other." in text

@@ -159,7 +159,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "modl=tiny"], ["unknown key modl", "Did you mean model"]),
         (["sweep", "modle=tiny"], ["unknown key modle", "Did you mean model?"]),
         (["sweep", "modle=tiny,small"], ["modle is swept", "Did you mean model? It belongs to the run"]),
-        (["train", "lr=1e-3"], ["unknown key lr", "Did you mean train.lr? There are: adapter,"]),
+        (["train", "lr=1e-3"], ["unknown key lr", "Did you mean train.lr? Available: adapter,"]),
         (["train", "adaptr.rank=3"], ["unknown key adaptr.rank", "Did you mean adapter.rank?"]),
         (["sweep", "search/stoping=asha"], ["search/stoping", "Did you mean search/stopping?"]),
         (["sweep", "model=tyni"], ["model=tyni", "Did you mean model=tiny", "smollm2-135m"]),
@@ -168,7 +168,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
         (
             ["sweep", "train.lr=intervall(0,1e-4)"],
-            ["train.lr=intervall(0,1e-4)", "no function intervall", "Did you mean interval? There are: "],
+            ["train.lr=intervall(0,1e-4)", "no function intervall", "Did you mean interval? Available: "],
         ),
         (
             ["sweep", "model=tiny", "train.lr=1e-4,nan"],

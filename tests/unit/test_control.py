@@ -53,7 +53,7 @@ SPACE = read_request(
     [
         (("halt",), "pause, resume, status, stop"),
         (("puase",), "Did you mean pause?"),
-        (("pause", "3"), "no further words"),
+        (("pause", "3"), "no further arguments"),
         (("stop", "three"), "number"),
         (("clone",), "number"),
         (("add",), "at least one"),
@@ -183,7 +183,7 @@ def test_what_is_searched_is_read_from_the_study() -> None:
     found = read_space(study)
     assert found.describe() == space.describe()
     assert found.overrides(next(found.probes())) == space.overrides(next(space.probes()))
-    with pytest.raises(SearchError, match="does not say"):
+    with pytest.raises(SearchError, match="does not contain its search space"):
         read_space(optuna.create_study())
 
 
@@ -282,12 +282,12 @@ def test_orders_given_at_once_are_all_kept(
         (("clone", "5", "adapter.rank=8"), "trial 5 is queued", "values to clone", "0, 1, 2, 3, 4."),
         (("add", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "search.name"),
         (("add", "train.lr=1"), "train.lr=1", "tag(log,interval(1e-05,0.001))", "start a new search"),
-        (("add", "adapter.alpha=1"), "adapter.alpha", "not searched", "adapter.rank, train.batch_size"),
+        (("add", "adapter.alpha=1"), "adapter.alpha", "not search over", "adapter.rank, train.batch_size"),
         (("add", "train.priority=soon"), "train.priority=soon", "whole number", "train.priority=5"),
         (("clone", "0", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "start a new search"),
-        (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "shape of the adapter", "--warm"),
+        (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change the rank", "--warm"),
         (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
-        (("pause", "--json"), "--json with pause", "Only a status", "Leave out --json"),
+        (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_value_rule_and_remedy(
@@ -399,7 +399,7 @@ def test_a_finished_search_takes_no_orders_and_one_that_never_trained_has_no_sta
     tmp_path: Path, said: Said
 ) -> None:
     (search_folder(tmp_path, "mine")).mkdir(parents=True)
-    assert "never got as far as training" in said(status=2)
+    assert "ended before training started" in said(status=2)
     study = killed(tmp_path)
     write_command(
         search_folder(tmp_path, "mine"), RecordedCommand("mine", "sweep", (), str(tmp_path), finished=True)

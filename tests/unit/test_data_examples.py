@@ -75,7 +75,7 @@ def test_named_fields_come_before_known_formats():
             id="half-a-character",
         ),
         pytest.param({"messages": []}, None, ["messages is []", "list of messages"], id="no-messages"),
-        pytest.param({"messages": [USER]}, None, ["roles user", "No labelled tokens"], id="no-answer"),
+        pytest.param({"messages": [USER]}, None, ["roles user", "this row has none"], id="no-answer"),
         pytest.param(
             {"messages": [{"role": "robot", "content": "x"}]},
             None,

@@ -436,7 +436,7 @@ def test_difficulty_is_the_level_of_the_tasks_curriculum(tmp_path, tokeniser):
 
 
 def test_a_task_without_written_answers_and_too_few_rows_are_refused():
-    with pytest.raises(DataError, match="no written answer"):
+    with pytest.raises(DataError, match="only has a verifier"):
         check_data(DataSpec.of("reasoning_gym", task="rubiks_cube"))
     with pytest.raises(DataError, match="5 rows, 32 of them"):
         check_data(DataSpec.of("reasoning_gym", size=5))

@@ -289,7 +289,7 @@ def test_a_job_joins_and_another_is_cancelled_at_an_iteration_boundary() -> None
     end = of(JobResult, events, "b")[0]
     assert (end.state, end.reason, end.step, end.adapter) == ("pruned", "rung 1", 3, None)
     assert not any(isinstance(c, Export) and c.job == "b" for c in worker.commands)
-    with pytest.raises(ConfigError, match="waits or trains"):
+    with pytest.raises(ConfigError, match="waiting or training"):
         made.cancel("b", "rung 1")
 
 

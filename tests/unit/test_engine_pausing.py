@@ -166,7 +166,7 @@ def test_pausing_and_resuming_by_hand_wherever_the_job_stands(make: Any) -> None
     events = drain(made, between)
     assert paused(events) == [("a", 1, PauseReason.BY_ORDER), ("b", 1, PauseReason.BY_ORDER)]
     assert groups(events) == [("a",), ("b",)] + [("a",)] * 5 + [("b",)]
-    with pytest.raises(ConfigError, match="waits or trains"):
+    with pytest.raises(ConfigError, match="waiting or training"):
         made.pause("c")
 
 

@@ -42,7 +42,7 @@ def test_an_unknown_name_is_answered_with_the_key_and_all_names(shapes: Registry
         shapes.get("sqare")
     assert caught.value.value == "draw.shape=sqare"
     assert caught.value.rule == "Unknown shape 'sqare'."
-    assert caught.value.remedy == "Did you mean square? There are: square, triangle."
+    assert caught.value.remedy == "Did you mean square? Available: square, triangle."
 
 
 @pytest.fixture

@@ -478,8 +478,8 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 @pytest.mark.parametrize(
     ("metric", "options", "said"),
     [
-        ("eval/loss", {"validation": 0}, "no validation rows"),
-        ("eval/accuracy", {"validation": 0, "generate": True}, "no validation rows"),
+        ("eval/loss", {"validation": 0}, "needs validation rows"),
+        ("eval/accuracy", {"validation": 0, "generate": True}, "needs validation rows"),
         ("eval/accuracy", {}, "data.generate=true"),
     ],
 )

@@ -364,7 +364,7 @@ def test_each_of_optunas_pruners_runs(tmp_path: Path, pruner: str, options: dict
     [
         ({"pruner": "Hyperband"}, "HyperbandPruner, MedianPruner"),
         ({"options": {"startup": 3}}, "n_startup_trials"),
-        ({"metric": "train/loss"}, "Leave search.stopping.metric out"),
+        ({"metric": "train/loss"}, "Leave out search.stopping.metric"),
     ],
 )
 def test_a_pruner_that_cannot_be_made_is_refused(tmp_path: Path, stopping: dict[str, Any], said: str) -> None:

@@ -313,7 +313,7 @@ def test_fresh_starts_anew() -> None:
 def test_a_study_that_plait_did_not_make() -> None:
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(study_name="s", storage=storage).ask()
-    with pytest.raises(SearchError, match="did not make"):
+    with pytest.raises(SearchError, match="not created by Plait"):
         source(storage=storage, name="s")
 
 
@@ -338,7 +338,7 @@ def test_a_path_with_a_database_suffix_is_sqlite(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         open_storage(None, tmp_path / "file" / "runs")
 
 

@@ -100,9 +100,12 @@ def test_settings_that_make_no_sense_are_refused(stopping: dict[str, Any], said:
 @pytest.mark.parametrize(
     ("search", "said"),
     [
-        ({"metric": "eval/accuracy"}, "not measured at rungs"),
+        ({"metric": "eval/accuracy"}, "metrics at rungs are"),
         ({"stopping": StoppingSettings("asha", metric="loss")}, "train/loss"),
-        ({"stopping": StoppingSettings("asha", metric="train/tokens", divergence=2.0)}, "can diverge"),
+        (
+            {"stopping": StoppingSettings("asha", metric="train/tokens", divergence=2.0)},
+            "can only be detected in a loss",
+        ),
     ],
 )
 def test_a_metric_that_is_not_measured_at_rungs_is_refused(search: dict[str, Any], said: str) -> None:

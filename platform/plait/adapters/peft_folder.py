@@ -69,7 +69,7 @@ def export_adapter(
             (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"{directory}: {error}", "An adapter's folder must be writable and have room."
+            f"{directory}: {error}", "The adapter's folder must be writable, on a disk that is not full."
         ) from error
 
 

@@ -63,7 +63,7 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"plait bench {name}",
             "There is no such file in sweeps/.",
-            f"{did_you_mean(name, known)}There are: {choices(known)}.",
+            f"{did_you_mean(name, known)}Available: {choices(known)}.",
         )
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
@@ -85,9 +85,9 @@ def _read(path: Path, folder: Path) -> Named:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ConfigError(f"sweeps/{name}.yaml", f"It is not YAML: {error}") from error
+        raise ConfigError(f"sweeps/{name}.yaml", f"The file is not valid YAML: {error}") from error
     if not isinstance(content, dict) or "mode" not in content:
-        raise ConfigError(f"sweeps/{name}.yaml", "It must say its mode: train, simulate or bench.")
+        raise ConfigError(f"sweeps/{name}.yaml", "The file must set mode to train, simulate or bench.")
     description = " ".join(str(content.get("description", "")).split())
     return Named(name, str(content["mode"]), description, str(content.get("takes", "")))
 
@@ -134,7 +134,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
         raise ConfigError(
             f"published: {', '.join(unmatched)}",
             "Each published figure must have the name of a figure of the benchmark.",
-            f"There are: {choices([figure.name for figure in report.figures])}.",
+            f"Available: {choices([figure.name for figure in report.figures])}.",
         )
     return EXIT_DONE
 
@@ -149,7 +149,7 @@ def find_benchmark(name: Any, mode: str) -> Benchmark:
         raise ConfigError(
             f"bench.run={name!r}",
             f"mode={mode} needs the name of a benchmark.",
-            "Run a file of sweeps/: `plait bench` lists them.",
+            "Run a named benchmark: `plait bench` lists them.",
         )
     if not BENCHMARKS.names():
         raise ConfigError(

@@ -115,7 +115,7 @@ def without_passwords(folder: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",
-            "The run's configuration is kept there, without passwords.",
+            "Plait stores the run's configuration there, without passwords.",
             "Free some space, or choose another folder with hydra.run.dir=FOLDER.",
         ) from error
 
@@ -136,7 +136,7 @@ def check_folder(folder: Path) -> None:
 def _not_written(folder: Path, reason: str) -> StorageError:
     return StorageError(
         f"{folder}: {reason}",
-        "Each trial's configuration is written there.",
+        "Plait writes each trial's configuration there.",
         "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
     )
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     verb = given.verb or "status"
     trial, overrides = read_words(verb, given.rest, warm=given.warm, name=given.name)
     if given.json and verb != "status":
-        raise ConfigError(f"--json with {verb}", "Only a status is given as JSON.", "Leave out --json.")
+        raise ConfigError(f"--json with {verb}", "Only `status` can be printed as JSON.", "Leave out --json.")
     control = _open(given.root, given.name, verb, given.wait)
     if verb == "status":
         print(json.dumps(control.facts(), indent=2) if given.json else "\n".join(control.status()))
@@ -67,13 +67,13 @@ def _open(root: Path, name: str, verb: str, wait: float) -> SearchControl:
     if recorded is None:
         raise ConfigError(
             f"plait control {quoted} {verb}",
-            "This search never got as far as training, so it has no study.",
-            "Start it again with the command that was meant to train it.",
+            "This search ended before training started, so it has no study.",
+            "Start the search again with its `plait sweep` command.",
         )
     if recorded.finished and verb != "status":
         raise ConfigError(
             f"plait control {quoted} {verb}: {name} is finished",
-            "Only a search that has trials to train can be steered.",
+            "A finished search has no trials left to control.",
             f"`plait resume {quoted} search.trials=N` adds trials to it.",
         )
     return _control(recorded, root, wait)
@@ -132,22 +132,28 @@ def read_words(
     command = f"plait control {shlex.quote(name)} {verb}"
     if verb not in VERBS:
         meant = did_you_mean(verb, VERBS)
-        raise ConfigError(command, "There is no such command.", f"{meant}There are: {choices(VERBS)}.")
+        raise ConfigError(command, "There is no such command.", f"{meant}Available: {choices(VERBS)}.")
     if warm and verb != "clone":
         raise ConfigError(
-            f"--warm with {verb}", "A warm start begins with a cloned trial's weights.", "Use it with clone."
+            f"--warm with {verb}",
+            "Only a cloned trial can start from another trial's weights.",
+            "Use --warm with clone.",
         )
     words = list(rest)
     trial = None
     if verb == "clone" or (verb == "stop" and words):
         trial = _number(command, words.pop(0) if words else "")
     if words and verb not in ("add", "clone"):
-        raise ConfigError(f"{command}: {' '.join(words)}", "It takes no further words.", "Leave them out.")
+        raise ConfigError(
+            f"{command}: {' '.join(words)}", "This command takes no further arguments.", "Leave them out."
+        )
     if not words and verb == "add":
-        raise ConfigError(command, "It needs at least one value.", "Give KEY=VALUE of a searched key.")
+        raise ConfigError(
+            command, "A new trial needs at least one value.", "Add KEY=VALUE for a searched key."
+        )
     for word in words:
         if "=" not in word:
-            raise ConfigError(f"{command}: {word!r}", "A value is given as KEY=VALUE.", "Write it so.")
+            raise ConfigError(f"{command}: {word!r}", "Values are written as KEY=VALUE.", "Write KEY=VALUE.")
     return trial, tuple(words)
 
 
@@ -156,7 +162,7 @@ def _number(command: str, text: str) -> int:
     if not digits.isdecimal():
         raise ConfigError(
             f"{command} {text}".rstrip(),
-            "A trial is given by its number.",
+            "A trial is identified by its number.",
             "`plait control NAME status` and `plait leaderboard NAME` show the numbers.",
         )
     return int(digits)

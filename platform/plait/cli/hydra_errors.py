@@ -57,7 +57,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         if key.startswith("data.") and "data.source" in map(key_of, arguments):
             given = next(word for word in arguments if key_of(word) == key)
             return ConfigError(
-                given, "This source has no config group that holds the key.", f"Add it: +{given}"
+                given, "The configuration of this data source does not define this key.", f"Add it: +{given}"
             )
         unknown = unknown_key(key, there, _all_keys(key, arguments))
         added = _MISSING_PLUS.search(text)
@@ -98,7 +98,7 @@ def _unknown_function(override: str) -> ConfigError | None:
     if called is None or called[1] in known:
         return None
     meant = did_you_mean(called[1], known)
-    remedy = f"{meant}There are: {choices(known)}. Quote a value that is not a function call: KEY=\"'a(b)'\"."
+    remedy = f"{meant}Available: {choices(known)}. Quote a value that is not a function call: KEY=\"'a(b)'\"."
     return ConfigError(override, f"There is no function {called[1]}.", remedy)
 
 
@@ -106,7 +106,7 @@ def _unknown_choice(error: MissingConfigException) -> ConfigError:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     options = list(error.options or ())
     meant = did_you_mean(name, options, before=f"{group}=", cutoff=0.5)
-    remedy = f"{meant}There are: {choices(options)}."
+    remedy = f"{meant}Available: {choices(options)}."
     if group == "data" and name in SOURCES:
         remedy = f"It has no config group: use data.source={name} +data.KEY=VALUE."
     return ConfigError(f"{group}={name}", f"Unknown {KINDS.get(group, group)} {name!r}.", remedy)

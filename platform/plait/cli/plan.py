@@ -49,7 +49,7 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     if timeline is not None and timeline.suffix not in KINDS:
         raise ConfigError(
             f"{TIMELINE} {flags[TIMELINE]}",
-            f"It needs a file that ends in one of {choices(KINDS)}.",
+            f"The file name must end in one of {choices(KINDS)}.",
             f"For example {TIMELINE} run.html.",
         )
     waves: list[Forecast] = []
@@ -74,7 +74,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
     if not waves:
         raise ConfigError(
             f"{TIMELINE} {path}",
-            "Only plans of described clusters are simulated.",
+            "Only plans for a described cluster are simulated.",
             "Choose one with cluster=NAME.",
         )
     run, pipelines = waves[0].run, waves[0].pipelines
@@ -86,7 +86,7 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}", "The timeline is written there.") from error
+        raise StorageError(f"{path}: {error.strerror}", "The timeline cannot be written there.") from error
 
 
 def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] | None = None) -> Outlook:

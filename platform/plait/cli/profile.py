@@ -144,7 +144,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
         if not weights:
             raise ConfigError(
                 f"{WITHOUT_WEIGHTS} with cluster={command.settings.cluster.options.get('name')}",
-                "The configurations of a described cluster are always compared without weights.",
+                "For a described cluster, profiles are always computed without weights.",
                 f"Leave {WITHOUT_WEIGHTS} out.",
             )
         return compare_configurations(command, console, as_json=as_json, say=_say)
@@ -325,7 +325,7 @@ def _check_weights_fit(weights: int, available: int) -> None:
         raise CapacityError(
             f"weights of {weights / 2**30:.2f} GiB",
             f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
-            f"Take a smaller model, or {WITHOUT_WEIGHTS} to compute its memory alone.",
+            f"Use a smaller model, or {WITHOUT_WEIGHTS} to compute its memory alone.",
         )
 
 

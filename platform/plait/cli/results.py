@@ -87,7 +87,7 @@ def sort_records(
     if column not in names:
         column = next((name for name in names if heading(name) == column), column)
     if column not in names:
-        raise ConfigError(f"--sort {column}", "Unknown column.", f"There are: {choices(names)}.")
+        raise ConfigError(f"--sort {column}", "Unknown column.", f"Available: {choices(names)}.")
     at = names.index(column)
     paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
     present = [(value, record) for value, record in paired if value is not None]
@@ -177,7 +177,7 @@ def _agreed(name: str) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError(
             f"plait forget {name}",
-            "It asks before it deletes anything, and standard input is not a terminal.",
+            "Deleting a search needs confirmation, and standard input is not a terminal.",
             "Confirm with --yes.",
         )
     return input("Delete it? [y/N] ").strip().lower() in ("y", "yes")
@@ -188,6 +188,6 @@ def no_such_search(command: str, root: Path, name: str) -> ConfigError:
     there = search_names(root)
     return ConfigError(
         f"{command} {name}: there is no search of this name in {root}",
-        f"{did_you_mean(name, there)}There are: {choices(there) or 'none'}.",
+        f"{did_you_mean(name, there)}Available: {choices(there) or 'none'}.",
         "If its runs are in another folder, give it with --root FOLDER.",
     )

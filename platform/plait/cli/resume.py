@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     overrides = [argument for argument in arguments if "=" in argument]
     if len(names) > 1 or any(name.startswith("-") for name in names):
         value = f"plait resume {shlex.join(arguments)}"
-        raise ConfigError(value, "It takes the name of one search.", USAGE.splitlines()[0])
+        raise ConfigError(value, "`plait resume` takes the name of one search.", USAGE.splitlines()[0])
     root = _root(overrides)
     if not names:
         _list(root)

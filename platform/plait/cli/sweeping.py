@@ -277,7 +277,7 @@ def _merge_one(
         raise ConfigError(
             f"{theirs}={value!r}, search.{ours}={current!r}",
             "Both are the same setting, so they must not differ.",
-            f"Leave one out; search.{ours} is the usual name.",
+            f"Leave one out; search.{ours} is the preferred name.",
         )
     merged[ours] = value
 

@@ -184,5 +184,7 @@ def find(name: str) -> Verb:
     known = verbs()
     if name not in known:
         meant = did_you_mean(name, known, before="plait ")
-        raise ConfigError(f"plait {name}", "There is no such verb.", f"{meant}There are: {choices(known)}.")
+        raise ConfigError(
+            f"plait {name}", "There is no such command.", f"{meant}Available: {choices(known)}."
+        )
     return known[name]

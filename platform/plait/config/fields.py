@@ -57,7 +57,7 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
     """
     meant = did_you_mean(key, [*known, *elsewhere])
     return ConfigError(
-        f"unknown key {key}", "There is no such key.", f"{meant}There are: {choices(list(known))}."
+        f"unknown key {key}", "There is no such key.", f"{meant}Available: {choices(list(known))}."
     )
 
 
@@ -68,7 +68,7 @@ def convert(hint: Any, value: object, key: str) -> Any:
         ConfigError: the value is of another type, or missing.
     """
     if value == MISSING:
-        raise ConfigError(f"{key} is not set", f"{key} must have a value.", f"Set it: {key}=...")
+        raise ConfigError(f"{key} is not set", f"{key} needs a value.", f"Set it: {key}=...")
     origin = get_origin(hint)
     if hint is Any:
         return value

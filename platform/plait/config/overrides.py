@@ -194,7 +194,7 @@ def _range(sweep: RangeSweep) -> Whole | Real:
     first, end, by = (Decimal(str(number)) for number in (start, stop, step))
     count = math.ceil((end - first) / by)
     if count < 1:
-        raise SearchError(text, "It is empty: Hydra's range excludes its stop.")
+        raise SearchError(text, "The range is empty: it does not include its stop value.")
     low, high = sorted((first, first + (count - 1) * by))
     if all(isinstance(number, int) for number in (start, stop, step)):
         return Whole(int(low), int(high), abs(int(step)))
@@ -218,5 +218,5 @@ def _nothing(default_params: Mapping[str, str]) -> SearchError:
     if default_params:
         rule += f" The default keys ({', '.join(default_params)}) all have fixed values."
     return SearchError(
-        "nothing to search", rule, "Sweep a key, as in adapter.rank=8,16, or use `plait train`."
+        "nothing to search", rule, "Sweep a key, for example adapter.rank=8,16, or use `plait train`."
     )

@@ -185,7 +185,7 @@ class StoppingSettings:
         if len(given) > 1:
             raise ConfigError(
                 " and ".join(f"search.stopping.{key}={getattr(self, key)}" for key in given),
-                "Each of them places the rungs.",
+                "Each of these settings defines the rungs.",
                 "Set only one of them.",
             )
 
@@ -264,12 +264,12 @@ class SearchSettings:
         if not metrics or len(set(metrics)) < len(metrics):
             raise ConfigError(
                 f"search.metric={list(metrics)}",
-                "There must be at least one objective, each named once.",
+                "A search needs at least one objective, and each may be named only once.",
             )
         if len(directions) != len(metrics):
             raise ConfigError(
                 f"search.direction={list(directions)} with search.metric={list(metrics)}",
-                "There must be one direction for each objective, or one for all.",
+                "Give one direction for each objective, or one for all.",
                 f"Set search.direction=[{','.join(['minimize'] * len(metrics))}], for example.",
             )
         for metric, text in self.constraints.items():

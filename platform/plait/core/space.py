@@ -28,7 +28,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         if len({(type(value), value) for value in self.values}) < len(self.values):
-            raise SearchError(str(self), "Each value may be given once.", "Leave out the second one.")
+            raise SearchError(str(self), "Each value may be given only once.", "Remove the duplicate.")
         if any(isinstance(value, float) and math.isnan(value) for value in self.values):
             raise SearchError(
                 str(self), "nan is not a number: no adapter can be trained with it.", "Leave it out."
@@ -111,7 +111,11 @@ class Real:
     def __post_init__(self) -> None:
         _check_bounds(str(self), self.low, self.high, self.log)
         if self.log and self.step is not None:
-            raise SearchError(str(self), "A log scale takes no step.", "Use tag(log,interval(low,high)).")
+            raise SearchError(
+                str(self),
+                "An interval on a log scale cannot have a step.",
+                "Use tag(log,interval(low,high)).",
+            )
 
     def __str__(self) -> str:
         inner = f"interval({self.low!r},{self.high!r})"
@@ -152,11 +156,15 @@ def _decimal(number: float) -> Decimal:
 
 def _check_bounds(text: str, low: float, high: float, log: bool) -> None:
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise SearchError(text, "Both ends must be finite.", "Give numbers for both.")
+        raise SearchError(text, "Both ends of an interval must be finite.", "Use finite numbers.")
     if low > high:
-        raise SearchError(text, "The low end must not lie above the high end.", "Swap them.")
+        raise SearchError(text, "The lower end must not be greater than the upper end.", "Swap them.")
     if log and low <= 0:
-        raise SearchError(text, "A log scale needs a low end above 0.", "Raise it, or leave out the tag.")
+        raise SearchError(
+            text,
+            "On a log scale the lower end must be greater than 0.",
+            "Raise the lower end, or leave out the tag.",
+        )
 
 
 Domain = Choice | Whole | Real

@@ -89,7 +89,9 @@ def fit_undisturbed(features: npt.ArrayLike, targets: npt.ArrayLike, names: tupl
 
 def _check(matrix: Float64, target: Float64, names: tuple[str, ...]) -> None:
     if len(target) == 0:
-        raise InputError("no observations", "A fit needs at least one.", "Measure some with `plait profile`.")
+        raise InputError(
+            "no observations", "A fit needs at least one observation.", "Measure some with `plait profile`."
+        )
     if matrix.ndim != 2 or matrix.shape[1] != len(names) or matrix.shape[0] != len(target):
         raise InputError(f"a table of shape {matrix.shape}", f"It needs one column for each of {names}.")
     for row in np.flatnonzero(~np.isfinite(target) | (target <= 0)):

@@ -152,7 +152,9 @@ def _read(content: bytes, key: ProfileKey) -> Profile:
         memory["logit_rows"] = None
     _check_whole(raw, asdict(profile), "profile")
     if profile.time is not None and 1 not in profile.time.layer:
-        raise ConfigError("profile.time.layer without degree 1", "Seconds are measured on one device.")
+        raise ConfigError(
+            "profile.time.layer without degree 1", "The profile must have the seconds of one device."
+        )
     return profile
 
 
@@ -164,7 +166,7 @@ def _check_whole(raw: Any, read: Any, path: str) -> None:
     if isinstance(read, dict):
         for name, value in read.items():
             if str(name) not in raw:
-                raise ConfigError(f"{path}.{name} is missing", "Every entry is needed.")
+                raise ConfigError(f"{path}.{name} is missing", "No entry of a profile may be missing.")
             if name not in ("fit", "depth_error"):
                 _check_whole(raw[str(name)], value, f"{path}.{name}")
     elif isinstance(read, tuple):

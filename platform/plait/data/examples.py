@@ -84,7 +84,7 @@ def read_example(row: Row, where: str, named: NamedFields | None = None) -> Exam
     raise DataError(
         f"{where}: fields {choices(list(row)) or '(none)'}",
         f"A row must have one of these sets of fields: {FORMATS}.",
-        "Name the fields, for example data.prompt_field=question data.completion_field=answer.",
+        "Name its fields, for example data.prompt_field=question data.completion_field=answer.",
     )
 
 
@@ -103,7 +103,7 @@ def _text(row: Row, name: str, where: str) -> str:
     except UnicodeEncodeError as error:  # JSON can write half of a pair, as where a text was cut in an emoji
         raise DataError(
             f"{where}: {name} has {value[error.start]!a} at character {error.start + 1}",
-            f"{name} must be text of whole characters: this is half of a surrogate pair.",
+            f"{name} must be valid Unicode text: this is half of a surrogate pair.",
             "Correct the row.",
         ) from error
     return value
@@ -180,7 +180,7 @@ def _conversation(turns: tuple[Turn, ...], where: str) -> Conversation:
     if not any(turn.answer for turn in turns):
         raise DataError(
             f"{where}: roles {', '.join(turn.role for turn in turns)}",
-            "No labelled tokens: the loss counts the assistant's turns, and the row has none.",
+            "The loss counts the assistant's turns, and this row has none.",
             "Add an assistant turn or remove the row.",
         )
     return Conversation(turns)

@@ -38,7 +38,7 @@ class JsonlOptions(CommonOptions):
         if (self.prompt_field is None) != (self.completion_field is None):
             raise ConfigError(
                 f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
-                "Fields are named in pairs.",
+                "Both fields must be named together.",
                 "Set both or neither.",
             )
 
@@ -74,7 +74,7 @@ def _open(
     if not file.is_file():
         raise DataError(
             f"{key}={path!r}: {'this is a folder' if file.is_dir() else 'no such file'}",
-            f"Looked for {file.resolve()}.",
+            f"Plait looked for {file.resolve()}.",
             "Set the path of an existing file.",
         )
     try:
@@ -85,7 +85,7 @@ def _open(
     except UnicodeDecodeError as error:
         raise DataError(
             f"{key}={path!r}: byte {error.start} is not UTF-8",
-            "A JSONL file is UTF-8 text.",
+            "A JSONL file must be UTF-8 text.",
             "Convert the file.",
         ) from error
     return file.name, hashlib.sha256(content).hexdigest(), partial(_examples, text, file.name, limit, named)
@@ -108,7 +108,7 @@ def _examples(
             where = f"{name}, line {number}"
             examples.append((where, read_example(_parse(line, where), where, named)))
     if not examples:
-        raise DataError(f"{name} is empty", "A data file has at least one row.", "Check data.path.")
+        raise DataError(f"{name} is empty", "A data file must have at least one row.", "Check data.path.")
     return examples
 
 
@@ -118,13 +118,13 @@ def _parse(line: str, where: str) -> Row:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not JSON ({error.msg} at column {error.colno})",
-            "Each line holds one JSON object.",
-            "Correct the line; a file with one JSON array must be written as one object a line.",
+            "Each line must be one JSON object.",
+            "Correct the line; write a JSON array as one object per line.",
         ) from error
     if not isinstance(row, dict):
         raise DataError(
             f"{where}: {type(row).__name__} instead of an object",
-            "Each line holds one JSON object.",
-            "Write one object a line.",
+            "Each line must be one JSON object.",
+            "Write one object per line.",
         )
     return row

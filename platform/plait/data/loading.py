@@ -108,8 +108,8 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
         able = [name for name in SOURCES if SOURCES.get(name).score is not None]
         raise ConfigError(
             f"data.source={spec.source!r}",
-            "This source has no verifier.",
-            f"Those with one: {choices(able)}.",
+            "This data source has no verifier.",
+            f"Choose one that has: {choices(able)}.",
         )
     return source.score(parse_options(spec), rows, texts)
 
@@ -143,7 +143,7 @@ def _read(rows: Rows, options: CommonOptions) -> tuple[_Part, _Part]:
         raise DataError(
             f"data.validation={wanted}",
             f"{rows.validation.name} has {there} rows.",
-            "Set fewer, or null for all.",
+            "Set a smaller number, or null to use all of them.",
         )
     chosen = _chosen(there, wanted, options.seed)
     return _Part.of(rows, examples, np.arange(count)), _Part.of(rows.validation, separate, chosen)
@@ -169,7 +169,7 @@ def _split(
         shortest = min(len(sample.tokens) for sample in samples)
         raise DataError(
             f"{part.name}: none of {len(samples)} rows is left: the shortest has {shortest} tokens",
-            f"{limit.rule(shortest)} data.overlong=drop leaves out what is longer.",
+            f"{limit.rule(shortest)} data.overlong=drop leaves out longer rows.",
             f"{limit.remedy(shortest)}, or set data.overlong=truncate.",
         )
     return Split.of([sample for sample, _ in fitting], rows=[int(number) for _, number in fitting])
@@ -225,6 +225,6 @@ def write_cached(path: Path, data: TokenisedData) -> None:
     except OSError as error:
         raise StorageError(
             f"{path.parent}: {error.strerror}",
-            "Tokenised data is kept in a cache folder.",
+            "Plait keeps tokenised data in a cache folder.",
             "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE.",
         ) from error

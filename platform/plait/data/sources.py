@@ -87,7 +87,7 @@ class VerifiedOptions(CommonOptions):
         if self.generate and self.loss != "completion":
             raise ConfigError(
                 f"data.loss={self.loss!r} with data.generate=true",
-                "Answers can only be generated where the prompt is not part of the loss.",
+                "Answers can only be generated if the prompt is not part of the loss.",
                 "Set data.loss=completion or data.generate=false.",
             )
 

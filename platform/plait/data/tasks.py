@@ -152,7 +152,7 @@ def _generate(options: TaskOptions) -> Task:
     if not all(isinstance(row["answer"], str) for row in rows):
         raise DataError(
             f"data.task={name!r}",
-            "Its rows have no written answer to learn from: it has a verifier only.",
+            "This task only has a verifier: its rows have no answers to learn from.",
             "Choose another task.",
         )
     return Task(name, rows, dataset)
@@ -184,7 +184,7 @@ def _dataset(options: TaskOptions) -> Any:
         raise ConfigError(
             f"data.task={name!r}",
             "reasoning-gym has no such task.",
-            f"{meant}Its tasks are {choices(factory.DATASETS)}.",
+            f"{meant}Choose one of {choices(factory.DATASETS)}.",
         )
     _, config_class = factory.DATASETS[name]
     known = [item.name for item in fields(config_class) if item.name not in ("seed", "size")]

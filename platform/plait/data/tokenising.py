@@ -109,8 +109,8 @@ def _render_chat(conversation: Conversation, where: str, tokeniser: PreTrainedTo
             if not (through.startswith(head) and whole.startswith(through)):
                 raise DataError(
                     f"{where}: message {number + 1} of {len(messages)}",
-                    "The chat template renders a turn differently once another follows, so what counts in "
-                    "the loss cannot be determined.",
+                    "The chat template changes a turn when another one follows, so Plait cannot tell which "
+                    "tokens count in the loss.",
                     "Set data.template=plain or data.loss=all.",
                 )
             spans.append((len(head), _end_of_turn(through, tokeniser)))
@@ -277,7 +277,8 @@ def fit(
             cut = f"{limit.remedy(length)}, or set data.overlong=drop."
             raise DataError(
                 f"{where}: no labelled tokens in the first {min(length, longest)} of {length}",
-                "A sample needs at least one token that counts in the loss; its first token never does.",
+                "A sample needs at least one token that counts in the loss, and its first token never "
+                "counts.",
                 cut if length > longest else "Remove the row.",
             )
         kept.append(min(length, longest))

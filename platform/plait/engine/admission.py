@@ -83,7 +83,7 @@ class Admission:
                 f"one job needs about {needed / GIB:.2f} GiB",
                 f"{self.budget / GIB:.2f} GiB may be used: planner.memory_share={self._memory_share} "
                 f"of {self._facts.memory_bytes / GIB:.2f} GiB.",
-                "Lower engine.capacity or adapter.rank, set engine.checkpointing, or take a smaller model.",
+                "Lower engine.capacity or adapter.rank, set engine.checkpointing, or use a smaller model.",
             )
         return demand
 

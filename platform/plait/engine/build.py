@@ -239,8 +239,8 @@ def write_plan(folder: Path, plan: Plan) -> str:
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror}",
-            "The search's folder keeps its plan.",
-            "Make room, or make the folder writable.",
+            "The plan of a search is stored in its folder.",
+            "Free some space, or make the folder writable.",
         ) from error
     return text
 

@@ -82,8 +82,8 @@ def write_checkpoint(directory: Path, origin: Origin, cursor: Cursor, tensors: M
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"{directory}: {error}",
-            "A job's checkpoint must be written whole.",
-            "Free space or give a writable folder (tracking.root).",
+            "A checkpoint must be written completely.",
+            "Free some space, or set tracking.root to a writable folder.",
         ) from error
 
 
@@ -112,8 +112,8 @@ def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, 
     if found != origin:
         raise OriginError(
             f"{directory}: {_difference(found, origin)}",
-            "A job resumes only with the adapter, data order, model and data that it was saved with.",
-            "Give the same settings, or start the job afresh.",
+            "A checkpoint can only be resumed with the same adapter, data order, model and data.",
+            "Use the same settings, or start the job from the beginning.",
         )
     return cursor, load_file(directory / TENSORS)
 
@@ -184,7 +184,7 @@ def _damaged(directory: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{directory}: {what}",
         "A checkpoint must be complete and unaltered.",
-        "Use an earlier checkpoint, or start the job afresh.",
+        "Use an earlier checkpoint, or start the job from the beginning.",
     )
 
 

@@ -120,7 +120,7 @@ class Coordinator:
             InputError: its data, targets or rank cannot be used, or it does not fit into memory alone.
         """
         if self._roster.find(job.name) is not None:
-            raise ConfigError(f"job {job.name!r}", "A job's name is its own while it waits or trains.")
+            raise ConfigError(f"job {job.name!r}", "Another job of this name is waiting or training.")
         data = self._data.of(job.data)
         order = DataOrder.of(job.train, len(data.train))
         demand = self._admission.demand(job.adapter, self._data.longest(job.data))
@@ -157,7 +157,7 @@ class Coordinator:
     def _find(self, name: str) -> LiveJob:
         job = self._roster.find(name)
         if job is None:
-            raise ConfigError(f"job {name!r}", "There is no such job that waits or trains.")
+            raise ConfigError(f"job {name!r}", "No job of this name is waiting or training.")
         return job
 
     def stop(self) -> None:

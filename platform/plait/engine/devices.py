@@ -29,7 +29,7 @@ def choose_device(device: str) -> torch.device:
     if device == "cuda" and not there:
         raise ConfigError(
             "engine.device=cuda",
-            "torch finds no CUDA device here.",
+            "torch does not find a CUDA device.",
             "Use engine.device=auto, or install a CUDA build of torch on a machine with a GPU.",
         )
     return torch.device("cuda" if device != "cpu" and there else "cpu")

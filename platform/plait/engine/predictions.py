@@ -282,6 +282,6 @@ def _read_peaks(path: Path, of: str) -> list[MemoryObservation]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StorageError(
             f"{path}: {error!r}",
-            "The search's folder keeps the peaks of memory that were observed.",
-            "Remove the file: they are observed again.",
+            "Plait reads the observed memory peaks from this file.",
+            "Remove the file; the peaks will be measured again.",
         ) from error

@@ -79,7 +79,7 @@ class MicrobatchContext:
         if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != token_ids.numel() or not rising:
             raise InputError(
                 f"sample offsets {offsets} for {token_ids.numel()} tokens",
-                "Offsets rise from 0 to the number of tokens, and no sample is empty.",
+                "Offsets must rise from 0 to the number of tokens, without empty samples.",
             )
         positions = torch.cat([torch.arange(high - low) for low, high in pairwise(offsets)])
         return cls(token_ids, positions.to(token_ids.device), offsets, routing, checkpointing)

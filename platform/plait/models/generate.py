@@ -113,7 +113,7 @@ def generate(
         if not 0 < len(prompt.tokens) < base.max_length:
             raise InputError(
                 f"a prompt of {len(prompt.tokens)} tokens",
-                f"A prompt has at least one token and fewer than {base.max_length}, the model's limit.",
+                f"A prompt must have at least one token and fewer than {base.max_length}, the model's limit.",
             )
     ending = frozenset(base.stop_tokens if stop is None else stop)
     order = sorted(range(len(prompts)), key=lambda index: (prompts[index].adapter or "", index))

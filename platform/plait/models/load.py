@@ -199,7 +199,7 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
         return limit
     if settings.max_length > limit:
         raise ConfigError(
-            f"model.max_length={settings.max_length}", f"The model takes at most {limit} tokens."
+            f"model.max_length={settings.max_length}", f"This model takes at most {limit} tokens."
         )
     return settings.max_length
 
@@ -223,8 +223,8 @@ def _check_complete(source: Source, missing: list[str]) -> None:
     if missing:
         raise ModelError(
             f"model {source.name!r}: its files lack {len(missing)} weights, such as {missing[0]}",
-            "The files must hold every weight of the model.",
-            "Download the model again, or use one that was saved with its output head.",
+            "The files must contain every weight of the model.",
+            "Download the model again, or use a copy that was saved with its output head.",
         )
 
 
@@ -233,6 +233,6 @@ def _check_dense(model: PreTrainedModel) -> None:
     if packed or getattr(model.config, "quantization_config", None):
         raise ModelError(
             f"{type(model).__name__}: {packed[0] if packed else 'a quantised configuration'}",
-            "The base model's weights must be dense.",
-            "Use the model that is not quantised, or a GGUF file with model=gguf.",
+            "Plait does not train on quantised weights.",
+            "Use the unquantised model, or a GGUF file with model=gguf.",
         )

@@ -70,7 +70,7 @@ def _hf_source(settings: ModelSettings) -> Source:
     folder = Path(settings.id).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.id={settings.id!r}", "The folder holds no config.json.")
+            raise ModelError(f"model.id={settings.id!r}", "The folder must contain config.json.")
         weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
         version = _stamp(weights)
         return Source(str(folder.resolve()), settings.id, version)
@@ -78,7 +78,7 @@ def _hf_source(settings: ModelSettings) -> Source:
         raise ModelError(
             f"model.id={settings.id!r}",
             "There is no such folder.",
-            "Give a folder that holds config.json and the weights, or a hub id: NAME or OWNER/NAME.",
+            "Set a folder that contains config.json and the weights, or a hub id: NAME or OWNER/NAME.",
         )
     return Source(settings.id, settings.id, settings.revision or "main", settings.revision)
 
@@ -86,7 +86,7 @@ def _hf_source(settings: ModelSettings) -> Source:
 def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
     path = Path(settings.path or "").expanduser()
     if not settings.path or not path.is_file():
-        raise ModelError(f"model.path={settings.path!r}", "model=gguf needs an existing file.")
+        raise ModelError(f"model.path={settings.path!r}", "model=gguf needs the path of an existing file.")
     with path.open("rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
@@ -120,9 +120,7 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
             )
             tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
-        raise ModelError(
-            f"{path}: {error}", "The GGUF file must be of a kind that transformers reads."
-        ) from error
+        raise ModelError(f"{path}: {error}", "transformers must be able to read the GGUF file.") from error
     packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
     if packed:
         raise ModelError(f"{path}: {packed[0]} stays quantised", "Every weight must be dequantised.")
@@ -181,5 +179,7 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
         if folder.exists():
             return
         raise StorageError(
-            f"{folder}: {error}", "The cache must be writable and have room.", "Free space or move the cache."
+            f"{folder}: {error}",
+            "The cache folder must be writable, on a disk that is not full.",
+            "Free some space, or choose another folder with PLAIT_CACHE.",
         ) from error

@@ -58,7 +58,7 @@ def check_rank(spec: AdapterSpec, linears: Sequence[LinearInfo]) -> tuple[str, .
     if spec.rank > sizes[smallest]:
         raise ModelError(
             f"adapter.rank={spec.rank} on {smallest}",
-            f"A rank is at most the layer's smaller side, here {sizes[smallest]}.",
+            f"The rank must not be larger than the layer's smaller side, here {sizes[smallest]}.",
             f"Use a rank of at most {sizes[smallest]}, or do not target {smallest.rpartition('.')[2]}.",
         )
     return targets
@@ -89,7 +89,7 @@ def _nothing(what: str, names: Collection[str]) -> ModelError:
     example = next(iter(names), "none")
     return ModelError(
         f"adapter.target_modules: {what}",
-        "It matches no linear layer of the model.",
+        "It does not match any linear layer of the model.",
         f"Choose from {choices(suffixes)} (full names such as {example}), or 'all-linear'. "
         "Write names as a list, even a single one: [q_proj]; a string is a regular expression.",
     )

@@ -270,7 +270,7 @@ def choose_capacity(choices: Sequence[CapacityChoice], available: int) -> int:
         raise CapacityError(
             f"a microbatch of {least.capacity} tokens needs about {least.predicted_bytes / 2**30:.2f} GiB",
             f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
-            "Lower engine.capacity, set engine.checkpointing=true, or take a smaller model.",
+            "Lower engine.capacity, set engine.checkpointing=true, or use a smaller model.",
         )
     rates = [choice.tokens_per_second for choice in fitting if choice.tokens_per_second is not None]
     if not rates:

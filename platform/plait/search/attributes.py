@@ -192,8 +192,8 @@ def keep_weights(folder: Path, token: str, number: int, request: str) -> Path:
     if not found:
         raise SearchError(
             f"trial {number} has no saved weights yet",
-            "A warm start begins with the weights of an adapter that was saved.",
-            "Ask again after its next checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
+            "A warm start needs a saved checkpoint.",
+            "Try again after its next checkpoint (engine.checkpoint_minutes), or clone it without --warm.",
         )
     copy = (folder / WARM_WEIGHTS / request).absolute()
     try:
@@ -202,7 +202,7 @@ def keep_weights(folder: Path, token: str, number: int, request: str) -> Path:
     except OSError as error:
         raise StorageError(
             f"{copy}: {error.strerror or error}",
-            "A warm clone keeps a copy of the weights that it starts with.",
-            "Free some space, or ask again: a newer checkpoint may just have taken the place of this one.",
+            "The weights for a warm clone are copied first.",
+            "Free some space, or try again: the checkpoint may just have been replaced by a newer one.",
         ) from error
     return copy

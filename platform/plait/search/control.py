@@ -154,8 +154,8 @@ class SearchControl:
                 if override.partition("=")[0] in SHAPE:
                     raise SearchError(
                         f"--warm {override}",
-                        "A warm start keeps the shape of the adapter: its rank and its target modules.",
-                        "Leave this key as it is, or clone without --warm.",
+                        "A warm start cannot change the rank or the target modules of the adapter.",
+                        "Leave out this key, or clone without --warm.",
                     )
             read_point(self._space, self._priority(overrides)[0])  # before anything is copied
             token = str(self._study.user_attrs[TOKEN])
@@ -183,7 +183,7 @@ class SearchControl:
         try:
             return [each for each in overrides if each not in given], int(given[-1].removeprefix(key))
         except ValueError:
-            raise SearchError(given[-1], "A priority is a whole number.", f"Give {key}5.") from None
+            raise SearchError(given[-1], "A priority must be a whole number.", f"Give {key}5.") from None
 
     @property
     def _space(self) -> Space:

@@ -93,7 +93,7 @@ class Remains:
             _empty(self.folder, kept)
         except OSError as error:
             raise StorageError(
-                f"{self.folder}: {error.strerror or error}", "Its files cannot be removed."
+                f"{self.folder}: {error.strerror or error}", "The files of the search cannot be removed."
             ) from error
 
 
@@ -135,7 +135,7 @@ def _check_nobody(folder: Path, name: str) -> None:
         processes = ", ".join(map(process_id, alive))
         raise SearchError(
             f"{name} is being trained by process {processes}",
-            "A search can only be deleted when no process trains it.",
+            "A search cannot be deleted while a process trains it.",
             f"Stop it first: `plait control {name} cancel`.",
         )
 

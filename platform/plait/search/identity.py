@@ -139,7 +139,7 @@ def check_problem(study: Study, identity: Identity) -> None:
     stored = study.user_attrs.get(PROBLEM)
     remedy = "Choose another search.name, or start again with search.fresh=true."
     if stored is None and study.get_trials(deepcopy=False):
-        raise SearchError(f"search.name={study.study_name}", "Plait did not make this study.", remedy)
+        raise SearchError(f"search.name={study.study_name}", "This study was not created by Plait.", remedy)
     lines = difference(json.loads(stored), json.loads(identity.problem_json)) if stored is not None else []
     if lines:
         raise SearchError(

@@ -338,8 +338,9 @@ def check_here(cluster: ClusterSettings) -> None:
     if cluster.kind != "local":
         raise ConfigError(
             f"cluster: {cluster.options.get('name', cluster.kind)}",
-            "Training runs on this machine (cluster=local).",
-            "`plait plan` with the same arguments says what would run on a described cluster.",
+            "Plait trains on this machine only (cluster=local).",
+            "Leave out cluster, or run `plait plan` with the same arguments to see what would run on "
+            "that cluster.",
         )
 
 

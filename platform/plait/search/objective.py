@@ -55,8 +55,8 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
         if metric not in METRICS and metric not in keys:
             raise ConfigError(
                 f"search.{setting}={metric!r}",
-                f"It must be one of {choices(METRICS)}, or a key of the job that is a number in every trial.",
-                f"Such keys are: {choices(sorted(keys))}.",
+                f"An objective must be one of {choices(METRICS)}, or a numeric key of the job.",
+                f"Numeric keys are: {choices(sorted(keys))}.",
             )
 
 
@@ -121,13 +121,13 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
     if metric.startswith("eval/") and parse_options(spec).validation == 0:
         raise ConfigError(
             f"search.metric={metric} with data.validation=0",
-            "There are no validation rows to measure it on.",
+            "This metric needs validation rows.",
             "Set data.validation=0.1 or search.metric=train/loss.",
         )
     if metric == "eval/accuracy" and generation_limit(spec) is None:
         raise ConfigError(
             f"search.metric=eval/accuracy with data.source={spec.source}",
-            "It is measured where answers are generated and a verifier scores them.",
+            "Accuracy needs generated answers and a verifier that scores them.",
             "Set data=reasoning_gym data.generate=true.",
         )
 

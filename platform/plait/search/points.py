@@ -61,7 +61,9 @@ def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
             raise SearchError(override, "A value is given as KEY=VALUE.", f"Keys are: {choices(known)}.")
         if key not in known:
             raise SearchError(
-                override, f"{key} is not searched here.", f"The searched keys are: {choices(known)}."
+                override,
+                f"This search does not search over {key}.",
+                f"The searched keys are: {choices(known)}.",
             )
         if key in point:
             raise SearchError(override, f"{key} is given twice.", "Give it once.")

@@ -79,7 +79,7 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",
-            "A search keeps there what it needs to resume.",
+            "Plait stores there what it needs to resume the search.",
             "Free some space, or choose another folder with tracking.root=FOLDER.",
         ) from error
 

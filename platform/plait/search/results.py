@@ -132,6 +132,6 @@ def write_result(result: SearchResult, settings: SearchSettings, folder: Path) -
     except OSError as error:
         raise StorageError(
             f"{folder / RESULT_FILE}: {error.strerror or error}",
-            "The result of a search is written there.",
+            "Plait writes the result of the search there.",
             "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
         ) from error

@@ -53,8 +53,8 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     if metric not in RUNG_METRICS:
         raise ConfigError(
             f"search.stopping.metric={metric}",
-            f"It is not measured at rungs: {choices(RUNG_METRICS)} are.",
-            "Give one of them as search.stopping.metric.",
+            f"The metrics at rungs are {choices(RUNG_METRICS)}.",
+            "Set search.stopping.metric to one of them.",
         )
     if stopping.direction is not None:
         minimise = stopping.direction == "minimize"
@@ -65,8 +65,8 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     if stopping.divergence is not None and not (metric in LOSSES and minimise):
         raise ConfigError(
             f"search.stopping.divergence={stopping.divergence} with metric {metric}",
-            "Only a loss that is minimised can diverge.",
-            f"Leave it out, or give search.stopping.metric={LOSSES[0]}.",
+            "Divergence can only be detected in a loss that is minimised.",
+            f"Leave it out, or set search.stopping.metric={LOSSES[0]}.",
         )
     return RungMetric(metric, minimise)
 
@@ -102,8 +102,8 @@ def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) 
         if wrong or value > budget:
             raise ConfigError(
                 f"search.stopping.{name}={value} with a budget of {budget} steps",
-                "A rung lies after the first step and before a job's last one.",
-                "Give earlier rungs, or a longer budget (train.steps).",
+                "A rung must come after the first step and before the last step of a job.",
+                "Set earlier rungs, or a longer budget (train.steps).",
             )
     return steps
 

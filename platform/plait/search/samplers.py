@@ -105,26 +105,26 @@ def check_sampler(settings: SearchSettings, space: Space) -> None:
     if settings.prior is not None and not sampler.learns_from_earlier:
         raise SearchError(
             f"search.prior={settings.prior} with search.sampler={name}",
-            "It does not learn from an earlier study.",
-            f"Take one of {_able('learns_from_earlier')}, or leave out search.prior.",
+            "This sampler cannot learn from an earlier study.",
+            f"Choose one of {_able('learns_from_earlier')}, or leave out search.prior.",
         )
     if len(settings.objectives) > 1 and not sampler.several_objectives:
         raise SearchError(
             f"search.sampler={name} with {len(settings.objectives)} objectives",
-            "It optimises one objective.",
-            f"Take one of {_able('several_objectives')}, or a single search.metric.",
+            "This sampler supports one objective only.",
+            f"Choose one of {_able('several_objectives')}, or use a single search.metric.",
         )
     if settings.constraints and not sampler.constraints:
         raise SearchError(
             f"search.sampler={name} with search.constraints",
-            "It learns from objectives and does not know constraints.",
-            f"Take one of {_able('constraints')}.",
+            "This sampler does not support constraints.",
+            f"Choose one of {_able('constraints')}.",
         )
     _check_space(name, sampler, space)
     if sampler.package and importlib.util.find_spec(sampler.package) is None:
         raise SearchError(
             f"search.sampler={name}",
-            f"It needs the package {sampler.package}.",
+            f"This sampler needs the package {sampler.package}.",
             "Install it: pip install 'plait[samplers]'.",
         )
 
@@ -135,20 +135,20 @@ def _check_space(name: str, sampler: Sampler, space: Space) -> None:
         if sampler.finite and domain.count is None:
             raise SearchError(
                 f"search.sampler={name} with {key}: {domain}",
-                f"The {name} sampler needs values that can be counted.",
-                f"Write {key}=choice(...) or range(...), or take another sampler.",
+                f"The {name} sampler needs a finite number of values.",
+                f"Write {key}=choice(...) or range(...), or use another sampler.",
             )
         if not sampler.choices and isinstance(domain, Choice):
             raise SearchError(
                 f"search.sampler={name} with {key}: choice",
-                f"The {name} sampler suggests numbers from ranges; choices would be left to chance.",
-                f"Write {key} as range(...) or interval(...), or take search.sampler=tpe.",
+                f"The {name} sampler cannot learn from choices, only from ranges of numbers.",
+                f"Write {key} as range(...) or interval(...), or use search.sampler=tpe.",
             )
     if len(space.dimensions) < sampler.least_keys:
         raise SearchError(
             f"search.sampler={name} with {len(space.dimensions)} searched keys",
-            f"It needs at least {sampler.least_keys}.",
-            "Sweep another key, or take search.sampler=tpe.",
+            f"This sampler needs at least {sampler.least_keys}.",
+            "Sweep another key, or use search.sampler=tpe.",
         )
 
 

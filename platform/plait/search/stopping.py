@@ -130,7 +130,9 @@ class StoppingRule:
             return build(self.options, given, OPTIONS)
         if given:
             raise ConfigError(
-                f"{OPTIONS}={given!r}", f"search.stopping.kind={stopping.kind} takes none.", "Leave them out."
+                f"{OPTIONS}={given!r}",
+                f"search.stopping.kind={stopping.kind} has no options.",
+                "Leave them out.",
             )
         return None
 
@@ -154,8 +156,9 @@ def check_stopping(search: SearchSettings) -> None:
         able = [name for name in RULES if RULES.get(name).several_objectives]
         raise ConfigError(
             f"search.stopping.kind={stopping.kind} with {len(search.objectives)} objectives",
-            "It decides by a single objective.",
-            f"Take one of {choices(able)}: it uses search.stopping.metric, the first objective by default.",
+            "This rule supports one objective only.",
+            f"Choose one of {choices(able)}, which use search.stopping.metric (by default the first "
+            "objective).",
         )
     rung_metric(search)
     registered.read_options(stopping)
@@ -427,8 +430,8 @@ def _check_pruner(search: SearchSettings) -> None:
     if rung_metric(search).metric != objective:
         raise SearchError(
             f"search.stopping.metric={search.stopping.metric} with search.stopping.kind=optuna",
-            f"Optuna's pruners read the intermediate values of the objective: {objective}.",
-            "Leave search.stopping.metric out, or take another kind.",
+            f"Optuna's pruners always use the objective, {objective}.",
+            "Leave out search.stopping.metric, or use another rule.",
         )
     make_pruner(search.stopping)
 
@@ -510,7 +513,7 @@ def _needs(*keys: str) -> Callable[[SearchSettings], None]:
         if all(getattr(search.stopping, key) is None for key in keys):
             wanted = choices([f"search.stopping.{key}" for key in keys])
             raise ConfigError(
-                f"search.stopping.kind={search.stopping.kind}", f"It needs {wanted}.", "Give a number."
+                f"search.stopping.kind={search.stopping.kind}", f"It needs {wanted}.", "Set a number."
             )
 
     return check

@@ -116,8 +116,8 @@ def _journal(path: Path) -> BaseStorage:
     except (OSError, ValueError) as error:
         raise StorageError(
             f"search.storage: {path}",
-            f"It cannot be used as Optuna's journal: {error}",
-            "Give a path that can be written: search.storage=PATH.",
+            f"Optuna cannot use it as a journal: {error}",
+            "Set a writable path: search.storage=PATH.",
         ) from error
 
 
@@ -128,7 +128,7 @@ def _database(url: str) -> BaseStorage:
     except ImportError as error:
         raise StorageError(
             f"search.storage={redact(url)}",
-            f"Its driver is missing: {error}",
+            f"The driver for this database is not installed: {error}",
             "Install it: pip install 'plait[postgresql]'."
             if url.startswith("postgres")
             else "Give search.storage=postgresql://..., a path that ends in .db, or leave it out.",
@@ -147,7 +147,7 @@ def _make_folder(folder: Path) -> None:
     except OSError as error:
         raise StorageError(
             f"{folder}",
-            f"The folder cannot be made: {error.strerror or error}.",
+            f"The folder cannot be created: {error.strerror or error}.",
             "Choose another with tracking.root=FOLDER.",
         ) from error
 
@@ -302,9 +302,9 @@ class Patience:
         while seconds > 0:
             if self.stop():
                 raise StorageError(
-                    f"The study's storage is away: {_first_line(error)}",
-                    "Without it no trial can start or end.",
-                    "The same command resumes from the last checkpoints when it is back.",
+                    f"The study's storage does not answer: {_first_line(error)}",
+                    "Trials cannot start or end without it.",
+                    "Run the same command again when it is back; it resumes from the last checkpoints.",
                 ) from error
             self._sleep(min(SLICE, seconds))
             seconds -= SLICE

@@ -104,12 +104,12 @@ def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
     """
     where = redact(storage or str(root / JOURNAL))
     if "***" in (storage or ""):
-        raise StorageError(where, "The study's address holds a password, which is not kept with the search.")
+        raise StorageError(where, "The study's address contains a password, which Plait does not store.")
     if (missing := _missing_file(storage, root)) is not None:
-        raise NoStudyError(where, f"The study's file {missing} is not here.")
+        raise NoStudyError(where, f"The study's file {missing} was not found.")
     opened = open_storage(storage, root)
     if name not in optuna.get_all_study_names(opened):
-        raise NoStudyError(where, f"The study {name} is not in its storage any more.")
+        raise NoStudyError(where, f"The study {name} is no longer in its storage.")
     return optuna.load_study(study_name=name, storage=opened)
 
 

@@ -70,8 +70,8 @@ def read_space(study: Study) -> Space:
     if texts is None:
         raise SearchError(
             f"search.name={study.study_name}",
-            "Its study does not say what is searched.",
-            f"`plait resume {study.study_name}` writes it down.",
+            "The study does not contain its search space.",
+            f"Run `plait resume {study.study_name}`, which stores it.",
         )
     found = {key: json_to_distribution(text) for key, text in texts.items()}
     return Space(tuple(Dimension(key, _domain(distribution)) for key, distribution in found.items()))

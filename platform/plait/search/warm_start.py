@@ -104,8 +104,8 @@ def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseS
     if not found:
         raise SearchError(
             f"search.prior={settings.prior}",
-            f"None of its {len(complete)} complete trials lies in the space that is searched here.",
-            "Search a space that holds some of them, or leave out search.prior.",
+            f"None of its {len(complete)} complete trials lies in this search space.",
+            "Use a search space that contains some of them, or leave out search.prior.",
         )
     return found
 
@@ -116,13 +116,15 @@ def _find(name: str, settings: SearchSettings, storage: BaseStorage) -> tuple[di
     if settings.prior not in others:
         raise SearchError(
             f"search.prior={settings.prior}",
-            "It must be another study in the same storage, or in search.prior_storage.",
-            f"There are: {choices(others)}." if others else "There is no other study.",
+            "search.prior must name another study in the same storage, or in search.prior_storage.",
+            f"Available: {choices(others)}." if others else "There is no other study.",
         )
     study = optuna.load_study(study_name=settings.prior, storage=storage)
     if (stored := study.user_attrs.get(PROBLEM)) is None:
         raise SearchError(
-            f"search.prior={settings.prior}", "Plait did not make this study.", "Leave out search.prior."
+            f"search.prior={settings.prior}",
+            "This study was not created by Plait.",
+            "Leave out search.prior.",
         )
     return json.loads(stored), study
 

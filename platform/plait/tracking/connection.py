@@ -66,13 +66,13 @@ def check_folder(folder: Path, key: str) -> None:
         raise StorageError(
             f"{key}={folder}: {error.strerror or error}",
             "Plait writes its database, artifacts and adapters there.",
-            f"Give {key}= a folder that you may write.",
+            f"Set {key} to a writable folder.",
         ) from error
     if free < LEAST_FREE_BYTES:
         raise StorageError(
             f"{key}={folder}: {free / 2**20:.0f} MiB free",
             f"A run needs at least {LEAST_FREE_BYTES // 2**20} MiB.",
-            f"Free some space, or give {key}= a folder on another disk.",
+            f"Free some space, or set {key} to a folder on another disk.",
         )
 
 
@@ -100,8 +100,9 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
     if stage != "active":
         raise StorageError(
             f"tracking.experiment={experiment!r} was deleted in {location}",
-            "Runs are written to an active experiment.",
-            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or give tracking.experiment= "
+            "Runs can only be written to an active experiment.",
+            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or set "
+            "tracking.experiment to "
             "another name.",
         )
     return store
@@ -150,8 +151,8 @@ class Connection:
             if store.run(self.run_id) is None:
                 raise StorageError(
                     f"run {self.run_id} is not in {self._location}, experiment {self._experiment!r}",
-                    "The search was recorded there before.",
-                    "Restore the run or the database; what waits for it is kept.",
+                    "The search was recorded in this run, which no longer exists.",
+                    "Restore the run or the database. Records that have not been sent are kept.",
                 )
 
 

@@ -110,8 +110,9 @@ class EventLog:
                 if at == 0:
                     raise StorageError(
                         f"{self.path}: {error}",
-                        "The file must be an event log that this version of Plait wrote.",
-                        "Use the version that wrote it, or move it away: it holds what is not sent yet.",
+                        "The file must be an event log written by this version of Plait.",
+                        "Use the version that wrote it, or move the file; it contains records that have "
+                        "not been sent.",
                     ) from error
                 self._log.cut(at)
                 break
@@ -207,8 +208,8 @@ class EventLog:
     def _disk_error(self, error: OSError) -> StorageError:
         return StorageError(
             f"{self.path}: {error.strerror or error}",
-            "What tracking is to send is kept there until the store has it; all that was there stays.",
-            "Make room (or mend the disk), then start the same command again: it resumes from the last "
+            "Records for the tracking store are kept there until they are sent; earlier records are safe.",
+            "Free some space or repair the disk, then run the same command again; it resumes from the last "
             "checkpoints.",
         )
 
@@ -371,8 +372,8 @@ def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -
     except OSError as error:
         raise StorageError(
             f"{folder}: {error.strerror or error}",
-            "What tracking is to send is kept there until the store has it.",
-            "Give tracking.root= a folder that you may write.",
+            "Records for the tracking store are kept there until they are sent.",
+            "Set tracking.root to a writable folder.",
         ) from error
     mine.adopt_ended()
     return mine

@@ -92,7 +92,7 @@ def _absolute_sqlite(uri: str) -> str:
     if not separator or not path or path == ":memory:":
         raise StorageError(
             f"tracking.uri={uri!r}",
-            "A SQLite address names a file.",
+            "A SQLite address must name a file.",
             f"Write {SQLITE_PREFIX}folder/mlflow.db, or {SQLITE_PREFIX}/folder/mlflow.db (absolute).",
         )
     return f"{prefix}:///{Path(path).expanduser().resolve()}{mark}{query}"

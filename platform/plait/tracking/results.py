@@ -118,7 +118,9 @@ def export(
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise StorageError(
-            f"{destination} is there already", "An export does not overwrite anything.", "Name a new folder."
+            f"{destination} already exists",
+            "Exporting does not overwrite an existing folder.",
+            "Choose a new folder.",
         )
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
@@ -127,8 +129,8 @@ def export(
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
-                "Only jobs that came to an end have one.",
-                f"`{board}` shows which have.",
+                "Only finished jobs have an adapter.",
+                f"`{board}` shows which jobs have finished.",
             )
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
@@ -188,8 +190,8 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
     where = f"{locate(settings)}, experiment {settings.experiment!r}"
     raise SearchError(
         f"search {name!r} is not in {where}" if name else f"no search in {where}",
-        "A search that has begun must be named.",
-        f"There are: {', '.join(listed[:SHOWN])}." if listed else "Begin one with `plait sweep`.",
+        "The search must exist in this store.",
+        f"Available: {', '.join(listed[:SHOWN])}." if listed else "Start one with `plait sweep`.",
     )
 
 

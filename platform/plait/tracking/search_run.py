@@ -143,7 +143,7 @@ class SearchClock:
         except OSError as error:
             raise StorageError(
                 f"{path}: {error.strerror or error}",
-                "The processes of a search agree there on who writes its curves.",
+                "The processes of a search use this file to agree on which of them writes its curves.",
                 "Free some space, or make the folder writable.",
             ) from error
         self._mine = False

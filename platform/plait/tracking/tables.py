@@ -222,7 +222,7 @@ def _table_errors(path: Path) -> Iterator[None]:
         said = error.strerror if isinstance(error, OSError) else f"a row lacks or has too much: {error}"
         raise StorageError(
             f"{path}: {said or error}",
-            "The search's folder keeps tables of its iterations and of the fits behind its predictions.",
+            "Plait keeps tables of the search's iterations and fits there.",
             "Make room or the folder writable, or move the file away (a new table is begun), and start the "
             "same command again: it resumes.",
         ) from error

@@ -406,8 +406,9 @@ class Tracker:
         if troubles := writer.troubles():
             raise StorageError(
                 "\n".join(troubles),
-                "The tracking store has to answer, and a search's runs belong to Plait while it is running.",
-                "Look after the store; search.fresh=true starts the search again if its runs were changed.",
+                "The tracking store must answer, and the runs of a search must not be changed while it "
+                "is running.",
+                "Check the store. If its runs were changed, start the search again with search.fresh=true.",
             )
 
     def close(self, patience: float | None = None) -> None:

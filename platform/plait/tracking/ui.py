@@ -77,7 +77,7 @@ def check_port(command: UiCommand) -> None:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"{command.url} is taken",
-                "Another program listens there, perhaps an earlier `plait ui`.",
+                "Another program, perhaps an earlier `plait ui`, uses this port.",
                 f"Choose another port: plait ui --port {address.port + 1 if address.port else PORT}",
             ) from error
 

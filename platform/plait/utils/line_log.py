@@ -175,5 +175,5 @@ def other_kind(path: Path, begins: bytes) -> StorageError:
     return StorageError(
         f"{path} is a file of another kind",
         f"Plait appends only to files of its own, whose lines begin with {begins.decode()}",
-        "Name another file, or move this one away.",
+        "Use another file, or move this one.",
     )

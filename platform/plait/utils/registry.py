@@ -55,7 +55,7 @@ class Registry(Generic[T]):
             raise ConfigError(
                 f"{self.key}={name}",
                 f"Unknown {self.kind} {name!r}.",
-                f"{did_you_mean(name, self._entries)}There are: {choices(sorted(self._entries))}.",
+                f"{did_you_mean(name, self._entries)}Available: {choices(sorted(self._entries))}.",
             )
         return self._entries[name]
 

@@ -184,7 +184,7 @@ def test_backends_and_devices_are_checked_by_name() -> None:
     assert choose_kernels("reference", cpu, torch.float32) == "reference"
     assert choose_device("cpu") == cpu
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no CUDA device"):
+        with pytest.raises(ConfigError, match="not find a CUDA device"):
             choose_device("cuda")
 
 
