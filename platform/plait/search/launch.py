@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import optuna
+
 from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState
@@ -48,10 +50,12 @@ from plait.search.results import (
 )
 from plait.search.run import Interrupts, SearchLoop
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import Patience, from_anywhere, open_storage, quiet
+from plait.search.stopping import check_stopping, rung_steps
+from plait.search.storage import Patience, existing_storage, from_anywhere, open_storage, quiet
 from plait.search.study import StudyTrials
+from plait.search.suggest import check_options
 from plait.search.tracked import Tracked, ask_store, catch_up, tracked_run, without_store
-from plait.search.warm_start import describe_prior
+from plait.search.warm_start import check_prior, describe_prior
 from plait.tracking import AwayError, Begun, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard
@@ -139,24 +143,52 @@ def run_search(command: SearchCommand, screen: Screen) -> int:
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
     """
     settings = command.settings
-    check_here(settings.cluster)
-    check_jobs(command.probes)
-    check_measured(settings.search, dict.fromkeys(job.data for job in command.probes))
-    check_kept(settings.search, command.probes)
-    check_engine(settings, command.probes)
+    _check(command)
     away = ask_store(settings)
     identity = identify(command.space, command.base, settings)
     name = settings.search.name or identity.name
+    began, tracked = _began(command, name, away)
     # Of a search that has never begun no study and no folder is left behind by bad input.
-    began = recorded_command(settings.tracking.root, name) is not None
-    ready = None if began else _prepare(command, name)
+    ready = _prepare(command, name) if settings.search.fresh or not began else None
     interrupts = Interrupts(screen.announce)
     patience = Patience(screen.say, lambda: interrupts.requested)
-    source, tracked = _open_study(command, identity, away, patience)
+    source = _open_study(command, identity, patience)
     try:
         return _go(command, source, screen, tracked, interrupts, ready)
     finally:
         source.close()
+
+
+def _check(command: SearchCommand) -> None:
+    """What is wrong with the settings: no data set is tokenised for it, and nothing is written."""
+    settings, jobs = command.settings, command.probes
+    check_here(settings.cluster)
+    check_stopping(settings.search)
+    check_options(settings.search, command.space)
+    check_jobs(jobs)
+    check_measured(settings.search, dict.fromkeys(job.data for job in jobs))
+    check_kept(settings.search, jobs)
+    if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
+        rung_steps(settings.search.stopping, min(budgets))
+    check_engine(settings, jobs)
+
+
+def _began(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, Tracked]:
+    """Whether the search has a study, or one of its processes got as far as training; and its run.
+
+    Raises:
+        StorageError: the storage does not answer, or cannot be made; or as ``tracked_run``.
+        SearchError: a search that is to begin cannot learn from ``search.prior``.
+    """
+    quiet()
+    search, root = command.settings.search, command.settings.tracking.root
+    storage = existing_storage(search.storage, root)
+    began = storage is not None and name in optuna.get_all_study_names(storage)
+    if search.prior is not None and (search.fresh or not began):
+        earlier = storage if search.prior_storage is None else existing_storage(search.prior_storage, root)
+        check_prior(name, search, command.space, earlier)
+    tracked = tracked_run(storage, name, command.settings, away)
+    return began or recorded_command(root, name) is not None, tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +220,7 @@ def _prepare(command: SearchCommand, name: str) -> _Ready:
     settings, said = settle_engine(settings, shape, data.catalogue, probes, folder)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, data.catalogue, probes, free_memory(settings), profile)
+    rung_steps(settings.search.stopping, shortest_budget(probes, data.catalogue))
     return _Ready(shape.digest, data, settings, said)
 
 
@@ -201,9 +234,9 @@ def _go(
 ) -> int:
     settings = command.settings
     recorded = recorded_command(settings.tracking.root, source.name)
-    if recorded is None:
+    if recorded is None and ready is not None:
         _remember(command, source.name)  # from here on it can be resumed
-    elif not settings.search.fresh:
+    elif recorded is not None and not settings.search.fresh:
         _tell(screen, another_store(recorded, settings.tracking))
     done = SearchResult(tuple(source.finished()))
     over, to_resume, others = source.over, source.to_resume, source.others
@@ -273,26 +306,18 @@ def run_training(command: SearchCommand, screen: Screen) -> int:
     return run_search(replace(command, settings=replace(settings, search=one), verb="train"), screen)
 
 
-def _open_study(
-    command: SearchCommand, identity: Identity, away: AwayError | None, patience: Patience
-) -> tuple[StudyTrials, Tracked]:
-    """The study, and what is known of the search's run."""
-    quiet()
-    settings = command.settings
-    storage = open_storage(settings.search.storage, settings.tracking.root)
-    root = settings.tracking.root
-    earlier = settings.search.prior_storage
-    tracked = tracked_run(storage, settings.search.name or identity.name, settings, away)
-    source = StudyTrials(
-        settings.search,
+def _open_study(command: SearchCommand, identity: Identity, patience: Patience) -> StudyTrials:
+    search, root = command.settings.search, command.settings.tracking.root
+    earlier = search.prior_storage
+    return StudyTrials(
+        search,
         command.space,
         identity,
-        storage,
+        open_storage(search.storage, root),
         folder=lambda name: search_folder(root, name),
         patience=patience,
-        prior_storage=None if earlier is None else open_storage(earlier, root),
+        prior_storage=None if earlier is None else existing_storage(earlier, root),
     )
-    return source, tracked
 
 
 def material_of(data: LoadedData, jobs: Sequence[JobSpec]) -> dict[str, str]:

@@ -81,6 +81,13 @@ def host_name(host: str) -> str:
     return host.partition(" ")[0]
 
 
+def lives_here(owner: Owner | None) -> bool:
+    """Whether a worker is a process of this host, and alive. Not to be asked of this process."""
+    with suppress(FileNotFoundError):
+        return owner is not None and owner.host == this_host() and holder_lives(Path(owner.file))
+    return False
+
+
 class Workers:
     """This process among those that train a study's trials.
 
@@ -133,14 +140,6 @@ class Workers:
             if Path(owner.file).parent.is_dir():  # it tidied up after itself
                 return True
         return self._silent(owner.name, attributes.get(BEATS + owner.name))
-
-    def lives_here(self, owner: Owner) -> bool:
-        """Whether it is another process of this host, and alive."""
-        if owner.host != self.own.host or owner.name == self.own.name:
-            return False
-        with suppress(FileNotFoundError):
-            return holder_lives(Path(owner.file))
-        return False
 
     def _silent(self, name: str, beat: object) -> bool:
         now = self._clock()

@@ -47,6 +47,37 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
     return _journal(path)
 
 
+def missing_file(storage: str | None, root: Path) -> Path | None:
+    """The file that :func:`open_storage` would create; None where it creates none."""
+    if storage is None:
+        path = root / JOURNAL
+    elif "://" not in storage:
+        path = Path(storage).expanduser()
+    elif storage.startswith(SQLITE):
+        path = Path(storage.removeprefix(SQLITE))
+    else:
+        return None
+    return None if path.exists() else path
+
+
+def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
+    """As :func:`open_storage`, without creating anything: None where the file is yet to be made.
+
+    Raises:
+        StorageError: it cannot be made there, or as :func:`open_storage`.
+    """
+    if (missing := missing_file(storage, root)) is None:
+        return open_storage(storage, root)
+    folder = next(each for each in missing.absolute().parents if each.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise StorageError(
+            f"search.storage: {missing}",
+            f"The study is kept there, and {folder} cannot be written.",
+            "Give a path that can be written: search.storage=PATH.",
+        )
+    return None
+
+
 def from_anywhere(storage: str | None) -> str | None:
     """``search.storage`` so that it names the same from every folder."""
     if storage is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,10 @@ from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
 from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
-from plait.search.locks import holder_lives
-from plait.search.ownership import host_name, this_host, trainer_of
+from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.results import SearchResult, describe_point
 from plait.search.stopper import RUNGS
-from plait.search.storage import JOURNAL, SQLITE, open_storage
+from plait.search.storage import JOURNAL, missing_file, open_storage
 from plait.search.trials import Trial
 from plait.utils.addresses import redact
 
@@ -105,25 +103,12 @@ def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
     where = redact(storage or str(root / JOURNAL))
     if "***" in (storage or ""):
         raise StorageError(where, "The study's address contains a password, which Plait does not store.")
-    if (missing := _missing_file(storage, root)) is not None:
+    if (missing := missing_file(storage, root)) is not None:
         raise NoStudyError(where, f"The study's file {missing} was not found.")
     opened = open_storage(storage, root)
     if name not in optuna.get_all_study_names(opened):
         raise NoStudyError(where, f"The study {name} is no longer in its storage.")
     return optuna.load_study(study_name=name, storage=opened)
-
-
-def _missing_file(storage: str | None, root: Path) -> Path | None:
-    """The file that opening the storage would create: reading creates none."""
-    if storage is None:
-        path = root / JOURNAL
-    elif "://" not in storage:
-        path = Path(storage).expanduser()
-    elif storage.startswith(SQLITE):
-        path = Path(storage.removeprefix(SQLITE))
-    else:
-        return None
-    return None if path.exists() else path
 
 
 def _measured(study: optuna.Study) -> tuple[StudyObjective, ...]:
@@ -246,7 +231,7 @@ def read_standing(study: Study) -> Standing:
 
 def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     state = state_of(item)
-    if state == JobState.RUNNING and not host and not _lives(item):
+    if state == JobState.RUNNING and not host and not lives_here(trainer_of(item)):
         state = JobState.ORPHANED
     reported = item.intermediate_values or {
         int(step): value for step, value in item.user_attrs.get(RUNGS, {}).items()
@@ -254,14 +239,6 @@ def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     step = max(reported, default=0)
     reason = str(item.user_attrs.get(REASON, ""))
     return TrialStanding(item.number, state, host, step, reported.get(step), item.params, reason)
-
-
-def _lives(item: FrozenTrial) -> bool:
-    """Whether the worker of a trial, which is on this host, lives."""
-    owner = trainer_of(item)
-    with suppress(FileNotFoundError):
-        return owner is not None and owner.host == this_host() and holder_lives(Path(owner.file))
-    return False
 
 
 def _objectives(study: Study) -> tuple[Objective, ...]:

@@ -42,7 +42,7 @@ from plait.search.attributes import (
 from plait.search.identity import Identity, check_material, check_problem, create
 from plait.search.locks import WORKERS
 from plait.search.orders import StudyOrders
-from plait.search.ownership import Claims, DeadWorker, Workers, trainer_of
+from plait.search.ownership import Claims, DeadWorker, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
@@ -106,12 +106,12 @@ class StudyTrials:
         self._prior_storage = prior_storage or storage
         name = settings.name or identity.name
         self._folder = None if folder is None else folder(name)
-        self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
         earlier = prior_storage or storage
         self._study = self.patience(
-            lambda: open_study(name, settings, space, identity, storage, earlier, self._folder, self._workers)
+            lambda: open_study(name, settings, space, identity, storage, earlier, self._folder)
         )
+        self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
         self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
         self.own: Set[int] = self._claims.own
@@ -440,7 +440,6 @@ def open_study(
     storage: BaseStorage,
     prior_storage: BaseStorage,
     folder: Path | None,
-    workers: Workers | None,
 ) -> Study:
     """The study of a search, which is made where there is none.
 
@@ -452,7 +451,6 @@ def open_study(
         storage: of the study.
         prior_storage: of the earlier study that ``search.prior`` names.
         folder: of the search on disk.
-        workers: this process among others.
 
     Raises:
         SearchError: the study has another space, it is to be restarted while others train it, or
@@ -467,19 +465,18 @@ def open_study(
             if not settings.fresh:
                 check_problem(study, identity)
                 return study
-            _delete(study, storage, folder, workers)
+            _delete(study, storage, folder)
         return create(name, settings.objectives, identity, storage)
 
 
-def _delete(study: Study, storage: BaseStorage, folder: Path | None, workers: Workers | None) -> None:
+def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
     """Delete a study that is restarted, with the checkpoints of its trials.
 
     Raises:
         SearchError: another process on this host trains it.
     """
     for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        owner = trainer_of(item)
-        if workers is not None and owner is not None and workers.lives_here(owner):
+        if lives_here(trainer_of(item)):
             raise SearchError(
                 f"search.fresh=true: search.name={study.study_name} is being trained by another process",
                 f"It has {Trial(item.number).name}; what it trains would be lost.",

@@ -145,11 +145,32 @@ def _sampler(
         try:
             return registered.make(**options | dict(settings.sampler_options))
         except (TypeError, ValueError) as error:
-            raise SearchError(
-                f"search.sampler_options={dict(settings.sampler_options)!r}",
-                f"The {settings.sampler} sampler does not take them: {error}",
-                "Correct them, or leave them out.",
-            ) from error
+            raise _not_taken(settings, error) from error
+
+
+def check_options(settings: SearchSettings, space: Space) -> None:
+    """The sampler takes the options that are given, and suggests a first trial with them.
+
+    Raises:
+        SearchError: it does not.
+    """
+    if not settings.sampler_options:
+        return
+    directions = [each.direction for each in settings.objectives]
+    study = optuna.create_study(directions=directions, sampler=make_sampler(settings, space, 0))
+    try:
+        with one_torch_thread(settings.sampler):
+            study.ask(distributions(space))
+    except (TypeError, ValueError) as error:
+        raise _not_taken(settings, error) from error
+
+
+def _not_taken(settings: SearchSettings, error: Exception) -> SearchError:
+    return SearchError(
+        f"search.sampler_options={dict(settings.sampler_options)!r}",
+        f"The {settings.sampler} sampler does not take them: {error}",
+        "Correct them, or leave them out.",
+    )
 
 
 class Untried(BaseSampler):

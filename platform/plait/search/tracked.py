@@ -57,14 +57,16 @@ def ask_store(settings: RunSettings) -> AwayError | None:
     return None
 
 
-def tracked_run(storage: BaseStorage, name: str, settings: RunSettings, away: AwayError | None) -> Tracked:
+def tracked_run(
+    storage: BaseStorage | None, name: str, settings: RunSettings, away: AwayError | None
+) -> Tracked:
     """The run of a search, if it was recorded in the store of the settings before. Makes no study.
 
     Raises:
         AwayError: it was not, and the store is away: then it is unknown whether the address is right.
     """
     run_id, store = "", ""
-    if not settings.search.fresh:
+    if storage is not None and not settings.search.fresh:
         run_id, store = Patience()(lambda: _tracked(storage, name))
     here = str(locate(settings.tracking))
     if store == here:

@@ -46,7 +46,7 @@ class EarlierTrial:
         )
 
 
-def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> None:
+def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None) -> None:
     """The earlier study fits the search that is to be called ``name``, if one is given; errors as
     :func:`earlier_trials`."""
     if settings.prior is not None:
@@ -84,7 +84,9 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
     )
 
 
-def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage) -> list[EarlierTrial]:
+def read_prior(
+    name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None
+) -> list[EarlierTrial]:
     """The earlier study's complete trials that lie in the space; errors as :func:`earlier_trials`."""
     problem, study = _find(name, settings, storage)
     was = {key: text for key, text in problem.items() if key.startswith("space.")}
@@ -110,10 +112,12 @@ def read_prior(name: str, settings: SearchSettings, space: Space, storage: BaseS
     return found
 
 
-def _find(name: str, settings: SearchSettings, storage: BaseStorage) -> tuple[dict[str, object], Study]:
-    there = sorted(optuna.get_all_study_names(storage))
+def _find(
+    name: str, settings: SearchSettings, storage: BaseStorage | None
+) -> tuple[dict[str, object], Study]:
+    there = [] if storage is None else sorted(optuna.get_all_study_names(storage))
     others = [each for each in there if each != name]
-    if settings.prior not in others:
+    if storage is None or settings.prior not in others:
         raise SearchError(
             f"search.prior={settings.prior}",
             "search.prior must name another study in the same storage, or in search.prior_storage.",
