@@ -26,7 +26,7 @@ import plait
 from plait.cli.control import read_words
 from plait.cli.main import main
 from plait.config.overrides import read_request
-from plait.core.errors import ConfigError, SearchError
+from plait.core.errors import ConfigError, SearchError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState
 from plait.core.settings import RunSettings, SearchSettings
@@ -36,6 +36,7 @@ from plait.search.orders import ORDERS, POLL_SECONDS, Mode, Orders, StudyOrders
 from plait.search.ownership import Owner
 from plait.search.recorded import RecordedCommand, write_command
 from plait.search.storage import Patience, from_anywhere, open_storage
+from plait.search.stored import stored_study
 from plait.search.study import StudyTrials
 from plait.search.suggest import SPACE as SPACE_KEPT
 from plait.search.suggest import keep_space, read_space
@@ -240,7 +241,11 @@ def test_orders_are_in_the_study_and_what_is_ordered_already_is_said(
     for verb, mode in modes.items():
         assert "this is done when `plait resume mine` resumes it" in said(verb)
         assert study.user_attrs[ORDERS]["mode"] == mode
-        assert said(verb) == f"The search is {mode} already.\n"
+        again = said(verb)
+        if mode == "running":
+            assert again.startswith("Nothing holds the search up. It does not run now")
+        else:
+            assert again == f"The search is {mode} already.\n"
     assert said("stop", "3").startswith("Trial 3 ends after the current step.")
     assert said("stop", "trial-0004").startswith("Trial 4 ends")
     assert study.user_attrs[ORDERS]["stops"] == [3, 4]
@@ -328,6 +333,34 @@ def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
     assert (copy / "adapter_model.safetensors").read_bytes() == b"weights"
 
 
+def test_a_warm_clone_begins_with_no_adapter_of_a_former_search(tmp_path: Path, said: Said) -> None:
+    """search.fresh starts the search again and leaves the adapters that were exported before."""
+    killed(tmp_path)
+    for number in (2, 3):
+        weights = search_folder(tmp_path, "mine") / "adapters" / f"trial-000{number}"
+        weights.mkdir(parents=True)
+        (weights / "adapter_model.safetensors").write_bytes(b"weights")
+        assert f"trial {number} has no saved weights" in said("clone", str(number), "--warm", status=2)
+
+
+def test_a_grid_takes_partial_points_and_completes_them(tmp_path: Path) -> None:
+    """What is left open comes from the combinations that no trial has."""
+    search = SearchSettings(name="mine", trials=4, sampler="grid")
+    space = read_request(["adapter.rank=8,16", "train.batch_size=2,4"], {}, {}).space
+    identity = identify(space, JobSpec("base"), RunSettings(search=search))
+    storage = open_storage(None, tmp_path)
+    trials = StudyTrials(search, space, identity, storage, folder=lambda name: search_folder(tmp_path, name))
+    control = SearchControl(RecordedCommand("mine", "sweep", (), str(tmp_path)), tmp_path)
+    assert "Trial 0" in control.add(["adapter.rank=16"])
+    assert "Trial 1" in control.add(["adapter.rank=16"])
+    found = []
+    while (trial := trials.ask()) is not None:
+        found.append((trial.values["adapter.rank"], trial.values["train.batch_size"]))
+    trials.close()
+    assert {rank for rank, _ in found[:2]} == {16}
+    assert sorted(found) == [(8, 2), (8, 4), (16, 2), (16, 4)]
+
+
 def test_a_priority_that_is_searched_is_a_value_as_any_other(tmp_path: Path) -> None:
     study = killed(tmp_path)
     space = read_request(["train.priority=0,5"], {}, {}).space
@@ -390,9 +423,26 @@ def test_a_storage_that_does_not_answer_is_an_error_without_its_password(tmp_pat
     )
     write_command(search_folder(tmp_path, "mine"), command)
     for words in ((), ("stop", "99")):
-        text = said(*words, status=2)
+        text = said(*words, "--wait", "0", status=2)
         assert "The database does not answer" in text
         assert "secret" not in text
+
+
+def test_a_storage_that_comes_back_in_time_is_waited_for(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first look at it on."""
+    killed(tmp_path)
+    opened, away = stored_study, iter(range(3))
+
+    def late(storage: str | None, root: Path, name: str) -> optuna.Study:
+        if next(away, None) is not None:
+            raise StorageError("search.storage", "does not answer") from OSError("connection refused")
+        return opened(storage, root, name)
+
+    monkeypatch.setattr("plait.search.control.stored_study", late)
+    monkeypatch.setattr("plait.search.storage.FIRST_DELAY", 0.0)
+    assert said("pause", "--wait", "30").startswith("All trials are paused")
 
 
 def test_a_finished_search_takes_no_orders_and_one_that_never_trained_has_no_status(

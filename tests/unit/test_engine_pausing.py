@@ -416,3 +416,39 @@ def test_a_paused_job_that_finds_no_room_keeps_its_checkpoint_and_its_account(ma
     assert any(isinstance(e, Notice) and e.text.startswith("a waits for room") for e in events)
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobResult)) == spent
+
+
+def test_what_an_evaluation_at_a_rung_took_is_said_as_the_job_is_paused(make: Any) -> None:
+    """The process may be killed before the job trains again or ends: no later event would say it."""
+    made, worker = make()
+    made.submit(job("a"), rungs=(2,), measured=True)
+    events = [event for _ in range(3) for event in made.advance()]
+    (paused,) = (event for event in events if isinstance(event, JobPaused))
+    last = [event for event in events if isinstance(event, JobProgress)][-1]
+    assert (paused.step, paused.tokens) == (last.step, last.tokens) == (2, last.tokens)
+    assert paused.device_seconds > last.device_seconds
+    assert paused.device_seconds == pytest.approx(sum(worker.spent))
+
+
+def test_a_job_that_is_to_end_is_saved_no_more(tmp_path: Path) -> None:
+    """Another process may train it by now, since this one was out of reach: then they are that one's."""
+    worker = CurveWorker(falling)
+    run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=2, checkpoint_keep=1))
+    for interrupted in (False, True):
+        made = Coordinator(worker, DataCatalogue(load_lengths), run, folder=tmp_path / str(interrupted))
+        made.submit(job("a"))
+        made.submit(job("b"))
+        for _ in range(2):
+            made.advance()
+        theirs = tmp_path / str(interrupted) / "checkpoints" / "a" / "step-00000005"
+        theirs.mkdir(parents=True)
+        made.cancel("a", "adopted")
+        if interrupted:
+            made.stop()
+        events = made.advance()
+        assert {event.job: event.state for event in events if isinstance(event, JobResult)}["a"] == "stopped"
+        assert [path.name for path in theirs.parent.iterdir()] == [theirs.name]
+        assert list((tmp_path / str(interrupted) / "checkpoints" / "b").iterdir())
+        if not interrupted:
+            made.cancel("b", "")
+            made.advance()

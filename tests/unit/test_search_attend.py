@@ -22,6 +22,21 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
     assert len(said) == 1
 
 
+def test_the_total_that_is_shown_is_the_studys() -> None:
+    """What was added by hand counts before it begins; the study is asked when something happened, or a while
+    later."""
+    source = SimpleNamespace(revision=0, total=14, own=set(), dead_workers=list)
+    board = Leaderboard("minimize", 12)
+    times = iter((0.0, 1.0, 2.0, 10.0))
+    attend = Attend(source, board, print, Orders, clock=lambda: next(times))
+    shown = []
+    for total, revision in ((14, 0), (16, 0), (16, 1), (17, 1)):  # the last one by another process
+        source.total, source.revision = total, revision
+        attend()
+        shown.append(board.trials)
+    assert shown == [14, 14, 16, 17]
+
+
 def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
     source = SimpleNamespace(revision=0, total=2, own=set(), dead_workers=list)

@@ -127,7 +127,8 @@ def test_one_that_is_let_past_its_rung_takes_the_place_of_one_that_is_too(tmp_pa
     bench = Bench(tmp_path, halving(trials=1, parallel=1, cohort=4, rungs=(2,)), owner=owner)
     bench.run()
     assert groups(bench) == [(f"trial-{number:04d}",) for number in (1, 0, 2, 3, 1, 3, 4)]
-    assert bench.of(JobPaused)[-1] == JobPaused("trial-0003", 2, PauseReason.PREEMPTED)
+    last = bench.of(JobPaused)[-1]
+    assert (last.job, last.step, last.reason) == ("trial-0003", 2, PauseReason.PREEMPTED)
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -16,6 +16,7 @@ from studies import space_of, study_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
+from plait.search.orders import Orders
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
@@ -308,6 +309,23 @@ def test_fresh_starts_anew() -> None:
     assert trial is not None
     complete(first, trial)
     assert source(storage=storage, name="s", fresh=True).finished() == []
+
+
+def test_fresh_ends_standing_orders_and_leaves_no_table_of_the_former_search(tmp_path: Path) -> None:
+    storage, search = open_storage(None, tmp_path), SearchSettings(name="s")
+    first = study_of(space_of(*MIXED), search, storage, folder=lambda _: tmp_path / "s")
+    first.orders.set_mode("paused")
+    first.orders.stop_trial(0)
+    first.close()
+    left = ["group_steps.jsonl", "fits.jsonl", "warm/copy/adapter_model.safetensors"]
+    kept = ["adapters/trial-0000/adapter_model.safetensors", "peaks.json"]
+    for name in (*left, *kept):
+        (tmp_path / "s" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "s" / name).touch()
+    again = study_of(space_of(*MIXED), replace(search, fresh=True), storage, folder=lambda _: tmp_path / "s")
+    assert again.orders.read() == Orders()
+    assert [name for name in (*left, *kept) if (tmp_path / "s" / name).exists()] == kept
+    again.close()
 
 
 def test_a_study_that_plait_did_not_make() -> None:

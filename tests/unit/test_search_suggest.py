@@ -89,6 +89,20 @@ def test_each_sampler_draws_each_of_a_few_points_once_and_then_it_is_over(
     assert trials.total == 8
 
 
+@pytest.mark.parametrize("sampler", ["tpe", "random", "nsgaii"])
+def test_suggestions_differ_where_points_cannot_be_counted(sampler: str) -> None:
+    """A child in NSGA-II may be its parent once more."""
+    options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
+    found = drawn(source(CONTINUOUS, sampler=sampler, trials=24, **options))
+    assert len(found) == len({point(trial) for trial in found}) == 24
+
+
+def test_a_sampler_that_repeats_itself_where_points_cannot_be_counted_is_not_asked_for_ever() -> None:
+    """The seed of its own is the same for every trial."""
+    found = drawn(source(CONTINUOUS, sampler="random", sampler_options={"seed": 1}, trials=3))
+    assert len(found) == 3
+
+
 class Stubborn(optuna.samplers.RandomSampler):
     """Suggests the same whatever it is asked."""
 

@@ -492,10 +492,12 @@ def test_the_step_at_which_a_job_pauses_or_is_stopped_is_written(tmp_path: Path)
         for step in range(first, last + 1):
             tracker.handle(JobProgress("a", step, 1.0, 1.0, 1e-4, step, 0.5 * step, 10.0))
         if last == 7:
-            tracker.handle(JobPaused("a", last, PauseReason.PREEMPTED))
+            tracker.handle(JobPaused("a", last, PauseReason.PREEMPTED, last, 4.25))
     tracker.handle(
         JobResult("a", JobState.STOPPED, 33, tokens=33, device_seconds=16.5, completion_seconds=9.0)
     )
     found = [item.step for item in log.peek(99) if isinstance(item, LogPoints) and TRAIN_LOSS in item.values]
     assert found == [1, 7, 20, 33]
+    late = [item for item in log.peek(99) if isinstance(item, LogPoints) and item.late]
+    assert [(item.step, item.values) for item in late] == [(7, {DEVICE_SECONDS: 4.25})]
     tracker.close(0.0)

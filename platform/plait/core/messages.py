@@ -272,11 +272,14 @@ class JobAdmitted:
 @dataclass(frozen=True, slots=True)
 class JobPaused:
     """A job left its slot with a checkpoint of ``step`` steps, from which it resumes: then a further
-    :class:`JobAdmitted` follows."""
+    :class:`JobAdmitted` follows. ``tokens`` and ``device_seconds`` are those of the job so far: an evaluation
+    at its rung has no other event that says what it took."""
 
     job: str
     step: int
     reason: PauseReason
+    tokens: int = 0
+    device_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from plait.core.errors import SearchError
 
 Value = None | bool | int | float | str
 Values = Mapping[str, Value]
-Point = tuple[int, ...]  # of a finite space: the place of each key's value among its values
+Point = tuple[float, ...]  # the place of each key's value among its values, or the value itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +142,13 @@ class Real:
         """The value in this place; the low end where they cannot be counted."""
         return self.low if self.step is None else float(_decimal(self.low) + place * _decimal(self.step))
 
-    def place(self, value: Value) -> int | None:
-        """Where a value stands among them; None where it does not, or they cannot be counted."""
-        if self.count is None or not isinstance(value, (int, float)) or not self.low <= value <= self.high:
+    def place(self, value: Value) -> float | None:
+        """Where a value stands among them, or the value itself where they cannot be counted; None where it
+        lies outside."""
+        if not isinstance(value, (int, float)) or not self.low <= value <= self.high:
             return None
+        if self.count is None:
+            return float(value)
         return 0 if self.step is None else round((value - self.low) / self.step)
 
 
@@ -205,7 +208,7 @@ class Space:
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
     def point(self, values: Values) -> Point | None:
-        """The point of a finite space with these values; None where one is missing or lies outside."""
+        """The point with these values; None where one is missing or lies outside."""
         if any(dimension.name not in values for dimension in self.dimensions):
             return None
         places = [dimension.domain.place(values[dimension.name]) for dimension in self.dimensions]

@@ -215,7 +215,8 @@ class Coordinator:
         """One iteration: end what was stopped, admit what fits, train one step of every live job."""
         if self._stopping:
             return self._interrupt()
-        events = self.checkpointer.save_due(self._live.values())
+        # A job that is to end may be trained elsewhere by now: then its checkpoints are the other process's.
+        events = self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
         events += [*self.settle(), *self._admit(), *self._train()]
         return [*events, *self._evaluate(), *self._finish()]
 
@@ -275,7 +276,7 @@ class Coordinator:
         """Save a live job, take it from the worker and ``move`` it; one that cannot be saved stays."""
         if job.name not in self._live:
             move(job)
-            return [JobPaused(job.name, job.step, reason)]
+            return [_paused(job, reason)]
         saved, events = self.checkpointer.save([job], urgent=urgent)
         checkpoint = saved.get(job.name)
         if job.step > 0 and (checkpoint is None or checkpoint.name != checkpoint_name(job.step)):
@@ -283,15 +284,17 @@ class Coordinator:
         job.resume_from = checkpoint
         self._send(Detach(job.name))
         move(job)
-        return [*events, JobPaused(job.name, job.step, reason)]
+        return [*events, _paused(job, reason)]
 
     def _end_failed(self, failures: Mapping[str, str]) -> list[Event]:
         return [self._end(self._live[name], JobState.FAILED, reason) for name, reason in failures.items()]
 
     def _interrupt(self) -> list[Event]:
         jobs = self._roster.all()
+        ends = [self._end(job, *job.cancelled) for job in jobs if job.cancelled is not None]
+        jobs = [job for job in jobs if job.cancelled is None]
         saved, events = self.checkpointer.save(jobs)
-        ends = [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
+        ends += [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
         return [*events, *ends]
 
     def _end(
@@ -396,6 +399,10 @@ class Coordinator:
             self._end(each.job, JobState.FINISHED, each.reason, adapter=each.adapter) for each in finished
         ]
         return [*events, *ends]
+
+
+def _paused(job: LiveJob, reason: PauseReason) -> JobPaused:
+    return JobPaused(job.name, job.step, reason, job.cursor.tokens, job.cursor.device_seconds)
 
 
 def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:

@@ -170,13 +170,14 @@ class Kept:
                 self.clear(trial, failed=item.state == TrialState.FAIL)
 
 
-def keep_weights(folder: Path, token: str, number: int, request: str) -> Path:
+def keep_weights(folder: Path, token: str, state: JobState, number: int, request: str) -> Path:
     """Copy the newest saved weights of a trial for a warm clone, since the trial may end and its checkpoints
     go.
 
     Args:
         folder: of the search.
         token: of its study.
+        state: of the trial; the adapter that an unfinished one finds exported is a former search's.
         number: of the trial.
         request: names the copy.
 
@@ -186,9 +187,10 @@ def keep_weights(folder: Path, token: str, number: int, request: str) -> Path:
     """
     name = Trial(number).name
     exported = folder / "adapters" / name
-    found = (
-        [exported] if (exported / ADAPTER).exists() else checkpoints(folder / "checkpoints" / token / name)
-    )
+    if state == JobState.FINISHED and (exported / ADAPTER).exists():
+        found = [exported]
+    else:
+        found = checkpoints(folder / "checkpoints" / token / name)
     if not found:
         raise SearchError(
             f"trial {number} has no saved weights yet",

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
-from plait.core.errors import SearchError
+from optuna.study import Study
+
+from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.space import Space, Value
-from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights
+from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights, state_of
 from plait.search.locks import trains_here
 from plait.search.orders import Mode, StudyOrders
 from plait.search.points import read_point
 from plait.search.recorded import RecordedCommand
-from plait.search.storage import Patience, quiet, study_lock
+from plait.search.storage import Patience, passes, quiet, study_lock
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
 from plait.utils.paths import search_folder
@@ -62,7 +64,7 @@ class SearchControl:
         self._recorded = recorded
         self._folder = search_folder(root, recorded.name)
         self._patience = Patience(stop=lambda: time.monotonic() >= until)
-        self._study = stored_study(recorded.storage, root, recorded.name)
+        self._study = self._patience(lambda: _opened(recorded, root, wait=time.monotonic() < until))
         self._orders = StudyOrders(self._study, self._patience, self._locked)
 
     @property
@@ -102,7 +104,9 @@ class SearchControl:
         """Pause, resume, stop or cancel the whole search; what will happen, in words."""
         mode, text = _MODES[verb]
         if self._orders.read().mode == mode:
-            return f"The search is {mode} already."
+            if mode != "running" or trains_here(self._folder):
+                return f"The search is {mode} already."
+            return self._when("Nothing holds the search up.")
         self._orders.set_mode(mode)
         return self._when(text.format(self._quoted))
 
@@ -159,7 +163,7 @@ class SearchControl:
                     )
             read_point(self._space, self._priority(overrides)[0])  # before anything is copied
             token = str(self._study.user_attrs[TOKEN])
-            weights = keep_weights(self._folder, token, number, request)
+            weights = keep_weights(self._folder, token, state_of(trial), number, request)
         return self._enqueue(trial.params, overrides, weights, request)
 
     def _enqueue(
@@ -200,6 +204,20 @@ class SearchControl:
                 return action()
 
         return self._patience(attempt)
+
+
+def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
+    """The study of a search.
+
+    Args:
+        wait: raise what the storage itself says where that may pass: then it is asked again.
+    """
+    try:
+        return stored_study(recorded.storage, root, recorded.name)
+    except StorageError as error:
+        if wait and isinstance(cause := error.__cause__, Exception) and passes(cause):
+            raise cause from error
+        raise
 
 
 def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:

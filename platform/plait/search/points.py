@@ -137,10 +137,8 @@ def as_written(value: object) -> str:
 
 
 def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point]:
-    """The points of trials in a finite space, whatever became of them: what failed would fail again. Those
-    that are enqueued count too. None are listed where the space is not finite."""
-    if space.size is None:
-        return frozenset()
+    """The points of trials, whatever became of them: what failed would fail again. Those that are enqueued
+    count too."""
     values = (item.system_attrs.get("fixed_params", {}) | item.params for item in trials)
     return frozenset(point for each in values if (point := space.point(each)) is not None)
 

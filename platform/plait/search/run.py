@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -423,6 +424,8 @@ class SearchLoop:
 
     def _interrupt(self) -> None:
         """Let the engine save and pause every job; trials that do not answer are orphaned."""
+        with suppress(StorageError):  # nothing can be asked while it is away
+            self._drop_adopted()
         self._coordinator.stop()
         while active := len(self._trials):
             self._take(self._coordinator.advance())

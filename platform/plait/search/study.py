@@ -32,6 +32,7 @@ from plait.search.attributes import (
     STATE,
     TOKEN,
     TRACKED,
+    WARM_WEIGHTS,
     Kept,
     enqueue,
     priority_of,
@@ -51,6 +52,7 @@ from plait.search.storage import Patience, study_lock
 from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
 from plait.search.trials import Trial
 from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
+from plait.tracking.tables import TABLES
 
 POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
@@ -484,4 +486,7 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
             )
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
         remove_checkpoints(folder / "checkpoints" / token)
+        remove_checkpoints(folder / WARM_WEIGHTS)
+        for table in TABLES:
+            (folder / table).unlink(missing_ok=True)
     optuna.delete_study(study_name=study.study_name, storage=storage)

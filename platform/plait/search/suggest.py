@@ -1,5 +1,5 @@
-"""Suggests the values of a trial: Optuna's sampler, seeded so that a resumed search suggests the same, and in
-a finite space never a combination that another trial has."""
+"""Suggests the values of a trial: Optuna's sampler, seeded so that a resumed search suggests the same, and
+asked again for a combination that another trial has."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def make_sampler(
         space: what is searched.
         number: of the trial.
         earlier: trials of an earlier study, for a sampler that takes them as an argument.
-        tried: points not to be suggested; empty where the space is not finite.
+        tried: points not to be suggested.
         given: values of the trial that were written already.
 
     Raises:
@@ -124,8 +124,6 @@ def make_sampler(
     def make(attempt: int) -> BaseSampler:
         return _sampler(settings, number, earlier, attempt)
 
-    if space.size is None:
-        return make(0)
     return Untried(make, space, tried, given or {}, derived_seed(settings.seed, number, ATTEMPTS))
 
 
@@ -181,7 +179,7 @@ class Untried(BaseSampler):
 
     Args:
         make: the sampler, by how often it was asked for this trial before, which changes its random numbers.
-        space: what is searched: finite.
+        space: what is searched.
         tried: points not to be suggested.
         given: values of the trial that were written already.
         seed: of the choice without the sampler.
@@ -246,7 +244,9 @@ class Untried(BaseSampler):
 
     def _choose(self, fixed: Values) -> dict[str, Value]:
         """One of the untried combinations with these values, each as likely as another; {} where none is
-        left."""
+        left, or they cannot be counted."""
+        if self._space.size is None:
+            return {}
         free = [each for each in self._space.dimensions if each.name not in fixed]
         counts = [each.domain.count or 1 for each in free]
         chance = random.Random(self._seed)

@@ -168,6 +168,8 @@ class Leaderboard:
                 record.evaluated(event.step, event.loss)
             case JobPaused():
                 record.state, record.reason = JobState.PAUSED, event.reason
+                record.tokens = max(record.tokens, event.tokens)
+                record.device_seconds = max(record.device_seconds, event.device_seconds)
             case JobGenerated():
                 record.accuracy = event.accuracy
             case JobResult():

@@ -23,6 +23,7 @@ GROUP_STEPS_FILE = "group_steps.jsonl"  # below the search's folder
 GROUP_STEPS_ARTIFACT = "group_steps.json"  # of the search's run
 FITS_FILE = "fits.jsonl"
 FITS_ARTIFACT = "fits.json"
+TABLES = (GROUP_STEPS_FILE, FITS_FILE)
 MOST_GROUP_STEPS = 2000  # rows of the artifact
 MOST_FITS = 400
 GROWTH = 1.25  # the artifact is rewritten when the table has grown by this factor: its cost stays linear

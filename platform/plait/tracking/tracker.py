@@ -284,7 +284,8 @@ class Tracker:
     def handle(self, event: Event) -> None:
         """Log an event of the engine."""
         log = self._log
-        before = self.board.jobs.get(job_of(event)) if isinstance(event, JobAdmitted | JobResult) else None
+        watched = isinstance(event, JobAdmitted | JobPaused | JobResult)
+        before = self.board.jobs.get(job_of(event)) if watched else None
         was = before.state if before else None
         logged = (before.tokens, before.device_seconds) if before else (None, None)
         self.board.handle(event)
@@ -305,6 +306,8 @@ class Tracker:
                 self._job_admitted(event, was)
             case JobPaused():
                 self._write_left_out(event.job)
+                if event.step > 0 and event.device_seconds > (logged[1] or 0.0):  # as after an evaluation
+                    log.points(event.job, event.step, {names.DEVICE_SECONDS: event.device_seconds}, late=True)
                 log.state(event.job, JobState.PAUSED, event.reason)
             case JobResult():
                 self._job_ended(event, *logged)
