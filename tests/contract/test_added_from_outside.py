@@ -27,7 +27,7 @@ SEARCH = (
     *("model=tiny", "engine.kernels=reference", "engine.threads=1", "train.steps=4", "train.batch_size=2"),
     *("adapter.variant=frozen_a", "adapter.rank=1,2,3,4,5", "data.source=sums", "+data.start=5"),
     *("data.validation=3", "search.name=outside", "search.trials=4", "search.sampler=last_first"),
-    *("+search.sampler_options.skip=1", "search.stopping.kind=every_nth", "+search.stopping.rungs=[2]"),
+    *("+search.sampler_options.skip=1", "search.stopping.kind=every_nth", "search.stopping.rungs=[2]"),
     "+search.stopping.options.nth=2",
 )
 BENCH = ("mode=bench", "bench.run=outside/ranks", "+bench.options.title=hello")

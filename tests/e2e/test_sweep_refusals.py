@@ -48,6 +48,7 @@ Short = tuple[str, ...]
             ["adapter.rank=1,2", "search/stopping=optuna", "search.stopping.pruner=Median"],
             ["search.stopping.pruner", "MedianPruner"],
         ),
+        (["adapter.rank=1,2", "search.stopping.rungs=[2]"], ["search.stopping.rungs=[2]", "kind=none"]),
         (["adapter.rank=1,2", "search.enqueue=[{adapter.rank: 3}]"], ["search.enqueue[0]: adapter.rank=3"]),
         (["adapter.rank=1,2", "search.prior=none"], ["search.prior=none", "There is no other study"]),
         (

@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, SearchError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
+from plait.search.points import as_written
 from plait.search.rungs import (
     Brackets,
     EqualCohorts,
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
 OPTIONS = "search.stopping.options"
+OF_EVERY_RULE = (  # keys of search.stopping; what options there are says the rule itself
+    "kind",
+    "metric",
+    "direction",
+    "rungs",
+    "every",
+    "max_steps",
+    "divergence",
+    "divergence_from",
+    "options",
+)
 
 # ---- what a rule is ----------------------------------------------------------------------------------------
 
@@ -107,6 +119,8 @@ class StoppingRule:
             are evenly spaced.
         cohort: size of a cohort where the settings leave it open, from them and the number of rungs; None:
             the rule has no cohorts of one size.
+        reads: keys of ``search.stopping`` that it reads beside those of every rule, of ``geometric`` and of
+            ``cohort``.
     """
 
     make: Callable[[RuleRequest], Rule]
@@ -116,6 +130,13 @@ class StoppingRule:
     asynchronous: bool = False
     geometric: bool = False
     cohort: Callable[[SearchSettings, int], int] | None = None
+    reads: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of ``search.stopping`` that say something to this rule."""
+        own = [*(("min_steps", "eta") if self.geometric else ()), *(("cohort",) if self.cohort else ())]
+        return [*OF_EVERY_RULE, *own, *self.reads]
 
     def read_options(self, stopping: StoppingSettings) -> Any:
         """The options that were given.
@@ -143,11 +164,28 @@ RULES: Registry[StoppingRule] = Registry(
 
 
 def check_stopping(search: SearchSettings) -> None:
-    """The stopping rule exists and can be used in this search; nothing is loaded for it.
+    """The stopping rule exists and can be used in this search, with the settings that are given; nothing is
+    loaded for it.
 
     Raises:
         ConfigError, SearchError: not.
     """
+    kind, usual = search.stopping.kind, StoppingSettings()
+    known = RULES.get(kind).keys if search.stopping.active else ["kind"]
+    for key in (each.name for each in fields(StoppingSettings)):
+        value = getattr(search.stopping, key)
+        if key not in known and value != getattr(usual, key):
+            able = [name for name in RULES if name != "none" and key in RULES.get(name).keys]
+            raise ConfigError(
+                f"search.stopping.{key}={as_written(value)} with search.stopping.kind={kind}",
+                "No trial ends early without a rule." if kind == "none" else "This rule does not read it.",
+                f"Choose one that does, search/stopping={choices(able)}, or leave it out.",
+            )
+    check_rule(search)
+
+
+def check_rule(search: SearchSettings) -> None:
+    """The same, whatever else the settings hold."""
     stopping = search.stopping
     registered = RULES.get(stopping.kind)
     if not stopping.active:
@@ -198,7 +236,7 @@ def make_rule(
     Raises:
         ConfigError, SearchError: the settings make no sense, or a rung is not within the budget.
     """
-    check_stopping(search)
+    check_rule(search)
     stopping = search.stopping
     if not stopping.active:
         return None
@@ -443,7 +481,14 @@ def _optuna(ask: RuleRequest) -> OptunaPrunerRule:
 
 RULES.add(
     "optuna",
-    StoppingRule(_optuna, check=_check_pruner, options=dict, several_objectives=False, asynchronous=True),
+    StoppingRule(
+        _optuna,
+        check=_check_pruner,
+        options=dict,
+        several_objectives=False,
+        asynchronous=True,
+        reads=("pruner",),
+    ),
 )
 
 
@@ -519,8 +564,8 @@ def _needs(*keys: str) -> Callable[[SearchSettings], None]:
     return check
 
 
-RULES.add("patience", StoppingRule(_patience))
-RULES.add("threshold", StoppingRule(_threshold, check=_needs("lower", "upper")))
+RULES.add("patience", StoppingRule(_patience, reads=("patience", "min_delta")))
+RULES.add("threshold", StoppingRule(_threshold, check=_needs("lower", "upper"), reads=("lower", "upper")))
 RULES.add("divergence", StoppingRule(_never, check=_needs("divergence")))
 RULES.add("none", StoppingRule(_never))  # so that the name is known: ``make_rule`` makes none
 

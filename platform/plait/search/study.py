@@ -47,7 +47,6 @@ from plait.search.ownership import Claims, DeadWorker, Workers, lives_here, trai
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
-from plait.search.stopping import check_stopping
 from plait.search.storage import Patience, study_lock
 from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
 from plait.search.trials import Trial
@@ -97,7 +96,6 @@ class StudyTrials:
         prior_storage: BaseStorage | None = None,
     ) -> None:
         check_sampler(settings, space)
-        check_stopping(settings)
         points = read_enqueued(settings, space)
         self.patience = patience or Patience()
         self.revision = 0
