@@ -154,7 +154,7 @@ def check_options(settings: SearchSettings, space: Space) -> None:
     """
     if not settings.sampler_options:
         return
-    directions = [each.direction for each in settings.objectives]
+    directions = [StudyDirection[each.direction.upper()] for each in settings.objectives]
     study = optuna.create_study(directions=directions, sampler=make_sampler(settings, space, 0))
     try:
         with one_torch_thread(settings.sampler):
