@@ -8,6 +8,7 @@ from pathlib import Path
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, StorageError
 from plait.utils.files import write_text
+from plait.utils.paths import file_name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
             "shows what the search's study holds in the meantime."
         )
         raise AwayError(error.value, error.rule, remedy) from error
-    path = known.output or Path(f"{sweep.name}.html")
+    path = known.output or Path(f"{file_name(sweep.name)}.html")
     write(path, report(sweep, all_figures(sweep)))
     print(f"{sweep.name}: {path}")
     return EXIT_DONE

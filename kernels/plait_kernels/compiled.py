@@ -66,7 +66,7 @@ def compile_library(source: Path, folder: Path) -> Path:
         raise OSError("no C compiler found (gcc, clang or cc, or the variable CC)")
     identity = "\n".join((source.read_text(), compiler, repr(_OPTIONAL_FLAGS), _processor()))
     library = folder / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-    if library.exists():
+    if _is_whole(library):
         return library
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -74,8 +74,38 @@ def compile_library(source: Path, folder: Path) -> Path:
         message = _build(compiler, source, built)
         if message:
             raise OSError(message)
+        checksum = Path(scratch) / "checksum"
+        checksum.write_text(_digest(built))
+        for file in (built, checksum):
+            _to_disk(file)
+        checksum.replace(_checksum_of(library))  # first: a library without its checksum is compiled again
         built.replace(library)  # atomic: another process sees all of it or nothing
+        _to_disk(folder)
     return library
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the library is as it was compiled: to load a part of one ends the process by a signal."""
+    try:
+        return _checksum_of(library).read_text() == _digest(library)
+    except OSError:
+        return False
+
+
+def _checksum_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @functools.cache

@@ -1,12 +1,17 @@
 """Bad addresses, folders and databases are found within seconds, before any model loads."""
 
 import errno
+import fcntl
+import shlex
 import shutil
 import socket
+import sqlite3
 import tempfile
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -165,6 +170,56 @@ def test_what_is_only_read_may_be_write_protected(tmp_path: Path, monkeypatch: p
             open_store(location, "plait")
 
 
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that is only a file would stay when its holder is killed, and everybody would wait for ever."""
+
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    refuse(TrackingSettings(root=tmp_path), "Function not implemented", "no locks", "local disk")
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_the_database_of_another_program_is_refused_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "notes.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE notes (text TEXT)")
+        database.commit()
+    before = file.read_bytes()
+    refuse(TrackingSettings(uri=f"sqlite:///{file}", root=tmp_path), str(file), "notes", "another program")
+    assert file.read_bytes() == before
+
+
+def test_several_processes_that_start_at_once_share_a_new_store(tmp_path: Path) -> None:
+    settings, ready = TrackingSettings(root=tmp_path), threading.Barrier(4)
+
+    def start(_: int) -> str:
+        ready.wait()
+        return open_store(check_tracking(settings), "plait").experiment_id
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(start, range(4)))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "hidden"),
+    [
+        ("http://me:pa/ss@127.0.0.1:5000", "pa"),
+        ("http://me:pa ss@127.0.0.1:5000", "pa"),
+        ("postgresql://me:pa@ss@127.0.0.1:1/db", "ss@"),
+    ],
+)
+def test_a_password_that_would_be_taken_for_a_host_is_refused_and_hidden(
+    tmp_path: Path, uri: str, hidden: str
+) -> None:
+    refuse(TrackingSettings(uri=uri, root=tmp_path), "me:***@127.0.0.1", "%2F")
+    with pytest.raises(StorageError) as caught:
+        locate(TrackingSettings(uri=uri, root=tmp_path))
+    assert hidden not in caught.value.value
+
+
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * 2**20, 99 * 2**20, 2**20))
     refuse(TrackingSettings(root=tmp_path), "1 MiB free", "at least 64 MiB")
@@ -184,6 +239,19 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
         ("a=http://u:p@h b=https://u:q@h:1/x", "a=http://u:***@h b=https://u:***@h:1/x"),
         ("'postgresql:///db?password=p&user=u' x", "'postgresql:///db?password=***&user=u' x"),
         ("http://host:5000/@me", "http://host:5000/@me"),
+        ("postgresql://me:pa/ss@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://me:1/2@host/db", "postgresql://me:***@host/db"),
+        ("postgresql://me:p@ss@host/db", "postgresql://me:***@host/db"),
+        ("'a=postgresql://me:pa ss@host/db' b=c@d", "'a=postgresql://me:***@host/db' b=c@d"),
+        ("mysql+pymysql://u:p#?/x@h:3/d", "mysql+pymysql://u:***@h:3/d"),
+        (shlex.quote("a=http://me:it's@host"), "'a=http://me:***@host'"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("https://token123@host:1/x", "https://***@host:1/x"),
+        ("https://token123:@host", "https://***@host"),
+        ("http://host:5000/?token=a&x=1 (b)", "http://host:5000/?token=***&x=1 (b)"),
+        ("https://host?x=1&ACCESS_TOKEN='a'", "https://host?x=1&ACCESS_TOKEN=***'"),
+        ("{'a': 'http://u:p@h','b': 'x@y'}", "{'a': 'http://u:***@h','b': 'x@y'}"),
+        ("plait sweep a=http://127.0.0.1:5000 b=c@d", "plait sweep a=http://127.0.0.1:5000 b=c@d"),
         ("sqlite:////data/a:b@c.db", "sqlite:////data/a:b@c.db"),
     ],
 )

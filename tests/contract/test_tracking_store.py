@@ -1,10 +1,14 @@
 """What MLflow holds after a search: the same on SQLite, in PostgreSQL and behind a real MLflow server."""
 
+import base64
+import http.client
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from mlflow import MlflowClient
@@ -424,3 +428,67 @@ def test_a_server_that_restarts_during_a_search_misses_nothing(tmp_path: Path) -
         assert curve(settings, children["trial-0001"], "train/loss") == [(1, 3.0)]
     finally:
         server.stop()
+
+
+class LoginProxy(BaseHTTPRequestHandler):
+    """Hands requests on to a server, those with the right user name and password alone."""
+
+    server_port: ClassVar[int]
+    wanted: ClassVar[str]
+
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Authorization") != self.wanted:
+            self.send_error(401)
+            return
+        asked = http.client.HTTPConnection("127.0.0.1", self.server_port, timeout=60)
+        kept = {key: value for key, value in self.headers.items() if key not in ("Host", "Authorization")}
+        asked.request(self.command, self.path, body, kept)
+        answer = asked.getresponse()
+        text = answer.read()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.headers.get("Content-Type", "text/plain"))
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_server_that_wants_a_password_gets_it_from_the_address(server: str, tmp_path: Path) -> None:
+    """Runs, curves and artifacts; the password is neither shown nor recorded."""
+    login = base64.b64encode(b"me:p@ss/word").decode()
+    LoginProxy.server_port, LoginProxy.wanted = int(server.rpartition(":")[2]), f"Basic {login}"
+    with ThreadingHTTPServer(("127.0.0.1", 0), LoginProxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{proxy.server_port}"
+        settings = TrackingSettings(
+            uri=f"http://me:p%40ss%2Fword@{address}", root=tmp_path, experiment=f"tests {tmp_path.name}"
+        )
+        whole_search(settings)
+        found = load_search(settings, "demo")
+        record, folder = export(settings, "demo", tmp_path / "exported", trial=0)
+        with pytest.raises(StorageError):
+            load_search(replace(settings, uri=f"http://me:wrong@{address}"), "demo")
+        proxy.shutdown()
+    assert sorted(item.state for item in found.records) == ["failed", "finished", "finished", "pruned"]
+    assert (folder / "adapter_config.json").read_text() == '{"r": 2}'
+    assert str(found.location) == f"http://me:***@{address}"
+    parent, children = runs_of(replace(settings, uri=server))
+    assert len(curve(replace(settings, uri=server), children[record.name], "train/loss")) == STEPS
+    assert parent.data.params["tracking.uri"] == f"http://me:***@{address}"
+
+
+@pytest.mark.parametrize("name", ["it's", "both ' and \"", "a\\'b", "x' OR '1'='1"])
+def test_a_search_is_found_by_any_name(sqlite: str, tmp_path: Path, name: str) -> None:
+    settings = TrackingSettings(uri=sqlite, root=tmp_path, experiment=f"tests {tmp_path.name}")
+    for each in (name, name.replace("'", "_")):
+        with Tracker(settings) as tracker:
+            tracker.start_search(facts(settings, each))
+    assert load_search(settings, name).name == name
+    with Tracker(settings) as tracker:
+        assert tracker.start_search(facts(settings, name)) == load_search(settings, name).run_id
+    assert len(search_names(settings)) == 2

@@ -6,8 +6,8 @@ import pytest
 from mlflow import MlflowClient
 
 from plait.cli.main import main
-from plait.core.settings import TrackingSettings
-from plait.tracking import load_search
+from plait.core.settings import RunSettings, TrackingSettings
+from plait.tracking import SearchFacts, Tracker, load_search
 
 
 def test_a_finished_search_has_its_figures(
@@ -33,3 +33,18 @@ def test_the_report_of_a_real_search(
     assert "Importance needs at least 5 finished trials. There are 2." in text
     assert "iterations of the group. Each column is one iteration." in text
     assert "No steps of the group were recorded" not in text
+
+
+def test_the_page_of_a_search_stays_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the search is called."""
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    settings = TrackingSettings()
+    with Tracker(settings) as tracker:
+        tracker.start_search(SearchFacts("../../x", RunSettings(tracking=settings)))
+    assert main(["report", "../../x"]) == 0
+    assert [path.name for path in folder.glob("*.html")] == ["..%2F..%2Fx.html"]
+    assert not list(tmp_path.glob("*.html"))

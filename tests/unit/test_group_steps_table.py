@@ -22,6 +22,7 @@ from plait.tracking.tables import (
     SearchTables,
     read_group_steps,
 )
+from plait.utils.line_log import LineLog
 
 
 def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None) -> GroupStep:
@@ -139,6 +140,21 @@ def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
     rows = read_group_steps(both[0].path)
     assert [row.iteration for row in rows] == list(range(1, 11))
     assert len(json.loads(both[1].artifact())["data"]) == 10
+
+
+def test_a_row_is_never_written_to_a_file_that_was_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, really, removed = GroupSteps(tmp_path), LineLog.lock, iter([True])
+
+    def lock(log: LineLog, *, wait: bool = True) -> bool:
+        if next(removed, False):
+            log.path.unlink()
+        return really(log, wait=wait)
+
+    monkeypatch.setattr(LineLog, "lock", lock)
+    table.add(step(1))
+    assert len(read_group_steps(table.path)) == 1
 
 
 def test_a_search_shows_its_tables_as_they_grow_and_at_its_end(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The crash-safe log of JSON lines: cut anywhere, locked, durable, and never a file of somebody else."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -127,3 +129,17 @@ def test_a_full_disk_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch: pytes
         assert path.read_bytes() == line(1)
         log.append(line(3))
         assert [text for _, text in log.lines()] == [line(1), line(3)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with LineLog(tmp_path / "log", BEGINS) as log, pytest.raises(StorageError, match="no locks") as caught:
+        log.lock()
+    assert os.strerror(number) in caught.value.value
+    assert "local disk" in caught.value.remedy

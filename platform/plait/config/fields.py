@@ -132,7 +132,7 @@ def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[Any, Any]:
 
 
 def _scalar(hint: Any, value: object, key: str) -> Any:
-    if hint is Path and isinstance(value, (str, Path)):
+    if hint is Path and isinstance(value, (str, Path)) and str(value).strip():
         return Path(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) <= MOST:

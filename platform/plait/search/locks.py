@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,30 +10,10 @@ from pathlib import Path
 import sqlalchemy
 from filelock import FileLock, Timeout
 
-from plait.core.errors import StorageError
+from plait.utils.line_log import real_locks
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of a file system that has none
 POLL_SECONDS = 0.01
 WORKERS = "workers"  # folder of a search with a file for each of its processes on this host
-
-
-@contextmanager
-def real_locks(path: Path) -> Iterator[None]:
-    """Raises a StorageError where the file system of a path has no locks.
-
-    A file that stands for a lock would not do: it outlives a holder that is killed.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        raise StorageError(
-            f"{path}: {error.strerror or error}",
-            "Processes that share a search lock files, and this file system has no locks.",
-            "Choose a folder on a local disk, or one that is mounted with locks: tracking.root=FOLDER, and "
-            "search.storage=PATH where that was given.",
-        ) from error
 
 
 def _lock_of(path: Path, *, blocking: bool = True, thread_local: bool = True) -> FileLock:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, Pending
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
-from plait.search.locks import advisory_lock, file_lock, real_locks
+from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
 
@@ -217,7 +217,7 @@ class Journal(JournalFileBackend):
             StorageError: the file system has no locks.
         """
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with real_locks(self.path), LineLog(self.path, BEGINS, make=False) as journal:
+        with LineLog(self.path, BEGINS, make=False) as journal:
             if not journal.lock():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             journal.append(lines.encode())

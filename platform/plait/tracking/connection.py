@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import shutil
+import sqlite3
 import ssl
 import tempfile
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import sqlalchemy
 from filelock import FileLock
@@ -23,8 +26,10 @@ from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
 from plait.utils.addresses import redact
+from plait.utils.line_log import real_locks
 
 ANSWER_SECONDS = 5
+SHOWN_TABLES = 5
 LEAST_FREE_BYTES = 64 * 2**20
 NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's words for a server that fails, or is gone
 LOST = (2002, 2003, 2006, 2013)  # MySQL's numbers for connections that fail
@@ -88,11 +93,13 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
     """
     if location.is_server:
         _check_server(location)
-    elif location.sqlite_file is not None and not (reading and location.sqlite_file.exists()):
-        check_folder(location.sqlite_file.parent, "tracking.uri")
+    elif (file := location.sqlite_file) is not None:
         with storage_errors(location):
-            _make_database(location.sqlite_file)
-    elif location.sqlite_file is None:
+            if not (reading and file.exists()):
+                check_folder(file.parent, "tracking.uri")
+                _make_database(file)
+            _check_tables(file)
+    else:
         _check_database(location)
     with storage_errors(location):
         store = Store(location, experiment)
@@ -188,7 +195,13 @@ def _is_away(location: Location, error: Exception) -> bool:
 
 def _check_server(location: Location) -> None:
     """One short request. MLflow's own client would retry for minutes."""
-    request = urllib.request.Request(f"{location.uri.rstrip('/')}/health")
+    address = urlsplit(location.uri)
+    login, _, host = address.netloc.rpartition("@")
+    headers = (
+        {"Authorization": f"Basic {base64.b64encode(unquote(login).encode()).decode()}"} if login else {}
+    )
+    path = f"{address.path.rstrip('/')}/health"
+    request = urllib.request.Request(urlunsplit((address.scheme, host, path, "", "")), headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
             return
@@ -201,8 +214,11 @@ def _check_server(location: Location) -> None:
         cause = getattr(error, "reason", error)
         if isinstance(cause, ssl.SSLError):
             return  # it answers; which certificates to trust is for the settings of MLflow's client
-    raise AwayError(
-        f"tracking.uri={location}: no answer ({cause})",
+    kind = (
+        StorageError if isinstance(cause, PermissionError) else AwayError
+    )  # rights do not pass by themselves
+    raise kind(
+        f"tracking.uri={location}: no answer ({redact(str(cause))})",
         "An MLflow server must answer at this address.",
         "Start it (mlflow server), correct tracking.uri or MLFLOW_TRACKING_URI, or unset both to write to "
         "a SQLite file.",
@@ -238,11 +254,14 @@ def _make_database(file: Path) -> None:
     MLflow takes seconds for it, in dozens of steps that SQLite does not undo: a process that is killed in
     between leaves tables that MLflow can neither use nor complete. So they are made beside the file, by one
     process at a time, and renamed.
+
+    Raises:
+        StorageError: the file system has no locks.
     """
     if _has_content(file):
         return
     lock = file.with_name(f".{file.name}.lock")
-    with FileLock(lock):
+    with real_locks(lock), FileLock(lock, fallback_to_soft=False):
         if not _has_content(file):
             draft = file.with_name(f".{file.name}.new")
             for left in (draft, draft.with_name(f"{draft.name}-journal")):  # by a process that was killed
@@ -254,3 +273,24 @@ def _make_database(file: Path) -> None:
 
 def _has_content(file: Path) -> bool:
     return file.exists() and file.stat().st_size > 0
+
+
+def _check_tables(file: Path) -> None:
+    """Refuse another program's database, to which MLflow would add its own tables.
+
+    Raises:
+        StorageError: it has tables, and not MLflow's.
+    """
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as database:
+            found = {
+                name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            }
+    except sqlite3.Error:
+        return  # MLflow's client says what is wrong with it
+    if found and "experiments" not in found:
+        raise StorageError(
+            f"{file}: a SQLite file with the tables {', '.join(sorted(found)[:SHOWN_TABLES])}",
+            "It is another program's, and MLflow would add its own tables to it.",
+            "Name another file: tracking.uri=sqlite:///FILE.",
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ PAIRS_PER_REQUEST = 100  # parameters or tags
 PARAMETER_LENGTH = 6000
 TAG_LENGTH = 8000
 PAGE = 1000
+_MARKS = re.compile(r"['\"\\`]")
 FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
 # No news of tables being made, and no traceback of a database that is away: Plait tells that itself.
@@ -71,10 +73,9 @@ class Store:
 
     def searches(self, name: str | None = None, study: str = "") -> list[Run]:
         """Runs of searches, newest first; of one name and one study if given."""
-        condition = f"tags.`{TAG_SEARCH}` = '{_quoted(name)}'" if name else f"tags.`{TAG_SEARCH}` IS NOT NULL"
-        if study:
-            condition += f" AND tags.`{TAG_STUDY}` = '{_quoted(study)}'"
-        return list(self._runs(f"{condition} AND tags.`{TAG_TRIAL}` IS NULL"))
+        tags = {TAG_SEARCH: name, TAG_STUDY: study}
+        wanted = {tag: value for tag, value in tags.items() if value}
+        return list(self._runs(wanted, f"tags.`{TAG_SEARCH}` IS NOT NULL AND tags.`{TAG_TRIAL}` IS NULL"))
 
     def children(self, parent_id: str) -> dict[int, Run]:
         """Runs of a search's jobs by trial number; of several for one trial, the newest."""
@@ -83,32 +84,42 @@ class Store:
 
     def all_children(self, parent_id: str) -> list[Run]:
         """Runs of a search's jobs, newest first; there may be several for one trial."""
-        return list(self._runs(f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{TAG_TRIAL}` IS NOT NULL"))
+        return list(self._runs({TAG_PARENT: parent_id}, f"tags.`{TAG_TRIAL}` IS NOT NULL"))
 
     def child(self, parent_id: str, *, trial: int | None = None, job: str | None = None) -> Run | None:
         """The run of one trial, or of one job's name, if there is one; of several the newest."""
         key, value = (TAG_JOB, job) if job is not None else (TAG_TRIAL, str(trial))
-        condition = f"tags.`{TAG_PARENT}` = '{parent_id}' AND tags.`{key}` = '{_quoted(value)}'"
-        return next(self._runs(condition, 1), None)
+        return next(self._runs({TAG_PARENT: parent_id, key: value}, page_size=1), None)
 
-    def _runs(self, condition: str, page_size: int = PAGE) -> Iterator[Run]:
+    def _runs(self, tags: Mapping[str, str], condition: str = "", page_size: int = PAGE) -> Iterator[Run]:
+        """Runs with these values of tags, newest first.
+
+        MLflow's filters have no way to write a quote or a backslash: there they match any character, and what
+        is found is looked at again.
+        """
+        conditions = [
+            f"tags.`{key}` LIKE '{_MARKS.sub('_', value)}'"
+            if _MARKS.search(value)
+            else f"tags.`{key}` = '{value}'"
+            for key, value in tags.items()
+        ]
         token = None
         while True:
             page = self.client.search_runs(
                 [self.experiment_id],
-                condition,
+                " AND ".join([*conditions, *([condition] if condition else [])]),
                 max_results=page_size,
                 order_by=["attributes.start_time DESC"],
                 page_token=token,
             )
-            yield from page
+            yield from (run for run in page if tags.items() <= run.data.tags.items())
             token = page.token
             if not token:
                 return
 
     def run(self, run_id: str) -> Run | None:
         """The run of an id, if there is one in this experiment."""
-        return next((run for run in self._runs(f"attributes.run_id = '{run_id}'")), None)
+        return next(self._runs({}, f"attributes.run_id = '{run_id}'"), None)
 
     def last_step(self, run_id: str, metric: str) -> int:
         """The last step of a metric of a run; 0 where there is none."""
@@ -186,10 +197,6 @@ class Store:
     def jobs(self, parent_id: str) -> list[JobRecord]:
         """A search's jobs; those that are tagged as on the Pareto front are so there."""
         return [job_record(child) for child in self.children(parent_id).values()]
-
-
-def _quoted(text: str) -> str:
-    return text.replace("'", "''")
 
 
 class StoreSender:

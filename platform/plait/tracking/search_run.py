@@ -30,6 +30,7 @@ from plait.tracking.mlflow_store import Store, stored_leaderboard
 from plait.tracking.records import LogPoints, run_reference
 from plait.tracking.unsent import send_logs
 from plait.tracking.values import finite, grown_stride, is_kept
+from plait.utils.line_log import real_locks
 
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
 REFRESH_SHARE = 0.005  # of the time may go into making them
@@ -136,7 +137,7 @@ class SearchClock:
     """
 
     def __init__(self, path: Path, found: FoundRun, rising: Callable[[], float]) -> None:
-        self._rising = rising
+        self._path, self._rising = path, rising
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -173,7 +174,9 @@ class SearchClock:
         self._file, self._mine = None, False
 
     def _take(self, file: int) -> bool:
-        if not self._mine and lock_descriptor(file, blocking=False):
+        with real_locks(self._path):
+            taken = not self._mine and lock_descriptor(file, blocking=False)
+        if taken:
             step, seconds = self._noted()
             self._step = max(self._step, step)
             self._before += max(seconds - self.seconds, 0.0)  # whatever this process knew: time only rises

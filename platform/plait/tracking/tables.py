@@ -87,9 +87,9 @@ class LineTable:
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row."""
         begins = f'{{"{self._columns[0]}":'.encode()
-        with _table_errors(self.path), LineLog(self.path, begins) as log:
-            log.lock()
-            log.append(json.dumps(row).encode() + b"\n")
+        with _table_errors(self.path):
+            while not _append(self.path, begins, json.dumps(row).encode() + b"\n"):
+                pass  # the file was removed between its opening and its lock
         self._count += 1
 
     @property
@@ -201,6 +201,13 @@ def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, d
         for number, line in enumerate(islice(file, count), 1):
             if (count - number) % every == 0:
                 yield number, json.loads(line)
+
+
+def _append(path: Path, begins: bytes, line: bytes) -> bool:
+    with LineLog(path, begins) as log:
+        if locked := log.lock():
+            log.append(line)
+        return locked
 
 
 def _count_lines(path: Path) -> int:

@@ -10,6 +10,7 @@ from plait.tracking.event_log import EventLog, free_logs, logs_folder
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store, StoreSender
 from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
+from plait.utils.addresses import redact
 
 
 def left_unsent(settings: TrackingSettings, search: str) -> list[str]:
@@ -67,6 +68,6 @@ def _send(store: Store, log: EventLog) -> list[str]:
                 try:
                     sender.send(request)
                 except RefusedError as refusal:
-                    refused.append(str(refusal))
+                    refused.append(redact(str(refusal)))
             log.drop()
     return describe_refused(refused)

@@ -19,6 +19,7 @@ from typing import Protocol
 from plait.core.errors import StorageError
 from plait.tracking.event_log import EventLog
 from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags
+from plait.utils.addresses import redact
 
 BATCH = 16_000  # records that are gathered into one set of requests
 SHARE = 0.02  # of the time may go into sending while nothing waits for it
@@ -206,7 +207,7 @@ class Writer:
             try:
                 self._sender.send(self._requests[0])
             except RefusedError as refusal:
-                self._refused.append(str(refusal))
+                self._refused.append(redact(str(refusal)))
             except Exception as error:
                 self._failed(error)
                 return False
@@ -294,4 +295,4 @@ def describe_refused(refused: Sequence[str]) -> list[str]:
 
 def _first_line(error: BaseException | None) -> str:
     """What an error says, in one line; "" without one."""
-    return "" if error is None else next(iter(str(error).strip().splitlines()), "")
+    return "" if error is None else redact(next(iter(str(error).strip().splitlines()), ""))

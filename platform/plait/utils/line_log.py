@@ -11,6 +11,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,24 @@ from plait.utils.files import to_disk
 
 BLOCK = 1 << 20  # bytes read at once
 POLL_SECONDS = 0.001  # between two attempts at a lock that another process holds for one line
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file system without locks
+
+
+@contextmanager
+def real_locks(path: Path) -> Iterator[None]:
+    """Around what locks a file: raises a StorageError where the file system has no locks. A file that stands
+    for a lock would not do: it outlives a holder that is killed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise StorageError(
+            f"{path}: {error.strerror or error}",
+            "Processes that share a search lock files, and this file system has no locks.",
+            "Choose a folder on a local disk, or one that is mounted with locks: tracking.root=FOLDER, and "
+            "search.storage=PATH where that was given.",
+        ) from error
 
 
 class LineLog:
@@ -54,10 +73,11 @@ class LineLog:
             whether the lock is held; False where another process has it, or has removed the file.
 
         Raises:
-            StorageError: the file is not a log of this kind.
+            StorageError: the file is not a log of this kind, or its file system has no locks.
         """
-        if not lock_descriptor(self._file, blocking=wait, poll_interval=POLL_SECONDS):
-            return False
+        with real_locks(self.path):
+            if not lock_descriptor(self._file, blocking=wait, poll_interval=POLL_SECONDS):
+                return False
         status = os.fstat(self._file)
         if status.st_nlink == 0:
             return False
@@ -116,7 +136,8 @@ class LineLog:
     def close(self) -> None:
         """Release the lock and close the file."""
         if self._file >= 0:
-            unlock_descriptor(self._file)  # though a forked process has the file open
+            with suppress(OSError):  # without locks there is none to release
+                unlock_descriptor(self._file)  # though a forked process has the file open
             os.close(self._file)
             self._file = -1
 

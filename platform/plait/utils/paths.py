@@ -33,12 +33,14 @@ def cache_dir() -> Path:
 
 
 def search_folder(root: Path, name: str) -> Path:
-    """Where a search keeps what it must find again: below ``tracking.root``, one folder for each name.
+    """Where a search keeps what it must find again: below ``tracking.root``, one folder for each name."""
+    return root.expanduser().absolute() / "searches" / file_name(name)
 
-    Any name is good for a search; what a file system would read as a path is written as %XX.
-    """
+
+def file_name(name: str) -> str:
+    """The name of a search as that of a file: what a file system would read as a path is written as %XX."""
     quoted = quote(name, safe=" +=,@()[]{}!")
-    return root.expanduser().absolute() / "searches" / (quoted if quoted.strip(".") else f"%2E{quoted[1:]}")
+    return quoted if quoted.strip(".") else f"%2E{quoted[1:]}"
 
 
 def search_names(root: Path) -> list[str]:

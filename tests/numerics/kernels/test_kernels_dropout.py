@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -153,7 +155,22 @@ def test_a_compiled_library_is_kept_and_used_again(tmp_path):
     written = first.stat().st_mtime_ns
     assert compiled.compile_library(source, folder) == first
     assert first.stat().st_mtime_ns == written
-    assert [path.name for path in folder.iterdir()] == [first.name]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".sha256", ".so"]
+
+
+@pytest.mark.parametrize("spoilt", ["library", "checksum"])
+def test_a_compiled_library_that_is_not_whole_is_compiled_again(tmp_path, spoilt):
+    """As after a loss of power: to load a part of one would end the process by a signal."""
+    _library()
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }")
+    built = compiled.compile_library(source, tmp_path / "cache")
+    whole = built.read_bytes()
+    cut = built if spoilt == "library" else built.with_suffix(".sha256")
+    cut.write_bytes(cut.read_bytes()[:-20])
+    assert compiled.compile_library(source, tmp_path / "cache") == built
+    assert len(built.read_bytes()) == len(whole)
+    assert ctypes.CDLL(str(built)).one() == 1
 
 
 def test_keep_scale_undoes_the_rounded_share():
