@@ -107,7 +107,7 @@ def test_what_is_being_trained_is_not_forgotten(tmp_path: Path, said: Said) -> N
 def test_of_a_store_that_others_use_only_runs_that_are_its_own_go(
     made: Path, tmp_path: Path, said: Said
 ) -> None:
-    """Somebody else may have a search of this name there; a store that is away lets nothing go."""
+    """Somebody else may have a search of this name there; a store that is unavailable lets nothing go."""
     make(made, tmp_path)
     here = search_folder(tmp_path, "mine")
     other = tmp_path / "other"

@@ -1,4 +1,4 @@
-"""A search that goes on while its store is away: what it writes reaches the store later, in order, once."""
+"""A search that goes on while its store is unavailable: what it writes reaches the store later, in order, once."""
 
 import json
 import os
@@ -45,7 +45,7 @@ FRONT = {0, 1, 2}
 
 
 class Switch:
-    """Whether the store is away."""
+    """Whether the store is unavailable."""
 
     def __init__(self) -> None:
         self.away = False

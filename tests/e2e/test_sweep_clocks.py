@@ -1,4 +1,4 @@
-"""A whole search while the clocks jump: states by the minute, a storage that is away, times of runs."""
+"""A whole search while the clocks jump: states by the minute, a storage that is unavailable, times of runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_search_is_the_same_while_the_clocks_jump(
     by_the_clock = ["engine.checkpoint_minutes=30", "engine.checkpoint_steps=null"]
     assert main(["sweep", *short, "adapter.rank=1,2", "search.sampler=grid", *by_the_clock]) == 0
     out = capsys.readouterr().out
-    assert "The study's storage is away (No space left on device)" in out.replace("[Errno 28] ", "")
+    assert "The study's storage is unavailable (No space left on device)" in out.replace("[Errno 28] ", "")
     assert "The study's storage is back." in out
     assert sorted(saved) == [(f"trial-{number:04d}", step) for number in (0, 1) for step in (1, 2)]
 

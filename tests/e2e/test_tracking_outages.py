@@ -271,7 +271,7 @@ def test_a_study_in_a_database_that_is_stopped_and_started_waits_for_it(
         sweep = begin([*search(short, local), database, *rungs, "search.parallel=2"])
         sweep.until("trial-0001 started")
         server.stop()
-        sweep.until("storage is away")
+        sweep.until("storage is unavailable")
         server.start()
         assert sweep.end() == 0, sweep.output
         check_complete(local)
@@ -314,7 +314,7 @@ def test_a_disk_that_fills_up_in_the_middle_is_told_and_the_search_goes_on_when_
     sweep.signal(signal.SIGCONT)
     assert sweep.end() == 2, sweep.output
     assert "No space left on device" in sweep.output
-    assert "start the same command again" in sweep.output
+    assert "run the same command again" in sweep.output
     assert "Traceback" not in sweep.output
     ballast.unlink()
     assert main(["sweep", *arguments]) == 0

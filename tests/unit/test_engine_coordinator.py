@@ -246,7 +246,7 @@ def test_a_job_that_cannot_run_is_refused_at_submission() -> None:
     with pytest.raises(ModelError, match="at most 64"):
         made.submit(replace(job("wide"), adapter=replace(ADAPTER, rank=65)))
     made.submit(job("twin"))
-    with pytest.raises(ConfigError, match="its own"):
+    with pytest.raises(ConfigError, match="Another job of this name"):
         made.submit(job("twin"))
     assert [e.job for e in of(JobResult, drain(made))] == ["twin"]
 

@@ -1,5 +1,5 @@
 """Several processes on one study: owners, who is gone, locks that die with their holders, waiting for a
-storage that is away."""
+storage that is unavailable."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_brackets_are_those_of_hyperband() -> None:
         ({"kind": "succesive_halving"}, "Did you mean successive_halving"),
         ({"kind": "threshold"}, r"search\.stopping\.lower, search\.stopping\.upper"),
         ({"kind": "divergence"}, r"needs search\.stopping\.divergence"),
-        ({"kind": "asha", "options": {"eta": 3}}, "takes none"),
+        ({"kind": "asha", "options": {"eta": 3}}, "has no options"),
         ({"kind": "optuna", "pruner": "Pruner"}, "MedianPruner"),
         ({"kind": "optuna", "options": {"startup": 3}}, "n_startup_trials"),
         ({"kind": "optuna", "metric": "train/loss"}, "eval/loss"),

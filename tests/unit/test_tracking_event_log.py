@@ -287,7 +287,7 @@ def test_a_full_disk_is_told_and_keeps_what_was_there(
             log.append(point("a", 2))
     assert caught.value.exit_status == 2
     assert str(log.path) in caught.value.value
-    assert "start the same command again" in caught.value.remedy
+    assert "run the same command again" in caught.value.remedy
     assert log.path.read_bytes() == before
     log.append(point("a", 2))
     assert steps(log) == [1, 2]

@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help=f"for a storage that is away ({WAIT_SECONDS:g})",
+        help=f"for a storage that is unavailable ({WAIT_SECONDS:g})",
     )
     root = TrackingSettings().root
     parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs ({root})")

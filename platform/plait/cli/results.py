@@ -55,7 +55,7 @@ def leaderboard(arguments: Sequence[str]) -> int:
 
 
 def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
-    """A search from the store; from its study while the store is away."""
+    """A search from the store; from its study while the store is unavailable."""
     from plait.tracking import AwayError, load_search
 
     try:

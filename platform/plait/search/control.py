@@ -50,7 +50,7 @@ class SearchControl:
     Args:
         recorded: its last command.
         root: folder of the runs.
-        wait: seconds to wait for a storage that is away.
+        wait: seconds to wait for a storage that is unavailable.
 
     Raises:
         StorageError: the study is not there, or its storage does not answer.

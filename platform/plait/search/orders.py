@@ -53,7 +53,7 @@ class StudyOrders:
 
     Args:
         study: where they are kept.
-        patience: repeats what a storage that is away could not do.
+        patience: repeats what a storage that is unavailable could not do.
         locked: does something under the study's lock, with patience.
         clock: seconds, rising.
     """

@@ -155,7 +155,7 @@ class Workers:
         number = 0
         while not self._ended.is_set():
             number += 1
-            with suppress(Exception):  # a storage that is away: the next beat may come through
+            with suppress(Exception):  # a storage that is unavailable: the next beat may come through
                 self._beat(BEATS + self.own.name, number)
             self._ended.wait(BEAT_SECONDS)
 

@@ -39,7 +39,7 @@ class StudyRungs:
     Args:
         study: where it is kept.
         settings: of the search.
-        patience: repeats what a storage that is away could not do.
+        patience: repeats what a storage that is unavailable could not do.
         locked: does something under the study's lock, with patience.
         own: whether a trial is still this process's own: nothing is written to one that another adopted.
     """

@@ -70,7 +70,7 @@ class StudyTrials:
         identity: of the search.
         storage: of the study.
         folder: of the search on disk; without one, this process is taken to be the only one.
-        patience: for a storage that is away.
+        patience: for a storage that is unavailable.
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:

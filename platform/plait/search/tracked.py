@@ -1,4 +1,4 @@
-"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is away."""
+"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is unavailable."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tracked_run(
     """The run of a search, if it was recorded in the store of the settings before. Makes no study.
 
     Raises:
-        AwayError: it was not, and the store is away: then it is unknown whether the address is right.
+        AwayError: it was not, and the store is unavailable: then it is unknown whether the address is right.
     """
     run_id, store = "", ""
     if storage is not None and not settings.search.fresh:

@@ -1,7 +1,7 @@
 """The event log: what the tracking store is to get waits here, on disk, until the store has it.
 
 A process appends to a log of its own; the writer reads it from there and notes how far the store has it. So
-nothing is lost when the process is killed, or the store is away when it ends: the next process of the search
+nothing is lost when the process is killed, or the store is unavailable when it ends: the next process of the search
 adopts the log. The log also knows which points are written, so that a step that is trained again after a
 crash is not written again.
 """

@@ -37,7 +37,7 @@ PAGE = 1000
 _MARKS = re.compile(r"['\"\\`]")
 FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
-# No news of tables being made, and no traceback of a database that is away: Plait tells that itself.
+# No news of tables being made, and no traceback of a database that is unavailable: Plait tells that itself.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # so of a server, at each attempt
 

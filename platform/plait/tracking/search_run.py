@@ -84,10 +84,10 @@ def begin_run(
     connection: Connection, search: SearchFacts, begun: Begun | None, tags: Mapping[str, str], now: int
 ) -> FoundRun:
     """The run of a search that begins or is resumed: asked of the store, which gets what ended processes left
-    first; where it is away, the one that is known from before.
+    first; where it is unavailable, the one that is known from before.
 
     Raises:
-        AwayError: the store is away, and no run is known.
+        AwayError: the store is unavailable, and no run is known.
         StorageError: it refuses.
     """
     try:
