@@ -12,7 +12,7 @@ from plait.utils.paths import file_name
 
 
 def main(arguments: Sequence[str]) -> int:
-    """a search's figures as one HTML page that opens without a network
+    """write a search's figures as one HTML page that opens without a network
 
     Raises:
         SearchError: there is no such search; it lists those there are.

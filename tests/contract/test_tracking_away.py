@@ -1,4 +1,5 @@
-"""A search that goes on while its store is unavailable: what it writes reaches the store later, in order, once."""
+"""A search that goes on while its store is unavailable: what it writes reaches the store later, in "
+"order, once."""
 
 import json
 import os

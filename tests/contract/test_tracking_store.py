@@ -415,7 +415,7 @@ def test_a_server_that_restarts_during_a_search_misses_nothing(tmp_path: Path) -
         tracker.handle(progress("trial-0000", step))
     tracker.start_job(job(1), 1)
     tracker.handle(progress("trial-0001", 1))
-    with pytest.raises(StorageError, match="are not in"):
+    with pytest.raises(StorageError, match="have not been sent to"):
         tracker.flush()
     server.start()
     try:

@@ -122,13 +122,13 @@ def test_every_command_against_a_running_sweep(
         until(sweep, lambda: "trial-0004" in steps(said("status")))
         until(sweep, lambda: "1 paused" in said("status"))  # trial 3 was preempted
     # killed: what is asked for now is done when it goes on
-    assert "does not run now" in said("status")
+    assert "is not running" in said("status")
     assert "no such trial" in said("stop", "9", status=2)
-    assert "does not run now" in said("stop", "1")
+    assert "is not running" in said("stop", "1")
     with running(arguments) as sweep:
         until(sweep, lambda: state(1) == TrialState.PRUNED)
         until(sweep, lambda: "3 running" in said("status"))
-        assert "ends after the current step" in said("cancel")
+        assert "end after the current step" in said("cancel")
         assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
     assert "plait sweep" in Path("sweep.log").read_text()  # the command that goes on
@@ -144,7 +144,7 @@ def test_stop_lets_what_runs_end_and_the_same_command_draws_the_rest(
     with running(arguments) as sweep:
         until(sweep, lambda: (search / "command.json").exists())
         until(sweep, lambda: "2 running" in said("status"))
-        assert "No further trial starts" in said("stop")
+        assert "No further trials start" in said("stop")
         assert sweep.wait(PATIENCE) == 0, Path("sweep.log").read_text()
     assert [item.state for item in trials(folder)] == [TrialState.COMPLETE] * 2
     assert main(["sweep", *arguments]) == 0
@@ -160,7 +160,7 @@ def test_cancel_of_a_search_that_was_killed_ends_what_it_left_when_it_goes_on(
     with running(arguments) as sweep:
         until(sweep, lambda: (search / "command.json").exists())
         until(sweep, lambda: [item.state for item in trials(folder)] == [TrialState.RUNNING] * 2)
-    assert "does not run now" in said("cancel")
+    assert "is not running" in said("cancel")
     assert main(["sweep", *arguments]) == 0
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 2
     assert {item.user_attrs["plait.reason"] for item in trials(folder)} == {"by the user"}

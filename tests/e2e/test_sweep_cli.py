@@ -145,7 +145,7 @@ def test_one_adapter_takes_the_same_path(
 
 @pytest.fixture
 def poor_connection(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The study's database is unavailable whenever the search's run is begun or concluded: at first, and once that
+    """The study's database is down whenever the search's run is begun or concluded: at first, and once that
     is done; what was away when."""
     away: list[str] = []
 

@@ -1,4 +1,5 @@
-"""A whole search while the clocks jump: states by the minute, a storage that is unavailable, times of runs."""
+"""A whole search while the clocks jump: states by the minute, a storage that is unavailable, times of "
+"runs."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     server.kill()
     assert second.end() == 0, second.output
     assert f"are not in {server.url} yet" in second.output
-    assert "the same command sends them when the store answers" in second.output
+    assert "run the same command again to send them when the store answers" in second.output
     assert "urllib3" not in first.output + second.output
     left = waiting(folder)
     assert left > STEPS

@@ -145,8 +145,8 @@ def test_the_loss_is_of_scaled_logits(family: str, scale: float | None, tmp_path
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("falcon", "cannot be run one by one: .*alibi"),
-        ("biogpt", "cannot be run one by one"),
+        ("falcon", "cannot be run separately: .*alibi"),
+        ("biogpt", "cannot be run separately"),
         ("bloom", "embed differs from the whole"),
         ("opt", "its parts are decoder"),
         ("bamba", "not supported: state-space"),

@@ -101,7 +101,7 @@ def test_a_claimed_tolerance_is_shown_with_whether_it_holds() -> None:
 
 
 def test_files_that_say_too_little(tmp_path: Path) -> None:
-    assert listing(named_sweeps(tmp_path)) == "There is nothing in sweeps/."
+    assert listing(named_sweeps(tmp_path)) == "The folder sweeps/ is empty."
     (tmp_path / "a.yaml").write_text("description: x")
     with pytest.raises(ConfigError, match="must set mode"):
         named_sweeps(tmp_path)

@@ -243,9 +243,9 @@ def test_orders_are_in_the_study_and_what_is_ordered_already_is_said(
         assert study.user_attrs[ORDERS]["mode"] == mode
         again = said(verb)
         if mode == "running":
-            assert again.startswith("Nothing holds the search up. It does not run now")
+            assert again.startswith("The search is not paused. It is not running now")
         else:
-            assert again == f"The search is {mode} already.\n"
+            assert again == f"The search is already {mode}.\n"
     assert said("stop", "3").startswith("Trial 3 ends after the current step.")
     assert said("stop", "trial-0004").startswith("Trial 4 ends")
     assert study.user_attrs[ORDERS]["stops"] == [3, 4]
@@ -399,7 +399,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
     said("pause")
     first, counts, best, *trials, last = said().splitlines()
-    assert first == "mine does not run now. Ordered: paused."
+    assert first == "mine is not running. Ordered: paused."
     assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
     assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
@@ -480,7 +480,7 @@ def test_which_searches_run_and_which_can_be_resumed(
     )
     assert said().startswith("mine is paused.")
     assert main(["control", "--root", str(runs)]) == 0
-    assert capsys.readouterr().out == "mine\tpaused\n`plait control mine status` shows how it stands.\n"
+    assert capsys.readouterr().out == "mine\tpaused\n`plait control mine status` shows its status.\n"
     assert main(["resume", f"tracking.root={runs}"]) == 0
     assert capsys.readouterr().out == (
         "killed\tplait sweep model=tiny\nRunning: mine (`plait control` controls them).\n"

@@ -361,5 +361,5 @@ def test_a_job_whose_answers_do_not_fit_into_memory_is_finished_without_them() -
         "a": ("finished", unscored, Path("run/adapters/a")),
         "b": ("finished", "budget spent", Path("run/adapters/b")),
     }
-    assert [e.text for e in of(Notice, events)] == ["a: its answers could not be generated: no room"]
+    assert [e.text for e in of(Notice, events)] == ["a: answers could not be generated: no room"]
     assert sum(round(e.device_seconds * 1e9) for e in of(JobResult, events)) == made.device_ns

@@ -356,7 +356,7 @@ def test_a_job_that_runs_out_of_memory_alone_fails(make: Any) -> None:
     made.submit(job("a"))
     made.submit(job("b"))
     ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobResult)}
-    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it trained alone: no room"))
+    assert ends == dict.fromkeys("ab", ("failed", "out of memory, with no other job training: no room"))
 
 
 # ---- memory that runs out while a job is taken in ----------------------------------------------------------
@@ -372,7 +372,7 @@ def test_a_job_for_which_there_is_no_room_waits_until_there_is(make: Any) -> Non
         assert steps(events, name) == [1, 2, 3]
     assert {e.job: e.state for e in events if isinstance(e, JobResult)} == dict.fromkeys("abcd", "finished")
     turned_away = [e.text for e in events if isinstance(e, Notice)]
-    assert turned_away[0] == "c waits for room: out of memory while it was attached (no room)"
+    assert turned_away[0] == "c waits for memory: out of memory while it was attached (no room)"
     assert len(turned_away) <= 3  # once at the start, then after ends, and not in every iteration
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == spent
@@ -384,7 +384,9 @@ def test_a_job_that_does_not_fit_alone_fails_and_the_next_has_its_turn(make: Any
     for name in "ab":
         made.submit(job(name))
     ends = {e.job: (e.state, e.reason) for e in drain(made) if isinstance(e, JobResult)}
-    assert ends == dict.fromkeys("ab", ("failed", "out of memory while it was attached alone: no room"))
+    assert ends == dict.fromkeys(
+        "ab", ("failed", "out of memory while it was attached, with no other job training: no room")
+    )
 
 
 def test_one_of_higher_priority_for_which_there_is_no_room_takes_a_slot(make: Any) -> None:

@@ -29,7 +29,7 @@ def test_errors_that_say_so(error: Exception) -> None:
 
 def test_others_do_not() -> None:
     assert not ran_out(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert not ran_out(CheckpointError("checkpoint.json is not what was written"))
+    assert not ran_out(CheckpointError("checkpoint.json is not as it was written"))
     assert not ran_out(ValueError("not enough memory"))
 
 

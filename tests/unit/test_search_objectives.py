@@ -285,7 +285,7 @@ def test_trials_are_not_offered_where_no_point_is_left(wanted: int, exhausted: b
     result = SearchResult(tuple(trials.finished()))
     first, *_, last = describe_result(result, SearchSettings(), "s", exhausted=trials.exhausted)
     assert ("search.trials=N adds to it" in last) != exhausted
-    assert first.endswith("Every point of the space has been tried.") == exhausted
+    assert first.endswith("Every point of the search space has been tried.") == exhausted
 
 
 # ---- points that come first ------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_an_unknown_name_lists_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(SearchError) as caught:
         known_command(tmp_path, "three")
     assert caught.value.rule == "Unfinished: one.\nFinished: two."
-    with pytest.raises(SearchError, match="No search has been trained there"):
+    with pytest.raises(SearchError, match="This folder contains no searches"):
         known_command(tmp_path / "empty", "three")
 
 

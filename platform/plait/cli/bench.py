@@ -26,8 +26,8 @@ LOG_WIDTH = 180  # columns where output is not a terminal
 HEADINGS = ("figure", "ours", "unit", "how", "published", "tolerance", "source", "note")
 ALWAYS = 4  # the first headings; the others only where some figure fills them
 FOOTER = (
-    "Times are rough, on two otherwise idle cores. train: a search; simulate: nothing is measured;",
-    "bench: measured or computed here, as each figure says. `plait bench NAME` runs one, with the same",
+    "Times are rough, on two otherwise idle cores. train: a search; simulate: simulated, not measured;",
+    "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
     "arguments as `plait sweep`; `plait bench NAME --help` shows its file, with all its options.",
 )
 
@@ -95,7 +95,7 @@ def _read(path: Path, folder: Path) -> Named:
 def listing(entries: Sequence[Named]) -> str:
     """One line for each, in columns."""
     if not entries:
-        return "There is nothing in sweeps/."
+        return "The folder sweeps/ is empty."
     name = max(len(item.name) for item in entries)
     takes = max(len(item.takes) for item in entries)
     lines = [

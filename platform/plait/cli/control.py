@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 USAGE = """
 plait control                                      the searches that run on this machine
-plait control NAME [status] [--json]               its trials and their states, the best so far
+plait control NAME [status] [--json]               its trials, their states and the best so far
 plait control NAME pause | resume                  pause all trials; resume them
-plait control NAME stop | cancel                   start no further trial; end all trials
+plait control NAME stop | cancel                   start no further trials; end all trials
 plait control NAME stop TRIAL                      end one trial
 plait control NAME add KEY=VALUE ...               one more trial, with these values
 plait control NAME clone TRIAL KEY=VALUE ...       a copy of a trial; with --warm from its weights
@@ -34,7 +34,7 @@ WAIT_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Steer a search while it runs."""
+    """Inspect and control a running search."""
     given = _parser().parse_intermixed_args(arguments)
     if given.name is None:
         print(listing(given.root))
@@ -96,7 +96,7 @@ def listing(root: Path) -> str:
     if not names:
         return f"No search below {root} runs now; `plait resume` lists those that can be resumed."
     lines = [f"{name}\t{_mode(root, name)}" for name in names]
-    return "\n".join([*lines, f"`plait control {shlex.quote(names[0])} status` shows how it stands."])
+    return "\n".join([*lines, f"`plait control {shlex.quote(names[0])} status` shows its status."])
 
 
 def _mode(root: Path, name: str) -> str:
@@ -171,21 +171,21 @@ def _number(command: str, text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plait control",
-        description="Steer a search while it runs.",
+        description="Inspect and control a running search.",
         usage=USAGE,
     )
-    parser.add_argument("name", nargs="?", help="of the search, as `plait sweep` prints it")
-    parser.add_argument("verb", nargs="?", help=f"{', '.join(VERBS)}; status where it is left out")
+    parser.add_argument("name", nargs="?", help="name of the search, as `plait sweep` prints it")
+    parser.add_argument("verb", nargs="?", help=f"{', '.join(VERBS)}; default: status")
     parser.add_argument("rest", nargs="*", metavar="TRIAL | KEY=VALUE")
-    parser.add_argument("--json", action="store_true", help="status: as JSON")
-    parser.add_argument("--warm", action="store_true", help="clone: start from the trial's weights")
+    parser.add_argument("--json", action="store_true", help="with status: print JSON")
+    parser.add_argument("--warm", action="store_true", help="with clone: start from the trial's weights")
     parser.add_argument(
         "--wait",
         type=float,
         default=WAIT_SECONDS,
         metavar="SECONDS",
-        help=f"for a storage that is unavailable ({WAIT_SECONDS:g})",
+        help=f"how long to wait for a storage that does not answer; default: {WAIT_SECONDS:g}",
     )
     root = TrackingSettings().root
-    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs ({root})")
+    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
     return parser

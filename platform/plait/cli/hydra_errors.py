@@ -61,12 +61,12 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             )
         unknown = unknown_key(key, there, _all_keys(key, arguments))
         added = _MISSING_PLUS.search(text)
-        extra = f" Add a group of your own with a plus: {added[1]}" if added else ""
+        extra = f" To add your own group, use a plus: {added[1]}" if added else ""
         return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
     if "requires --multirun" in text or "Ambiguous value for argument" in text:
         return ConfigError(
             text.splitlines()[0],
-            "`plait train` trains one adapter, with one value for each key.",
+            "`plait train` trains one adapter, so each key must have one value.",
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
@@ -108,7 +108,7 @@ def _unknown_choice(error: MissingConfigException) -> ConfigError:
     meant = did_you_mean(name, options, before=f"{group}=", cutoff=0.5)
     remedy = f"{meant}Available: {choices(options)}."
     if group == "data" and name in SOURCES:
-        remedy = f"It has no config group: use data.source={name} +data.KEY=VALUE."
+        remedy = f"A source from another package has no config group: use data.source={name} +data.KEY=VALUE."
     return ConfigError(f"{group}={name}", f"Unknown {KINDS.get(group, group)} {name!r}.", remedy)
 
 

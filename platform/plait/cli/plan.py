@@ -306,7 +306,7 @@ def _changes(outlook: Outlook) -> Table:
         "replicas",
         "step after",
         "saved",
-        "pays after",
+        "worth it after",
     ):
         table.add_column(heading, justify="right")
     for each in outlook.changes:
@@ -324,8 +324,8 @@ def _changes(outlook: Outlook) -> Table:
 
 def _then(change: ChangeOutlook) -> str:
     if change.replicas is None:
-        return "unchanged: no other would pay"
-    return change.replicas if change.changed else f"unchanged: {change.replicas} would not pay"
+        return "unchanged: no other deployment is worth a restart"
+    return change.replicas if change.changed else f"unchanged: {change.replicas} is not worth a restart"
 
 
 def _bytes(value: int | None) -> str:

@@ -115,7 +115,7 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
     for heading in ("tp", "pp", "replicas", "capacity", "published", "memory per device", "tokens/s", ""):
         table.add_column(heading, justify="right")
     if len(found) > SHOWN:
-        table.caption = f"The first {SHOWN} of {len(found)}; --json gives all of them."
+        table.caption = f"The first {SHOWN} of {len(found)}; --json prints all of them."
     for place, each in enumerate(found[:SHOWN]):
         rate, size = each.tokens_per_second, each.predicted_bytes
         table.add_row(
@@ -306,7 +306,7 @@ def _errors(made: Made) -> Table:
 def _capacities(made: Made) -> Table:
     how = made.profile.how
     table = Table(title=f"Capacity ({how}); {made.available / 2**30:.2f} GiB may be used")
-    for heading in ("capacity", "tokens/s", "most bytes", "fits", "chosen"):
+    for heading in ("capacity", "tokens/s", "peak bytes", "fits", "chosen"):
         table.add_column(heading, justify="right")
     for choice in made.profile.capacities:
         rate = choice.tokens_per_second

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
-    parser = store_parser("ui", "Serve MLflow's pages on the results; Ctrl-C stops the server.")
+    parser = store_parser("ui", "Open the results in MLflow's web pages; Ctrl-C stops the server.")
     parser.epilog = "Other options are passed on to `mlflow server`, for example --port 5001."
     known, rest = parser.parse_known_args(arguments)
     from plait.tracking import check_port, run_ui, ui_command
@@ -164,12 +164,12 @@ def forget(arguments: Sequence[str]) -> int:
 
     remains = find_remains(known.root, known.name)
     lines = remains.describe(known.keep_adapters)
-    print(f"{known.name}: this will be deleted", *(f"  {line}" for line in lines), sep="\n")
+    print(f"{known.name}: these will be deleted", *(f"  {line}" for line in lines), sep="\n")
     if not known.yes and not _agreed(known.name):
         print("Nothing was deleted.")
         return EXIT_DONE
     remains.remove(known.keep_adapters)
-    print(f"{known.name} is deleted.")
+    print(f"{known.name} was deleted.")
     return EXIT_DONE
 
 
@@ -189,5 +189,5 @@ def no_such_search(command: str, root: Path, name: str) -> ConfigError:
     return ConfigError(
         f"{command} {name}: there is no search of this name in {root}",
         f"{did_you_mean(name, there)}Available: {choices(there) or 'none'}.",
-        "If its runs are in another folder, give it with --root FOLDER.",
+        "If its runs are in another folder, add --root FOLDER.",
     )

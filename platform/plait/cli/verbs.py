@@ -75,14 +75,14 @@ OWN = (
     Verb(
         "plan",
         "plait.cli.main:plan",
-        "predict what a search would take, without training",
+        "predict what a search would need, without training",
         hydra=True,
         text=f"""plait plan [--json] [--timeline FILE] [KEY=VALUE ...]
 
-Predict what a search would take, without training: which adapters train together, in how
-many waves and microbatches, and the memory and time as far as they are known. It takes the
-same arguments as `plait sweep` and refuses the same mistakes. Time on this machine is
-predicted from `plait profile`; a described cluster brings its own figures.
+Predict what a search would need, without training: which adapters train together, in how
+many waves and microbatches, and how much memory and time, if this is known. It takes the
+same arguments as `plait sweep` and reports the same errors. The time on this machine is
+predicted from `plait profile`; a described cluster has a profile of its own.
 
 {_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
                           replicas, dispatch, packing, pipeline. NAME is one of
@@ -106,13 +106,13 @@ Examples
 
 Measure the model's memory and time on this machine over a small grid of microbatches, fit
 both, choose the capacity, and store the profile for `plait sweep` and `plait plan`.
-Run nothing else meanwhile: time is measured.
+Do not run anything else at the same time, since time is measured.
 
 {_SETTINGS}  engine.capacity=N       probe up to N tokens per microbatch
   cluster=NAME            compare the configurations of a described cluster instead, by
                           simulation. NAME is one of
                           {_CLUSTERS}
-  --without-weights       compute memory from the model's configuration alone; no time
+  --without-weights       compute only memory, from the model's configuration
   --json                  the profile as JSON
 {_HYDRA}
 Examples
@@ -128,7 +128,7 @@ Examples
         hydra=True,
         text=f"""plait train [KEY=VALUE ...]
 
-Train one adapter and keep its weights, losses and cost in MLflow. The same command resumes
+Train one adapter and record its weights, losses and cost in MLflow. The same command resumes
 an interrupted run; search.fresh=true starts again from the beginning.
 
 {_SETTINGS}{_HYDRA}
@@ -146,7 +146,7 @@ Examples
         hydra=True,
         text=f"""plait bench [NAME [KEY=VALUE ...]]
 
-List the named searches and benchmarks with how long each takes, or run one to its end and
+List the named searches and benchmarks and how long each takes, or run one and
 print its figures next to the published ones. `plait bench NAME` is
 `plait sweep +sweeps=NAME`. Progress goes to standard error.
 
@@ -160,7 +160,7 @@ Examples
 """,
     ),
     Verb("control", "plait.cli.control:main", "pause, stop, extend or inspect a running search"),
-    Verb("ui", "plait.cli.results:ui", "open MLflow's pages on the results"),
+    Verb("ui", "plait.cli.results:ui", "open the results in MLflow"),
     Verb("leaderboard", "plait.cli.results:leaderboard", "print a search's adapters, best first"),
     Verb("forget", "plait.cli.results:forget", "delete a search: folder, study and MLflow runs"),
     Verb("export", "plait.cli.results:export", "export an adapter as a PEFT folder"),

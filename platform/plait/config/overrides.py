@@ -131,7 +131,7 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
     near = alike(name, [*keys, *JOB_GROUPS, *RUN_GROUPS])
     remedy = f"Did you mean {' or '.join(near)}?" if near else ""
     if any(each in RUN_GROUPS for each in near):
-        remedy += " It belongs to the run: start one sweep for each of its values."
+        remedy += " It belongs to the run; start one sweep for each of its values."
     raise ConfigError(f"{name} is swept", f"Only keys of {', '.join(JOB_GROUPS)} can be swept.", remedy)
 
 

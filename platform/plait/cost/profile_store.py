@@ -127,7 +127,7 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
     try:
         return _read(content, key)
     except ConfigError as error:
-        remedy = "Remove the file, or make it again with `plait profile`."
+        remedy = "Remove the file, or create it again with `plait profile`."
         raise ConfigError(f"profile {path.name}: {error.value}", error.rule, remedy) from error
 
 

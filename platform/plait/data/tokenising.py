@@ -237,7 +237,7 @@ class LengthLimit:
     def rule(self, longest: int) -> str:
         """The limit that a sample of ``longest`` tokens breaks; of both the one that cannot be raised."""
         if longest > self.model:
-            return f"The model takes samples of at most {self.model} tokens (model.max_length)."
+            return f"The model accepts samples of at most {self.model} tokens (model.max_length)."
         if self.cluster:
             return f"A sample must fit into one microbatch: at most {self.capacity} tokens on {self.cluster}."
         return f"A sample must fit into one microbatch, which holds {self.capacity} tokens (engine.capacity)."
@@ -245,7 +245,7 @@ class LengthLimit:
     def remedy(self, longest: int) -> str:
         """What would let a sample of ``longest`` tokens through."""
         if longest > self.model:
-            return "Raise model.max_length if the model takes more, choose a model for longer texts"
+            return "Raise model.max_length if the model accepts more, choose a model for longer texts"
         if self.cluster:
             return "Describe more or larger devices (cluster.options), choose another cluster"
         return f"Set engine.capacity={longest} or more"

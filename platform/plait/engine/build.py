@@ -116,7 +116,7 @@ def settle_engine(
     if settings.engine.kernels != "auto":
         asked["kernels"] = settings.engine.kernels
     said = tuple(
-        f"engine.{name}={value}; this search was started with {before[name]}, so sums may round differently."
+        f"engine.{name}={value}; this search was started with {before[name]}, so rounding may differ."
         for name, value in asked.items()
         if name in before and before[name] != value
     )
@@ -133,8 +133,8 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
     if settings.model.dtype != SLOW_ON_CPU or choose_device(settings.engine.device).type != "cpu":
         return ()
     return (
-        f"model.dtype={SLOW_ON_CPU} is many times slower on a CPU than model.dtype=float32 or "
-        "model.dtype=bfloat16: use one of these.",
+        f"model.dtype={SLOW_ON_CPU} is many times slower on a CPU than float32 or bfloat16. "
+        "Use model.dtype=float32 or model.dtype=bfloat16.",
     )
 
 

@@ -106,7 +106,7 @@ def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, 
             (TENSORS, header["tensors"] == _digest(directory / TENSORS)),
         ):
             if not is_right:
-                raise _damaged(directory, f"{name} is not what was written")
+                raise _damaged(directory, f"{name} is not as it was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(directory, f"{type(error).__name__}: {error}") from error
     if found != origin:

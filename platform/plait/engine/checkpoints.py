@@ -183,7 +183,11 @@ class Checkpointer:
             command = SaveCheckpoint(job.name, directory, job.cursor_at(self._clock()))
             if reason := trouble or _trouble(partial(self._send, command)):
                 record.failed_at = self._clock()
-                last = f"its last checkpoint is of step {record.step}" if record.step else "it has none yet"
+                last = (
+                    f"its last checkpoint is from step {record.step}"
+                    if record.step
+                    else "it has no checkpoint yet"
+                )
                 yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {last}")
                 continue
             record.step, record.folder, record.failed_at = job.step, directory, None

@@ -267,8 +267,14 @@ class Coordinator:
             self._roster.shrink()
         self._roster.queue(job)
         if alone:
-            return [self._end(job, JobState.FAILED, f"out of memory while it was attached alone: {detail}")]
-        return [Notice(f"{job.name} waits for room: out of memory while it was attached ({detail})")]
+            return [
+                self._end(
+                    job,
+                    JobState.FAILED,
+                    f"out of memory while it was attached, with no other job training: {detail}",
+                )
+            ]
+        return [Notice(f"{job.name} waits for memory: out of memory while it was attached ({detail})")]
 
     def _pause(
         self, job: LiveJob, reason: PauseReason, move: Callable[[LiveJob], None], *, urgent: bool = False
@@ -342,9 +348,11 @@ class Coordinator:
                 return events
             return [
                 *events,
-                self._end(last, JobState.FAILED, f"out of memory, and it could not be saved: {detail}"),
+                self._end(
+                    last, JobState.FAILED, f"out of memory, and its checkpoint could not be saved: {detail}"
+                ),
             ]
-        return [self._end(last, JobState.FAILED, f"out of memory while it trained alone: {detail}")]
+        return [self._end(last, JobState.FAILED, f"out of memory, with no other job training: {detail}")]
 
     def _step(
         self, jobs: Mapping[str, LiveJob], run: Outcome, started: float, expected: Expected

@@ -78,7 +78,7 @@ class Packer:
         if self.repeats or self._announced:
             return []
         self._announced = True
-        return [Notice("the time limit ended a packing: another run may pack its steps otherwise")]
+        return [Notice("the packing solver reached its time limit; another run may pack differently")]
 
 
 def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:
@@ -94,7 +94,9 @@ def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[J
     outcome = send(Evaluate(packer.pack([job.validation_batch() for job in due])))
     if outcome.out_of_memory is not None:
         if len(due) == 1:
-            return [], {due[0].name: f"out of memory while it was evaluated alone: {outcome.out_of_memory}"}
+            return [], {
+                due[0].name: f"out of memory while it was evaluated by itself: {outcome.out_of_memory}"
+            }
         half = len(due) // 2
         first, failed = evaluate(due[:half], send, packer)
         others, failed_too = evaluate(due[half:], send, packer)
@@ -178,7 +180,7 @@ class Finishing:
                 progress.failed_at = self._clock()
             else:
                 if progress.failed_at is not None:
-                    events.append(Notice(f"{job.name}: its adapter is written now"))
+                    events.append(Notice(f"{job.name}: its adapter has now been written"))
                 unscored = f"; its answers were not scored: {progress.unscored}" if progress.unscored else ""
                 finished.append(Finished(job, adapter, SPENT + unscored))
         return events, finished
@@ -198,7 +200,7 @@ class Finishing:
             for job in group:
                 if trouble := outcome.failures.get(job.name):
                     self._progress[job.name].unscored = trouble
-                    events.append(Notice(f"{job.name}: its answers could not be generated: {trouble}"))
+                    events.append(Notice(f"{job.name}: answers could not be generated: {trouble}"))
                     continue
                 scores = self._data.scores(job.spec.data, job.data, outcome.generated[job.name])
                 events.append(JobGenerated(job.name, job.step, sum(scores) / len(scores)))

@@ -161,7 +161,7 @@ class LocalWorker:
             found = self._adapters.attach(job, data, command.resume_from, command.warm_from)
         except CheckpointError as error:
             return JobFailed(job.name, 0, str(error), self._clock() - started)
-        resumes = f"passed over; it resumes from step {found.cursor.step}"
+        resumes = f"this checkpoint is skipped; the job resumes from step {found.cursor.step}"
         notices = tuple(f"{trouble}: {resumes}" for trouble in found.troubles)
         return Attached(job.name, found.cursor, found.directory, notices, self._clock() - started)
 
@@ -332,7 +332,7 @@ def answer(
         most = len(part) // 2
         if most == 0:
             most, job = 1, chosen[0].adapter
-            troubles[job] = f"out of memory for a prompt of {len(chosen[0].tokens)} tokens alone: {detail}"
+            troubles[job] = f"out of memory for a single prompt of {len(chosen[0].tokens)} tokens: {detail}"
             left = [index for index in left if prompts[index].adapter != job]
     return _by_job(command, prompts, found, troubles, model)
 

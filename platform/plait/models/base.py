@@ -92,7 +92,7 @@ class BaseModel:
         except Exception as error:  # a part with another signature, shape or result: whatever it raises
             first = next(iter(str(error).strip().splitlines()), "")
             raise unusable(
-                model, f"its parts cannot be run one by one: {type(error).__name__}: {first[:200]}"
+                model, f"its parts cannot be run separately: {type(error).__name__}: {first[:200]}"
             ) from error
 
     # ---- what it is -----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from plait.simulate.forecast import Forecast, PlanOptions, forecast, job_by_job
 from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
-RECOMPUTED = "With engine.checkpointing=true each layer's forward pass is assumed to run twice."
+RECOMPUTED = "With engine.checkpointing=true, each layer's forward pass is assumed to run twice."
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def deploy_before(
 ) -> tuple[Deployment, ChangeOutlook]:
     """The deployment of wave ``number``: ``current``, or a new one where the change pays or is required.
 
-    No new one is planned where even the bound of all deployments would not pay for the restart.
+    No new one is planned where even the bound of all deployments is not worth a restart for the restart.
     """
     kept = wave.on(current)
     if kept is None:
@@ -357,9 +357,10 @@ def _assumptions(
     parts = [part for wave in waves for part in wave.parts]
     lines = [
         f"Seconds are simulated for {profile.model}; sample lengths come from the tokeniser of {tokeniser}.",
-        f"Capacities are those of table {profile.table!r}, which the published system ran, or smaller where "
-        "engine.capacity or memory requires it or a pipeline is faster that way.",
-        "Side by side: each job alone on the kind of replica that is cheapest for it; idle devices are not "
+        f"Capacities are those of the published system (table {profile.table!r}), or smaller if "
+        "engine.capacity or memory requires it or a pipeline is faster with less.",
+        "Side by side: each job trains alone on the kind of replica that is cheapest for it; idle "
+        "devices are not "
         "counted. Job by job: one job at a time on the plan's replicas; all their devices are counted. Both "
         "wait for each step.",
         WAVES,
@@ -370,14 +371,14 @@ def _assumptions(
         lines.append(TRUNCATED)
     limits = dict.fromkeys(wave.deployment.limit_hit for wave in waves)
     lines += [
-        f"The search for a deployment reached its limit ({limit}): the best one found is used."
+        f"The search for a deployment reached its limit ({limit}); the best deployment found is used."
         for limit in limits
         if limit is not None
     ]
     if not all(part.forecast.plan.choices["packing repeats"] for part in parts):
         lines.append(NOT_REPEATED)
     if not any(part.forecast.replica_bytes for part in parts):
-        return (*lines, "Memory is unknown: the cluster does not give its model's sizes.")
+        return (*lines, "Memory is unknown, because the cluster does not define its model's sizes.")
     lines.append(f"Memory is computed from {profile.model}'s sizes for Plait's own engine.")
     reduced = dict.fromkeys(
         f"{configuration} takes {configuration.max_tokens:,} tokens"
@@ -390,7 +391,7 @@ def _assumptions(
         lines.append(
             f"Capacity reduced, because {available:.1f} GiB of a device may be used "
             f"(planner.memory_share={settings.planner.memory_share}): {', '.join(reduced)}."
-            + ("" if settings.engine.checkpointing else " engine.checkpointing=true takes less memory.")
+            + ("" if settings.engine.checkpointing else " engine.checkpointing=true needs less memory.")
         )
     return tuple(lines)
 

@@ -23,10 +23,10 @@ NOT_REPEATED = (
     "differently."
 )
 WAVES = (
-    "A wave starts when the one before it is done. Training fills slots as they come free, and the "
-    "real sampler adapts to results; this plan cannot."
+    "The plan assumes that a wave starts when the previous one is done. Training fills a slot as soon as "
+    "it is free, and the real sampler learns from results; a plan cannot."
 )
-TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later steps are assumed to be alike."
+TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later steps are assumed to be similar."
 
 
 def plan_here(

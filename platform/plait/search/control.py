@@ -39,8 +39,8 @@ _MODES: Mapping[str, tuple[Mode, str]] = {
         "All trials are paused after the current step; `plait control {} resume` resumes them.",
     ),
     "resume": ("running", "The search resumes."),
-    "stop": ("stopping", "No further trial starts; running ones train to their end."),
-    "cancel": ("cancelling", "Every trial ends after the current step, and the search with them."),
+    "stop": ("stopping", "No further trials start; running trials continue to the end."),
+    "cancel": ("cancelling", "All trials, and with them the search, end after the current step."),
 }
 
 
@@ -85,8 +85,8 @@ class SearchControl:
         if mode == "finished":
             first = f"{self._name} is finished."
         elif mode == "not running":
-            first = f"{self._name} does not run now." + (
-                f" Ordered: {ordered}." if ordered != "running" else ""
+            first = f"{self._name} is not running." + (
+                f" Pending: {ordered}." if ordered != "running" else ""
             )
         else:
             first = f"{self._name} is {mode}."
@@ -105,8 +105,8 @@ class SearchControl:
         mode, text = _MODES[verb]
         if self._orders.read().mode == mode:
             if mode != "running" or trains_here(self._folder):
-                return f"The search is {mode} already."
-            return self._when("Nothing holds the search up.")
+                return f"The search is already {mode}."
+            return self._when("The search is not paused.")
         self._orders.set_mode(mode)
         return self._when(text.format(self._quoted))
 
@@ -126,8 +126,10 @@ class SearchControl:
             return text
         hosts = self.standing().elsewhere
         if hosts:
-            return f"{text} No worker of it runs on this host: it is up to those on {' and '.join(hosts)}."
-        return f"{text} It does not run now: this is done when `plait resume {self._quoted}` resumes it."
+            return f"{text} This host runs no worker of the search; its workers run on {' and '.join(hosts)}."
+        return (
+            f"{text} The search is not running: `plait resume {self._quoted}` resumes it, then this is done."
+        )
 
     # ---- further trials ------------------------------------------------------------------------------------
 
@@ -241,12 +243,12 @@ def check_target(verb: str, number: int, states: Sequence[JobState], name: str) 
     elif verb == "stop":
         value, rule = (
             f"trial {number} is {states[number]}",
-            "Only a trial that has begun and not ended can be stopped.",
+            "Only a trial that has started and not ended can be stopped.",
         )
     else:
         value, rule = (
             f"trial {number} is {states[number]}",
-            "Only a trial that has begun has values to clone.",
+            "Only a trial that has started can be cloned.",
         )
     if not good:
         raise SearchError(value, rule, "There is none." if states else "The search has no trials yet.")

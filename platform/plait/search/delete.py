@@ -58,20 +58,20 @@ class Remains:
         kept = self.adapters if keep_adapters else 0
         lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
         if self.adapters and not kept:
-            lines[0] += f", {self.adapters} exported adapters (--keep-adapters leaves them)"
+            lines[0] += f", {self.adapters} exported adapters (--keep-adapters keeps them)"
         if self.study is not None:
             lines.append(f"its study, {len(self.study.get_trials(deepcopy=False))} trials")
         if self.runs:
             where = locate(self.tracking)
             lines.append(
-                f"{len(self.runs)} MLflow runs in {where}: deleted there, until `mlflow gc` "
-                "`mlflow runs restore` brings them back"
+                f"{len(self.runs)} MLflow runs in {where}: `mlflow runs restore` restores them "
+                "until `mlflow gc` is run"
             )
-        lines += [f"not sent to MLflow yet, and lost: {text}" for text in self.unsent]
+        lines += [f"not yet sent to MLflow, will be lost: {text}" for text in self.unsent]
         for host, number in self.elsewhere.items():
-            lines.append(f"{number} trials were begun on host {host}: what trains there ends with an error")
+            lines.append(f"{number} trials were started on host {host}; any that still run there will fail")
         if kept:
-            lines.append(f"These stay: {kept} adapters in {self.folder / ADAPTERS}")
+            lines.append(f"{kept} adapters stay in {self.folder / ADAPTERS}")
         return lines
 
     def remove(self, keep_adapters: bool) -> None:

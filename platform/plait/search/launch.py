@@ -244,7 +244,7 @@ def _go(
     if to_resume or 0 < over < source.total:
         line += f"; {over} of {source.total} trials ended; resuming {to_resume}"
     if others:
-        line += f"; other workers train {others}, this one takes what is free"
+        line += f"; other workers train {others}, this one trains the rest"
     few = too_few_points(settings.search, command.space)
     before = describe_prior(settings.search, len(source.prior)) if source.prior else None
     _tell(screen, [said for said in (line, few, before) if said])
@@ -344,8 +344,8 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
         return []
     before, after = (redact(each or sqlite_in(tracking.root.absolute())) for each in (recorded.store, now))
     return [
-        f"This search was recorded in {before} so far, and will be recorded in {after} from now on: the "
-        f"first part of each curve stays there. Use tracking.uri={before} to keep it in one place."
+        f"This search has been recorded in {before} so far and will be recorded in {after} from now on; the "
+        f"first part of each curve stays in the old store. Use tracking.uri={before} to keep it in one place."
     ]
 
 

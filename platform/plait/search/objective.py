@@ -84,16 +84,16 @@ def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> No
     """
     if job.train.keep != "best":
         return
-    rule = "The best evaluation is that of the lowest validation loss."
+    rule = "train.keep=best compares validation losses."
     if not validation:
         raise ConfigError(
-            "train.keep=best with data.validation=0", rule, "Give data.validation=0.1, or train.keep=last."
+            "train.keep=best with data.validation=0", rule, "Set data.validation=0.1, or train.keep=last."
         )
     if job.train.eval_every == 0 and not at_rungs:
         raise ConfigError(
             "train.keep=best with train.eval_every=0",
-            f"{rule} There is only one, after the last step.",
-            "Give train.eval_every=10, or train.keep=last.",
+            f"{rule} There is only one evaluation, after the last step.",
+            "Set train.eval_every=10, or train.keep=last.",
         )
 
 

@@ -110,12 +110,12 @@ def recorded_commands(root: Path) -> list[RecordedCommand]:
 def _what_there_is(root: Path) -> tuple[str, str]:
     commands = recorded_commands(root)
     if not commands:
-        return "No search has been trained there.", "Give the folder with tracking.root=FOLDER."
+        return "This folder contains no searches.", "Set the folder with tracking.root=FOLDER."
     unfinished = [command.name for command in commands if not command.finished]
     lines = [f"Unfinished: {', '.join(unfinished) or 'none'}."]
     if finished := [command.name for command in commands if command.finished]:
         lines.append(f"Finished: {', '.join(finished)}.")
-    return "\n".join(lines), "Give one of these names, or the folder with tracking.root=FOLDER."
+    return "\n".join(lines), "Use one of these names, or set the folder with tracking.root=FOLDER."
 
 
 def _read(path: Path) -> RecordedCommand | None:

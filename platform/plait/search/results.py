@@ -74,8 +74,8 @@ def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
 
 def describe_given_up(why: str, name: str) -> str:
     """A search that gave up, and how to resume it."""
-    remedy = f"{TRY_ALL} resumes it; with search.failed=retry the failed trials are tried again, too."
-    return f"{name} gave up: {why}. {remedy}"
+    remedy = f"{TRY_ALL} resumes it; with search.failed=retry the failed trials are also tried again."
+    return f"{name} ended early: {why}. {remedy}"
 
 
 def describe_result(
@@ -88,7 +88,7 @@ def describe_result(
     front = result.front(settings.objectives)
     searched = any(item.parameters for item in result.finished)
     if exhausted and searched:
-        lines[0] += " Every point of the space has been tried."
+        lines[0] += " Every point of the search space has been tried."
     elif front and searched:
         more += ", search.trials=N adds to it"
     if len(settings.objectives) > 1 and front:
@@ -97,7 +97,7 @@ def describe_result(
     elif front:
         lines.append(f"Best: {describe_point(front[0], settings.objectives)}")
     elif settings.limits and any(not item.feasible for item in result.finished):
-        lines.append(f"No trial keeps {' and '.join(map(str, settings.limits))}.")
+        lines.append(f"No trial satisfies {' and '.join(map(str, settings.limits))}.")
     return [*lines, f"{more}; `plait leaderboard` shows it."]
 
 

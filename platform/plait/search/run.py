@@ -30,9 +30,9 @@ from plait.search.trials import Coordinator, Recorder, Trial, TrialSource
 
 WAIT_SECONDS = 0.2  # between two looks, where no trial runs
 LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
-ORDERED = "as `plait control` asked for"
+ORDERED = "as requested with `plait control`"
 BY_USER = "by the user"
-ADOPTED = "another worker, which could not reach this one, adopted it"
+ADOPTED = "another worker could not reach this one and adopted the trial"
 
 
 @dataclass(slots=True, eq=False)
@@ -410,7 +410,7 @@ class SearchLoop:
             reason = score.missing if result.reason == SPENT else f"{score.missing}: {result.reason}"
             return replace(result, state=JobState.FAILED, reason=reason)
         broken = [text for text, amount in score.violations.items() if amount > 0]
-        reason = f"does not keep {', '.join(broken)}" if broken else result.reason
+        reason = f"violates {', '.join(broken)}" if broken else result.reason
         return replace(result, reason=reason, values=score.values, violations=score.violations)
 
     def _end(self, trial: Trial, result: JobResult) -> None:

@@ -1,4 +1,5 @@
-"""Where a study is kept (journal file, SQLite, database by URL), its lock, and waiting while it is unavailable."""
+"""Where a study is kept (journal file, SQLite, database by URL), its lock, and waiting while it is "
+"unavailable."""
 
 from __future__ import annotations
 
@@ -236,7 +237,8 @@ Result = TypeVar("Result")
 
 
 def passes(error: BaseException | None) -> bool:
-    """Whether an error says that the storage is unavailable, and not that something is wrong with the request."""
+    """Whether an error says that the storage is unavailable, and not that something is wrong with the "
+    "request."""
     match error:
         case None:
             return False
@@ -296,7 +298,7 @@ class Patience:
                 if not passes(error):
                     raise
                 if not waited:
-                    self.say(f"The study's storage is unavailable ({_first_line(error)}). Waiting until it is back.")
+                    self.say(f"The study's storage is unavailable ({_first_line(error)}). Waiting for it.")
                 waited = True
                 self._wait(delay, error)
                 delay = min(2 * delay, LONGEST_DELAY)

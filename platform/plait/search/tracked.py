@@ -1,4 +1,5 @@
-"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is unavailable."""
+"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is "
+"unavailable."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def tracked_run(
     if away is None:
         return Tracked()
     if store:
-        remedy = f"Use tracking.uri={store}, where the search is recorded so far, or start {here}."
+        remedy = f"Use tracking.uri={store}, where the search has been recorded so far, or start {here}."
         raise AwayError(away.value, away.rule, remedy)
     raise away
 
@@ -121,7 +122,7 @@ def catch_up(
             figures.publish(final=True)
     except AwayError as error:
         unsent = left_unsent(tracking, source.name)
-        later = f"{error.value}. The same command completes the search's run there when it answers."
+        later = f"{error.value}. When it answers, run the same command again to complete the search's run."
         return unsent or [later], False
     return [figures.trouble] if figures.trouble else [], True
 

@@ -79,7 +79,8 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
     return (
-        f"{line}; {settings.sampler} suggests at random until it knows {needed}, this search's own included "
+        f"{line}; {settings.sampler} suggests at random until it knows {needed} trials, including those "
+        "of this search "
         f"(++search.sampler_options.{STARTUP}={known} learns from these at once)"
     )
 

@@ -172,8 +172,9 @@ def storage_errors(location: Location) -> Iterator[None]:
         kind = AwayError if _is_away(location, error) else StorageError
         raise kind(
             f"tracking.uri={location}: {_first_line(error)}",
-            "The address must hold an MLflow store that this MLflow can use.",
-            "Check address and rights. After an update of MLflow, run `mlflow db upgrade` on a database.",
+            "The installed MLflow must be able to use the store at this address.",
+            "Check the address and your permissions. After an update of MLflow, run `mlflow db upgrade` "
+            "on a database.",
         ) from error
 
 
@@ -239,7 +240,8 @@ def _check_database(location: Location) -> None:
         raise kind(
             f"tracking.uri={location}: {_first_line(error)}",
             "A database must answer at this address.",
-            "Start it, correct tracking.uri, install its driver (pip install 'plait[postgresql]'), or unset "
+            "Start the database, correct tracking.uri, install the driver (pip install "
+            "'plait[postgresql]'), or unset "
             "tracking.uri to write to a SQLite file.",
         ) from error
 

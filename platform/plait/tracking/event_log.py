@@ -1,9 +1,9 @@
 """The event log: what the tracking store is to get waits here, on disk, until the store has it.
 
-A process appends to a log of its own; the writer reads it from there and notes how far the store has it. So
-nothing is lost when the process is killed, or the store is unavailable when it ends: the next process of the search
-adopts the log. The log also knows which points are written, so that a step that is trained again after a
-crash is not written again.
+Each process appends to its own log; the writer reads the log and notes how much of it the store has. So nothing
+is lost when the process is killed, or when the store cannot be reached at its end: the next process of the search
+adopts the log. The log also knows which points have been written, so a step that is trained again after a crash
+is not written again.
 """
 
 from __future__ import annotations
@@ -332,9 +332,10 @@ class EventLog:
     def describe_unsent(self, cause: str = "") -> str:
         """What the store does not have, where it is kept and how it is sent; ``cause``: why it is not."""
         return (
-            f"{self.waiting} records ({self.waiting_values} metric values) are not in {self.head.store} yet"
-            f"{f' ({cause})' if cause else ''}. They are kept in {self.path}; the same command sends them "
-            "when the store answers."
+            f"{self.waiting} records ({self.waiting_values} metric values) have not been sent to "
+            f"{self.head.store} yet"
+            f"{f' ({cause})' if cause else ''}. They are kept in {self.path}; run the same command "
+            "again to send them when the store answers."
         )
 
     def close(self) -> None:

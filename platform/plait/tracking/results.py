@@ -145,19 +145,21 @@ def _chosen(result: SearchResult, trial: int | None) -> JobRecord:
     """The job of a trial, or the best one."""
     if trial is None:
         if front := [item for item in result.records if item.on_front]:
-            rule = f"It optimises {' and '.join(map(str, result.objectives))}, so that none is best in all."
+            rule = (
+                f"It optimises {' and '.join(map(str, result.objectives))}, so there is no single best trial."
+            )
             raise SearchError(
                 f"search {result.name!r}: no trial is named",
                 rule,
                 f"Name one of its front: {', '.join(str(item.trial) for item in front)}.",
             )
         if result.best is None:
-            rule = "Without a trial's number, the best finished one is exported."
+            rule = "Without a trial number, the best finished trial is exported."
             raise SearchError(f"search {result.name!r} has no finished job", rule, _trials(result.records))
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)
     if found is None:
-        rule = "A trial of the search must be named."
+        rule = "The trial must belong to the search."
         raise SearchError(f"trial {trial} of search {result.name!r}", rule, _trials(result.records))
     return found
 

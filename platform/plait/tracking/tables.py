@@ -227,7 +227,9 @@ def _table_errors(path: Path) -> Iterator[None]:
     except StorageError:
         raise
     except (OSError, ValueError, TypeError, KeyError) as error:
-        said = error.strerror if isinstance(error, OSError) else f"a row lacks or has too much: {error}"
+        said = (
+            error.strerror if isinstance(error, OSError) else f"a row has missing or unknown fields: {error}"
+        )
         raise StorageError(
             f"{path}: {said or error}",
             "Plait keeps tables of the search's iterations and fits there.",

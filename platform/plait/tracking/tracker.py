@@ -124,7 +124,7 @@ class Tracker:
 
         Args:
             search: what is known of it.
-            begun: where it was recorded in this store before. Then it begins without a store that is unavailable.
+            begun: where this store recorded it before. Then it can begin while the store is unavailable.
             rungs_of: the rungs of a trial by its number; None where the search has none.
 
         Returns:
@@ -454,7 +454,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a second interrupt, or with a full disk, no one wants to wait for a server that is unavailable.
+        # After a second interrupt, or with a full disk, no one wants to wait for an unavailable server.
         patience = None if error is None else LAST_SECONDS
         try:
             if error is None:

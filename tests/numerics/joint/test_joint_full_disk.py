@@ -98,7 +98,7 @@ def test_a_search_waits_for_room_for_its_adapters(
     assert first.startswith("trial-0000: its adapter could not be written (")
     assert "No space left on device" in first
     assert second.startswith("trial-0001")
-    assert len(said(notes, "is written now")) == 2
+    assert len(said(notes, "has now been written")) == 2
     events = notes.events
     at = next(i for i, e in enumerate(events) if isinstance(e, Notice))
     assert any(isinstance(e, JobProgress) and e.job == "trial-0001" for e in events[at:])

@@ -171,7 +171,9 @@ def test_a_job_that_runs_out_of_memory_as_it_is_attached_comes_later(
     monkeypatch.setattr(Bank, planted, failing)
     together = lab.run(jobs)
     notices = [event.text for event in together.events if isinstance(event, Notice)]
-    said = f"{jobs[2].name} waits for room: out of memory while it was attached (tried to allocate 20.00 GiB)"
+    said = (
+        f"{jobs[2].name} waits for memory: out of memory while it was attached (tried to allocate 20.00 GiB)"
+    )
     assert notices == [said]
     _same_as_alone(alone, jobs, together)
 

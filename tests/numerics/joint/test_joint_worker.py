@@ -126,7 +126,7 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     assert (first.texts, third.texts) == (whole[0].texts, whole[2].texts)
     assert isinstance(second, JobFailed)
     assert second.job == never
-    assert second.reason.startswith("out of memory for a prompt of ")
+    assert second.reason.startswith("out of memory for a single prompt of ")
     assert second.reason.endswith(" tokens alone: tried to allocate 20.00 GiB")
 
 
