@@ -84,14 +84,14 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     assert "Nothing was deleted." in shown
     assert (adapter.is_dir(), runs(tmp_path), studies(tmp_path, storage)) == (True, 3, ["mine"])
     monkeypatch.setattr("builtins.input", lambda _: "y")
-    assert "mine is deleted." in said("mine", *(["--keep-adapters"] if kind == "SQLite" else []))
+    assert "mine was deleted." in said("mine", *(["--keep-adapters"] if kind == "SQLite" else []))
     assert (runs(tmp_path), runs(tmp_path, ViewType.DELETED_ONLY)) == (0, 3)
     assert studies(tmp_path, storage) == []
     folder = search_folder(tmp_path, "mine")
     assert [path.name for path in folder.glob("*")] == (["adapters"] if kind == "SQLite" else [])
     assert adapter.is_dir() == (kind == "SQLite")
     if kind == "SQLite":  # what is left goes as well, when it is asked for
-        assert "mine is deleted." in said("mine", "--yes")
+        assert "mine was deleted." in said("mine", "--yes")
     assert not folder.exists()
 
 

@@ -208,7 +208,7 @@ def test_a_store_that_never_answers_gets_everything_from_the_next_start(
     tracker.end_search()
     tracker.close()
     (told,) = tracker.notices
-    assert "are not in sqlite" in told
+    assert "have not been sent to sqlite" in told
     assert "no answer" in told
     assert left_unsent(settings, "demo")
     with pytest.raises(AwayError):

@@ -197,7 +197,7 @@ def test_a_search_in_which_too_many_fail_says_so_and_is_not_finished(
     assert MlflowClient(address).get_run(run_id).data.tags["plait.reason"] == why
     assert main(["resume", "s"]) == 3
     said = capsys.readouterr().out
-    assert f"s gave up: {why}. search.max_failure_rate=1 resumes it" in said
+    assert f"s ended early: {why}. search.max_failure_rate=1 resumes it" in said
     assert "Engine" not in said, "nothing is loaded"
     assert [item.state for item in trials(folder)] == [TrialState.FAIL]
     assert main(["resume"]) == 0

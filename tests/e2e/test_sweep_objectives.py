@@ -70,7 +70,7 @@ def test_two_objectives_a_constraint_points_first_and_going_on(
     assert {row["trial"] for row in rows if row["pareto"] == "yes"} == front
     assert {row["trial"] for row in rows[: len(front)]} == front
     assert {row["trial"]: row["feasible"] for row in rows}[0] == "no"
-    assert rows[-1]["reason"] == "does not keep adapter.rank <= 4"
+    assert rows[-1]["reason"] == "violates adapter.rank <= 4"
     check_parent(folder, front, {item.number for item in feasible})
     assert main(["export", "two", "--to", str(folder / "taken")]) == 2
     assert "Name one of its front" in capsys.readouterr().err

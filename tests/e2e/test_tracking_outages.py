@@ -164,7 +164,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     second.until("trial-0003 started")
     server.kill()
     assert second.end() == 0, second.output
-    assert f"are not in {server.url} yet" in second.output
+    assert f"have not been sent to {server.url} yet" in second.output
     assert "run the same command again to send them when the store answers" in second.output
     assert "urllib3" not in first.output + second.output
     left = waiting(folder)
@@ -172,7 +172,7 @@ def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
 
     assert main(["sweep", *arguments]) == 0  # what it came to is known without the server
     said = capsys.readouterr().out
-    assert f"are not in {server.url} yet" in said
+    assert f"have not been sent to {server.url} yet" in said
     assert "mine is finished" in said
     assert waiting(folder) == left
     address = ("--uri", server.url)
@@ -249,7 +249,7 @@ def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_noth
         server.stop()
         assert sweep.end() == 0, sweep.output
         assert "secret" not in sweep.output
-        assert "metric values) are not in postgresql" in sweep.output
+        assert "metric values) have not been sent to postgresql" in sweep.output
         assert waiting(folder) > STEPS
         server.start()
         assert main(["sweep", *arguments]) == 0

@@ -131,7 +131,7 @@ def test_a_full_disk_stops_nobody_and_is_said_once_for_each_attempt(tmp_path: Pa
         "a could not be saved at step 10",
         "a could not be saved at step 15",
     ]
-    assert all("No space left" in text and "its last checkpoint is of step 5" in text for text in said)
+    assert all("No space left" in text and "its last checkpoint is from step 5" in text for text in said)
     made.full = False
     assert [event.step for event in made.walk(job, 5) if isinstance(event, JobSaved)] == [20]
     assert [path.name for path in checkpoints(tmp_path / "a")] == ["step-00000020", "step-00000005"]

@@ -282,9 +282,9 @@ def test_orders_given_at_once_are_all_kept(
     [
         (("stop", "99"), "trial 99", "no such trial", "Such trials: 3, 4."),
         (("stop", "1"), "trial 1 is finished", "not ended", "Such trials: 3, 4."),
-        (("stop", "5"), "trial 5 is queued", "begun", "Such trials: 3, 4."),
+        (("stop", "5"), "trial 5 is queued", "has started", "Such trials: 3, 4."),
         (("clone", "6"), "trial 6", "no such trial", "Such trials: 0, 1, 2, 3, 4."),
-        (("clone", "5", "adapter.rank=8"), "trial 5 is queued", "values to clone", "0, 1, 2, 3, 4."),
+        (("clone", "5", "adapter.rank=8"), "trial 5 is queued", "can be cloned", "0, 1, 2, 3, 4."),
         (("add", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "search.name"),
         (("add", "train.lr=1"), "train.lr=1", "tag(log,interval(1e-05,0.001))", "start a new search"),
         (("add", "adapter.alpha=1"), "adapter.alpha", "not search over", "adapter.rank, train.batch_size"),
@@ -399,7 +399,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     study._storage.set_trial_intermediate_value(study.get_trials()[4]._trial_id, 20, 1.75)
     said("pause")
     first, counts, best, *trials, last = said().splitlines()
-    assert first == "mine is not running. Ordered: paused."
+    assert first == "mine is not running. Pending: paused."
     assert counts == "6 trials: 1 queued, 1 orphaned, 2 finished, 1 pruned, 1 running on host node7."
     assert best.startswith("Best: trial-0001, eval/loss 1.25 adapter.rank=")
     assert re.match(r"  trial-0003  running   adapter.rank=", trials[0])
@@ -414,7 +414,7 @@ def test_status_is_what_the_study_knows(tmp_path: Path, said: Said) -> None:
     ]  # fmt: skip
     assert facts["jobs"][1]["objectives"] == [1.25]
     assert facts["jobs"][2]["reason"] == "rung 2"
-    assert "it is up to those on node7" in said("resume")
+    assert "its workers run on node7" in said("resume")
 
 
 def test_a_storage_that_does_not_answer_is_an_error_without_its_password(tmp_path: Path, said: Said) -> None:

@@ -415,7 +415,7 @@ def test_a_paused_job_that_finds_no_room_keeps_its_checkpoint_and_its_account(ma
     events += drain(made)
     for name in "ab":
         assert steps(events, name) == [1, 2, 3, 4, 5, 6]
-    assert any(isinstance(e, Notice) and e.text.startswith("a waits for room") for e in events)
+    assert any(isinstance(e, Notice) and e.text.startswith("a waits for memory") for e in events)
     spent = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert sum(round(e.device_seconds * 1e9) for e in events if isinstance(e, JobResult)) == spent
 

@@ -270,7 +270,7 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
     assert sum(line.startswith("  trial-") for line in lines) == len(front) > 0
     nothing = replace(settings, constraints={"adapter.rank": "<= 1"})
     broken = tuple(replace(item, violations={"adapter.rank <= 1": 3.0}) for item in front)
-    assert "No trial keeps adapter.rank <= 1." in describe_result(SearchResult(broken), nothing, "s")
+    assert "No trial satisfies adapter.rank <= 1." in describe_result(SearchResult(broken), nothing, "s")
 
 
 @pytest.mark.parametrize(("wanted", "exhausted"), [(3, False), (10, True)])

@@ -408,7 +408,7 @@ def test_what_another_worker_took_over_is_left_to_it(
     assert max(steps_of(bench, "trial-0000")) <= 3
     assert bench.trials[0].value == 99.0
     assert all(trial.state.is_finished() for trial in bench.trials)
-    assert [event.text for event in bench.of(Notice) if "adopted it" in event.text]
+    assert [event.text for event in bench.of(Notice) if "adopted the trial" in event.text]
 
 
 def test_resume_after_stop_draws_again(tmp_path: Path) -> None:

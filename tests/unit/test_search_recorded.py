@@ -72,7 +72,7 @@ def test_a_store_that_is_not_the_one_before_is_said(tmp_path: Path, monkeypatch:
     here, there = kept(tmp_path, "one"), kept(tmp_path, "two", store="http://me:secret@host:5000")
     assert another_store(here, tracking) == []
     (line,) = another_store(there, tracking)
-    assert line.startswith("This search was recorded in http://me:***@host:5000 so far")
+    assert line.startswith("This search has been recorded in http://me:***@host:5000 so far")
     assert f"in sqlite:///{tmp_path}/mlflow.db" in line
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@host:5000")
     assert another_store(there, tracking) == []

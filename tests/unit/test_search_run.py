@@ -352,7 +352,7 @@ def test_two_objectives_and_a_constraint() -> None:
         assert item.constraints == {"adapter.rank <= 40": rank - 40, "train.lr >= 0.0001": 1e-4 - lr}
         feasible = rank <= 40 and lr >= 1e-4
         assert bench.notes.scores[f"trial-{item.number:04d}"] == (tuple(item.values[1:]), feasible)
-        assert ("does not keep" in item.user_attrs["plait.reason"]) == (not feasible)
+        assert ("violates" in item.user_attrs["plait.reason"]) == (not feasible)
         broken += not feasible
     assert 0 < broken < 16
     best = optuna.load_study(study_name=None, storage=bench.storage).best_trials

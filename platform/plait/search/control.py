@@ -127,9 +127,7 @@ class SearchControl:
         hosts = self.standing().elsewhere
         if hosts:
             return f"{text} This host runs no worker of the search; its workers run on {' and '.join(hosts)}."
-        return (
-            f"{text} The search is not running: `plait resume {self._quoted}` resumes it, then this is done."
-        )
+        return f"{text} It is not running now: this is done when `plait resume {self._quoted}` resumes it."
 
     # ---- further trials ------------------------------------------------------------------------------------
 

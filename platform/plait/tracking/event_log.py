@@ -1,9 +1,9 @@
 """The event log: what the tracking store is to get waits here, on disk, until the store has it.
 
-Each process appends to its own log; the writer reads the log and notes how much of it the store has. So nothing
-is lost when the process is killed, or when the store cannot be reached at its end: the next process of the search
-adopts the log. The log also knows which points have been written, so a step that is trained again after a crash
-is not written again.
+Each process appends to its own log; the writer reads the log and notes how much of it the store has. So
+nothing is lost when the process is killed, or when the store cannot be reached at its end: the next process
+of the search adopts the log. The log also knows which points have been written, so a step that is trained
+again after a crash is not written again.
 """
 
 from __future__ import annotations

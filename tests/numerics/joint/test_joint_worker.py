@@ -127,7 +127,7 @@ def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     assert isinstance(second, JobFailed)
     assert second.job == never
     assert second.reason.startswith("out of memory for a single prompt of ")
-    assert second.reason.endswith(" tokens alone: tried to allocate 20.00 GiB")
+    assert second.reason.endswith(" tokens: tried to allocate 20.00 GiB")
 
 
 def test_the_exported_adapter_gives_the_same_logits_in_peft(laboratory: Any, tmp_path: Path) -> None:
