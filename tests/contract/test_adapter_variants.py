@@ -30,7 +30,7 @@ from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.build import check_engine
 from plait.models.base import BaseModel
 from plait.models.load import load_model, transformers_model
-from plait.models.targets import check_rank
+from plait.models.targets import resolve_targets
 from plait.search.checks import check_model
 from plait_kernels import Bank, KernelError, SiteRows, TensorSpec
 
@@ -193,7 +193,7 @@ def test_it_resumes_bit_for_bit(variant: Lora, lab: Laboratory) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_memory_is_predicted_exactly(variant: Lora, model: BaseModel, dtype: torch.dtype) -> None:
     spec = AdapterSpec(5, variant=variant.name, target_modules="all-linear")
-    sites = check_rank(spec, model.linears)
+    sites = resolve_targets(spec.target_modules, model.linears)
     bank = Bank(model.sites, device="cpu", compute_dtype=dtype)
     attach(bank, "one", spec, sites, seed=0, weight_of=model.frozen_weight)
     held = {

@@ -17,7 +17,7 @@ from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model, transformers_model
-from plait.models.targets import check_rank
+from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
@@ -36,7 +36,7 @@ def settings_of(family: str) -> ModelSettings:
 
 
 def attach(base: BaseModel, name: str, spec: AdapterSpec, bank: Bank, seed: int) -> None:
-    sites = check_rank(spec, base.linears)
+    sites = resolve_targets(spec.target_modules, base.linears)
     adapters.attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
     generator = torch.Generator().manual_seed(seed)
     for _, b in bank.weights(name).values():  # as if it had been trained
@@ -115,7 +115,7 @@ def test_initial_weights_are_distributed_as_pefts_and_depend_on_seed_and_name_al
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
     for name, targets in (("many", ("v_proj", "q_proj", "down_proj")), ("one", ("q_proj",))):
         spec = AdapterSpec(rank=8, target_modules=targets)
-        sites = check_rank(spec, base.linears)
+        sites = resolve_targets(spec.target_modules, base.linears)
         adapters.attach(bank, name, spec, sites, seed=9, weight_of=base.frozen_weight)
     many, one = bank.weights("many"), bank.weights("one")
     for module, (a, b) in one.items():

@@ -15,7 +15,7 @@ from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.load import load_model, transformers_model
-from plait.models.targets import check_rank
+from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
@@ -34,7 +34,7 @@ def prepare(base: BaseModel, *, dropout: float = 0.0) -> tuple[Bank, Routing]:
     last = rf".*\.{base.layer_count - 1}\..*"
     for seed, (name, targets) in enumerate((("all", "all-linear"), ("last", last))):
         spec = AdapterSpec(rank=3 + seed, target_modules=targets, dropout=dropout)
-        sites = check_rank(spec, base.linears)
+        sites = resolve_targets(spec.target_modules, base.linears)
         attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
         for _, b in bank.weights(name).values():
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
@@ -113,7 +113,7 @@ def test_nothing_below_the_lowest_adapter_is_differentiated(tmp_path: Path) -> N
     only_last = [span for span in routing.spans if span.block.adapter == "last"]
     assert len(only_last) == 1
     bank = Bank(base.sites, device="cpu", compute_dtype=torch.float32)
-    sites = check_rank(AdapterSpec(rank=2, target_modules=r".*\.2\.self_attn\.q_proj"), base.linears)
+    sites = resolve_targets(r".*\.2\.self_attn\.q_proj", base.linears)
     bank.attach("one", rank=2, scale=1.0, dropout=0.0, seed=0, sites=sites)
     row = torch.arange(OFFSETS[-1])
     routing = Routing.build(

@@ -14,7 +14,7 @@ from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
 from plait.models.generate import Prompt, generate
 from plait.models.load import load_model, transformers_model
-from plait.models.targets import check_rank
+from plait.models.targets import resolve_targets
 from plait.models.tiny import FAMILIES
 from plait_kernels import Bank
 
@@ -56,7 +56,7 @@ def test_adapters_generate_together_as_alone(tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "two")):
         rank = 4 + seed
         spec = AdapterSpec(rank, alpha=4.0 * rank, dropout=0.5, target_modules="all-linear")
-        sites = check_rank(spec, base.linears)
+        sites = resolve_targets(spec.target_modules, base.linears)
         attach(bank, name, spec, sites, seed=seed, weight_of=base.frozen_weight)
         for _, b in bank.weights(name).values():
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)

@@ -7,8 +7,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from plait.core.errors import ModelError
-from plait.core.jobs import AdapterSpec
-from plait.models.targets import LinearInfo, check_rank, resolve_targets
+from plait.models.targets import LinearInfo, resolve_targets
 
 NAMES = [
     f"model.layers.{layer}.{part}"
@@ -54,7 +53,17 @@ def test_a_broken_expression_is_refused() -> None:
         resolve_targets("(q_proj", LINEARS)
 
 
-def test_a_rank_above_the_smallest_targeted_layer_is_refused() -> None:
-    assert len(check_rank(AdapterSpec(rank=64, target_modules=("q_proj",)), LINEARS)) == 12
-    with pytest.raises(ModelError, match=r"k_proj[\s\S]*at most 32"):
-        check_rank(AdapterSpec(rank=33, target_modules=("q_proj", "k_proj")), LINEARS)
+@pytest.mark.parametrize("targets", [r".*(q_proj|lm_head)", ("q_proj", "lm_head"), ".*", "lm_head"])
+def test_what_reaches_the_head_as_in_peft_is_refused(targets: str | tuple[str, ...]) -> None:
+    outside = ("model.embed_tokens", "lm_head")
+    config = LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
+    assert any(check_target_module_exists(config, name) for name in outside)
+    with pytest.raises(ModelError, match=r"lm_head|embed_tokens") as caught:
+        resolve_targets(targets, LINEARS, outside)
+    assert "decoder layers only" in caught.value.rule
+    assert "all-linear" in caught.value.remedy
+
+
+def test_the_head_may_be_there_where_nothing_reaches_it() -> None:
+    assert resolve_targets("all-linear", LINEARS, ("lm_head",)) == tuple(NAMES)
+    assert resolve_targets(r".*\.q_proj", LINEARS, ("lm_head",)) == tuple(NAMES[::5])

@@ -178,12 +178,12 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
 
     from plait.engine.devices import choose_device, choose_kernels, device_kind
     from plait.models.load import load_model
-    from plait.models.targets import check_rank
+    from plait.models.targets import resolve_targets
 
     engine, shape = settings.engine, check_model(settings.model, jobs)
     device = choose_device(engine.device).type
     dtype: torch.dtype = getattr(torch, settings.model.dtype)
-    names = {name for job in jobs for name in check_rank(job.adapter, shape.linears)}
+    names = {name for job in jobs for name in resolve_targets(job.adapter.target_modules, shape.linears)}
     options = ProbeOptions(
         dtype=dtype,
         checkpointing=engine.checkpointing,

@@ -1,8 +1,8 @@
 """Jobs as plain data: one adapter to train, with its optimiser settings, data and budget.
 
 Frozen, hashable, picklable. Values are checked where they are made (``__post_init__``), so that a job
-that exists is a job that can be tried. What depends on the model (a rank above a layer's size, a target
-that matches nothing) is checked in ``plait.models.targets``.
+that exists is a job that can be tried. What depends on the model (a target that matches nothing) is checked
+in ``plait.models.targets``.
 """
 
 from __future__ import annotations

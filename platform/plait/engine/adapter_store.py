@@ -20,7 +20,7 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.messages import Cursor
 from plait.engine.checkpoint_files import Found, Origin, newest_checkpoint, warm_start, write_checkpoint
 from plait.models.base import BaseModel
-from plait.models.targets import check_rank
+from plait.models.targets import resolve_targets
 from plait_kernels import Bank
 
 BEST = "best."  # prefix of the best weights' names in a checkpoint
@@ -65,7 +65,7 @@ class AdapterStore:
         """
         self._specs[job.name] = job.adapter
         self._origins[job.name] = origin = Origin.of(job, model=self._model.config_digest, data=data)
-        sites = check_rank(job.adapter, self._model.linears)
+        sites = resolve_targets(job.adapter.target_modules, self._model.linears)
         weight_of = self._model.frozen_weight
         attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)
         found = newest_checkpoint(resume_from, origin)

@@ -16,7 +16,7 @@ from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
 from plait.engine.worker import ActivationShape, WorkerFacts
-from plait.models.targets import LinearInfo, check_rank
+from plait.models.targets import LinearInfo, resolve_targets
 from plait.planner.admission import GroupMemory
 
 GIB = 2**30
@@ -66,7 +66,7 @@ class Admission:
         """What a job needs.
 
         Raises:
-            ModelError: a target matches nothing, or the rank is above a layer's size.
+            ModelError: a target matches nothing, or something outside of the decoder layers.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
         """
         if longest > min(self._capacity, self._facts.max_length):
@@ -75,7 +75,7 @@ class Admission:
                 f"engine.capacity={self._capacity}; the model takes {self._facts.max_length} tokens.",
                 "Raise engine.capacity, or drop or cut long samples (data.overlong).",
             )
-        names = frozenset(check_rank(adapter, self._facts.linears))
+        names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
         sites = [linear for linear in self._facts.linears if linear.name in names]
         demand = Demand(self._adapter_bytes(adapter, sites), longest, adapter.rank, _last_parts(sites), names)
         if (needed := self.predicted([demand])) > self.budget:

@@ -155,7 +155,7 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
         logit_rows=max(1, CHUNK_LOGITS // shape.vocabulary),
         keep_up_to=KEEP_UP_TO,
     )
-    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes)
+    return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:

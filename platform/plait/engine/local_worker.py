@@ -103,6 +103,7 @@ class LocalWorker:
             memory_bytes=device_bytes(model.device),
             chosen={"kernels": self._backend, "device": str(model.device)},
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
+            outside=model.outside,
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:

@@ -49,6 +49,7 @@ class WorkerFacts:
     Attributes:
         shape: sizes that memory depends on.
         linears: every layer that an adapter may target.
+        outside: what PEFT would adapt too where it is named, and Plait cannot.
         max_length: longest sample of the model in tokens.
         memory_bytes: what the device has in all.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
@@ -62,6 +63,7 @@ class WorkerFacts:
     memory_bytes: int
     chosen: dict[str, str] = field(default_factory=dict, hash=False)
     inputs: tuple[tuple[frozenset[str], int], ...] = ()
+    outside: tuple[str, ...] = ()
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""

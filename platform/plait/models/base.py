@@ -25,7 +25,7 @@ from plait.models.blocks import (
 )
 from plait.models.context import MicrobatchContext, Rotation, Running, running
 from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
-from plait.models.lora import Binding, LinearGroup, find_linears, merge_siblings
+from plait.models.lora import Binding, LinearGroup, find_linears, find_outside, merge_siblings
 from plait.models.targets import LinearInfo
 from plait_kernels import Site
 
@@ -85,6 +85,7 @@ class BaseModel:
         self._parts: Parts = find_parts(model)
         self._binding = Binding()
         self.linears: tuple[LinearInfo, ...] = find_linears(model, self._parts.prefix)
+        self.outside = find_outside(model, self.linears)
         try:
             self._prepare()
         except (ModelError, MemoryError, torch.OutOfMemoryError):

@@ -23,7 +23,7 @@ from plait.core.errors import ConfigError, ModelError, choices
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel, Identity
 from plait.models.blocks import DECODERS, find_parts, unusable
-from plait.models.lora import find_linears
+from plait.models.lora import find_linears, find_outside
 from plait.models.quiet import quiet
 from plait.models.sources import Source, find_source
 from plait.models.targets import LinearInfo
@@ -46,12 +46,14 @@ class ModelShape:
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
+        outside: what PEFT would adapt too where it is named, and Plait cannot (the output head).
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
         digest: as :attr:`Identity.digest`.
     """
 
     linears: tuple[LinearInfo, ...]
+    outside: tuple[str, ...]
     layer_count: int
     hidden_size: int
     heads: int
@@ -89,8 +91,10 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
         hidden, heads = int(found.config.hidden_size), int(found.config.num_attention_heads)
     except AttributeError as error:  # no attention, or a text part with a configuration of its own
         raise unusable(model, str(error)) from error
+    linears = find_linears(model, parts.prefix)
     return ModelShape(
-        linears=find_linears(model, parts.prefix),
+        linears=linears,
+        outside=find_outside(model, linears),
         layer_count=len(parts.layers),
         hidden_size=hidden,
         heads=heads,

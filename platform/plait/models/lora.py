@@ -114,6 +114,15 @@ def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
     return tuple(info for info in found if info is not None)
 
 
+def find_outside(model: nn.Module, linears: Sequence[LinearInfo]) -> tuple[str, ...]:
+    """Modules that PEFT would adapt where they are named, and that are not among ``linears``."""
+    known = {linear.name for linear in linears}
+    kinds = (nn.Linear, nn.Embedding, Conv1D)
+    return tuple(
+        name for name, module in model.named_modules() if isinstance(module, kinds) and name not in known
+    )
+
+
 def merge_siblings(
     model: nn.Module, members: Sequence[tuple[int, LinearInfo]], binding: Binding
 ) -> LinearGroup:

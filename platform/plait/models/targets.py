@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from plait.core.errors import ModelError, choices
-from plait.core.jobs import AdapterSpec
 
 ALL_LINEAR = "all-linear"
 
@@ -27,61 +26,55 @@ class LinearInfo:
     fan_in_fan_out: bool = False
 
 
-def resolve_targets(target_modules: str | Sequence[str], linears: Sequence[LinearInfo]) -> tuple[str, ...]:
+def resolve_targets(
+    target_modules: str | Sequence[str], linears: Sequence[LinearInfo], outside: Collection[str] = ()
+) -> tuple[str, ...]:
     """Names of the targeted layers, in the model's order.
 
     A string is "all-linear" (every linear layer but the output head) or a regular expression that must
     match a whole name; a list holds names or their last parts. These are PEFT's rules
-    (``peft.tuners.tuners_utils.check_target_module_exists``), but every entry of a list must match.
+    (``peft.tuners.tuners_utils.check_target_module_exists``), but every entry of a list must match. As in
+    PEFT the rank has no bound: it may exceed a layer's sizes.
+
+    Args:
+        outside: modules that PEFT would adapt too where they are named, and Plait cannot (the output head).
 
     Raises:
-        ModelError: an entry, or the expression, matches nothing or is not a regular expression.
+        ModelError: an entry, or the expression, matches nothing, or one that is ``outside``, or is not a
+            regular expression.
     """
     names = [linear.name for linear in linears]
-    if isinstance(target_modules, str):
-        return _by_expression(target_modules, names)
-    missing = [target for target in target_modules if not any(_matches(name, target) for name in names)]
-    if missing or not target_modules:
+    if target_modules == ALL_LINEAR:
+        return tuple(names)
+    entries = [target_modules] if isinstance(target_modules, str) else target_modules
+    match = _expression(target_modules) if isinstance(target_modules, str) else _by_name
+    missing = [entry for entry in entries if not any(match(name, entry) for name in (*names, *outside))]
+    if missing or not entries:
         raise _nothing(", ".join(missing) or "an empty list", names)
-    return tuple(name for name in names if any(_matches(name, target) for target in target_modules))
-
-
-def check_rank(spec: AdapterSpec, linears: Sequence[LinearInfo]) -> tuple[str, ...]:
-    """The targets of an adapter whose rank fits all of them.
-
-    Raises:
-        ModelError: as :func:`resolve_targets`, or the rank is above a targeted layer's smaller side.
-    """
-    targets = resolve_targets(spec.target_modules, linears)
-    sizes = {linear.name: min(linear.in_features, linear.out_features) for linear in linears}
-    smallest = min(targets, key=sizes.__getitem__)
-    if spec.rank > sizes[smallest]:
+    beyond = [name for name in outside if any(match(name, entry) for entry in entries)]
+    if beyond:
         raise ModelError(
-            f"adapter.rank={spec.rank} on {smallest}",
-            f"The rank must not be larger than the layer's smaller side, here {sizes[smallest]}.",
-            f"Use a rank of at most {sizes[smallest]}, or do not target {smallest.rpartition('.')[2]}.",
+            f"adapter.target_modules={target_modules!r} matches {beyond[0]}",
+            "Adapters can sit on plain linear layers inside the decoder layers only.",
+            "Narrow it to those, or use 'all-linear', which leaves the others out.",
         )
-    return targets
+    return tuple(name for name in names if any(match(name, entry) for entry in entries))
 
 
-def _matches(name: str, target: str) -> bool:
+def _by_name(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _by_expression(expression: str, names: list[str]) -> tuple[str, ...]:
-    if expression == ALL_LINEAR:
-        return tuple(names)
+def _expression(expression: str) -> Callable[[str, str], bool]:
     try:
-        found = tuple(name for name in names if re.fullmatch(expression, name))
+        compiled = re.compile(expression)
     except re.error as error:
         raise ModelError(
             f"adapter.target_modules={expression!r}",
             f"A string must be a regular expression; this one is not valid: {error}.",
             "Give a list of names, an expression, or 'all-linear'.",
         ) from error
-    if not found:
-        raise _nothing(f"the expression {expression!r}", names)
-    return found
+    return lambda name, _: compiled.fullmatch(name) is not None
 
 
 def _nothing(what: str, names: Collection[str]) -> ModelError:

@@ -15,7 +15,7 @@ from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
 from plait.engine.build import ELEMENT_BYTES
-from plait.models.targets import LinearInfo, check_rank
+from plait.models.targets import LinearInfo, resolve_targets
 from plait.planning.workload import Workload
 from plait.simulate.report import RunMemory
 
@@ -45,7 +45,7 @@ class ModelMemory:
         """What an adapter holds while it trains."""
         from plait.adapters.variants import adapter_bytes
 
-        names = set(check_rank(adapter, self.linears))
+        names = set(resolve_targets(adapter.target_modules, self.linears))
         return adapter_bytes(
             adapter, [each for each in self.linears if each.name in names], self.element_bytes
         )
@@ -74,7 +74,9 @@ class ModelMemory:
         """Memory of these jobs' microbatches, a share of whose tokens is labelled."""
         adapters = {job.name: job.adapter for job in jobs}
         ranks = {name: self._rank(adapter) for name, adapter in adapters.items()}
-        linears = {name: check_rank(adapter, self.linears) for name, adapter in adapters.items()}
+        linears = {
+            name: resolve_targets(adapter.target_modules, self.linears) for name, adapter in adapters.items()
+        }
 
         def shape(microbatch: Microbatch) -> MemoryShape:
             parts = [(ranks[each.job], length) for each in microbatch.segments for length in each.lengths]
@@ -92,7 +94,7 @@ class ModelMemory:
 
     def _rank(self, adapter: AdapterSpec) -> float:
         """The rank, times the share of linears that the adapter sits on."""
-        return adapter.rank * len(check_rank(adapter, self.linears)) / len(self.linears)
+        return adapter.rank * len(resolve_targets(adapter.target_modules, self.linears)) / len(self.linears)
 
 
 def model_memory(
@@ -107,7 +109,11 @@ def model_memory(
         return None
     linears = llama_linears(profile.shape, profile.time.layers)
     adapters = tuple(dict.fromkeys(job.adapter for job in jobs))
-    names = {name.rpartition(".")[2] for adapter in adapters for name in check_rank(adapter, linears)}
+    names = {
+        name.rpartition(".")[2]
+        for adapter in adapters
+        for name in resolve_targets(adapter.target_modules, linears)
+    }
     say(f"Memory of {profile.model}, without weights ...")
     size = ELEMENT_BYTES[profile.dtype]
     sizes = tuple(sorted(profile.shape.items()))

@@ -29,25 +29,25 @@ def check_jobs(jobs: Sequence[JobSpec]) -> None:
 
 
 def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
-    """Every adapter that a job may ask for fits the model's layers, by its configuration alone.
+    """Every adapter that a job may ask for sits on layers of the model, by its configuration alone.
 
     Returns:
         the model's shape.
 
     Raises:
         ConfigError: there is no such adapter variant.
-        ModelError: the model is not there, a target matches nothing, or a rank is above a layer's size.
+        ModelError: the model is not there, or a target matches nothing, or something outside of its layers.
         StorageError: the cache cannot be written.
     """
     from plait.adapters.variants import VARIANTS
     from plait.models.load import inspect_model
-    from plait.models.targets import check_rank
+    from plait.models.targets import resolve_targets
 
     for variant in {job.adapter.variant for job in jobs}:
         VARIANTS.get(variant)
     shape = inspect_model(settings, cache=cache_dir())
     for adapter in dict.fromkeys(job.adapter for job in jobs):
-        check_rank(adapter, shape.linears)
+        resolve_targets(adapter.target_modules, shape.linears, shape.outside)
     return shape
 
 
