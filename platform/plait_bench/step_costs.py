@@ -26,7 +26,6 @@ from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.joint_side import JointSide, load_joint_side
-from plait_kernels import labelled_cross_entropy
 
 COMPARED = ("reference", "grouped")  # kernels, the slower first: ratios are over it
 CAPACITIES = (128, 256, 512, 1024, 2048, 4096)
@@ -153,16 +152,8 @@ def _frozen_pass(base: BaseModel, samples: Sequence[Sample]) -> None:
     for index in range(base.layer_count):
         hidden = base.layer(index, hidden, context)
     labelled = labels.nonzero()[:, 0].to(base.device)
-    head = base.head_parameters()
-    loss, _ = labelled_cross_entropy(
-        base.final_norm(hidden[labelled - 1]),
-        head.weight,
-        head.bias,
-        context.token_ids[labelled],
-        torch.full((len(labelled),), 1.0 / len(labelled), device=base.device),
-        softcap=head.softcap,
-        scale=head.scale,
-    )
+    weights = torch.full((len(labelled),), 1.0 / len(labelled), device=base.device)
+    loss, _ = base.loss(hidden, labelled - 1, context.token_ids[labelled], weights)
     torch.autograd.backward(loss)
     start.grad = None
 

@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from plait.cost.fake_memory import observe_extrapolated, observe_whole
 from plait.cost.memory import MemoryModel
+from plait.cost.peaks import StorageCounter
 from plait.cost.probes import Probe, ProbeOptions, ProbeSegment, probe_grid
-from plait.cost.storage_counter import StorageCounter
 from plait_kernels.loss import CHUNK_LOGITS
 
 HELD_OUT = 6

@@ -116,7 +116,6 @@ class Bench:
                 folder=self.folder,
                 checkpoints=source.states_folder,
                 clock=self.clock,
-                patient=True,
             )
             polls, asked = itertools.count(), itertools.count()
 

@@ -55,7 +55,7 @@ NO_TORCH = (
 TORCH_ALLOWED = (
     "platform/plait/cost/fake_",
     "platform/plait/cost/probes",
-    "platform/plait/cost/storage_counter",
+    "platform/plait/cost/peaks",
 )
 
 

@@ -28,6 +28,7 @@ from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")
 KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
 SAME_SHARE = 1e-9  # shares of inputs that differ by less are the same
+ALL_ROWS = 2**53  # of logits at once: more than any microbatch has
 WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
 
 
@@ -179,12 +180,12 @@ class MemoryModel:
 
     Attributes:
         phases: by name; the highest counts.
-        logit_rows: rows of logits that the head makes at once; inf makes all.
+        logit_rows: rows of logits that the head makes at once.
         observations: what it was fitted to, oldest first.
     """
 
     phases: Mapping[str, Phase]
-    logit_rows: float = math.inf
+    logit_rows: float = ALL_ROWS
     observations: tuple[MemoryObservation, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -198,7 +199,7 @@ class MemoryModel:
 
     @classmethod
     def fitted(
-        cls, observations: Iterable[MemoryObservation], *, logit_rows: float = math.inf
+        cls, observations: Iterable[MemoryObservation], *, logit_rows: float = ALL_ROWS
     ) -> MemoryModel:
         """The model that fits these peaks best, on relative error of peak − static.
 

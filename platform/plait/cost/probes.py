@@ -12,19 +12,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from plait.cost.fitting import Fit
 from plait.cost.memory import MemoryObservation, MemoryShape
-from plait.cost.storage_counter import StorageCounter
+from plait.cost.peaks import Meter, PhasePeaks, meter_of
 from plait.cost.time import MicrobatchShape, TimeModel, fit_head, fit_layer
 from plait.models.attention import KEEP_UP_TO
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
-from plait_kernels import Bank, RoutedSegment, Routing, RowCounters, labelled_cross_entropy
+from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 _GRID_LENGTHS = (60, 170, 500)
 _GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
@@ -68,21 +67,6 @@ class ProbeOptions:
     checkpointing: bool = False
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     backend: str = "grouped"
-
-
-class Peak(Protocol):
-    """Bytes at present, and most bytes since the last restart."""
-
-    @property
-    def live(self) -> int:
-        """Bytes that live now."""
-
-    @property
-    def peak(self) -> int:
-        """Most bytes since :meth:`restart`."""
-
-    def restart(self) -> None:
-        """Forget the peak."""
 
 
 MakeContext = Callable[[Probe, Routing], MicrobatchContext]
@@ -164,17 +148,8 @@ def probe_bank(model: BaseModel, probe: Probe, options: ProbeOptions) -> Bank:
 
 def probe_loss(model: BaseModel, probe: Probe, hidden: torch.Tensor) -> torch.Tensor:
     """Loss of as many of the hidden rows as the probe has labelled tokens."""
-    integers = partial(torch.zeros, probe.labelled, dtype=torch.int64, device=model.device)
-    head = model.head_parameters()
-    loss, _ = labelled_cross_entropy(
-        model.final_norm(hidden.index_select(0, integers())),
-        head.weight,
-        head.bias,
-        integers(),
-        torch.zeros(probe.labelled, device=model.device),
-        softcap=head.softcap,
-        scale=head.scale,
-    )
+    zeros = partial(torch.zeros, probe.labelled, device=model.device)
+    loss, _ = model.loss(hidden, zeros(dtype=torch.int64), zeros(dtype=torch.int64), zeros())
     return loss
 
 
@@ -192,13 +167,11 @@ def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: Make
     """One probe, after a tiny one that makes whatever the bank makes once and keeps."""
     tiny = tuple(replace(segment, lengths=(2,)) for segment in probe.segments)
     warm_up = Probe(tiny, len(tiny))
-    if model.device.type == "cuda":
-        meter = _CudaPeak(model.device)
-        static, peaks = _observe(model, (warm_up, probe), options, context, meter)
-    else:
-        with StorageCounter() as counter:
-            static, peaks = _observe(model, (warm_up, probe), options, context, counter)
-    return MemoryObservation(probe_shape(model, probe, options), peaks, static)
+    with meter_of(model.device) as meter:
+        bank = probe_bank(model, probe, options)
+        _run(model, warm_up, context, bank, meter)
+        peaks = _run(model, probe, context, bank, meter)
+    return MemoryObservation(probe_shape(model, probe, options), dict(peaks.phases), peaks.static)
 
 
 def probe_shape(model: BaseModel, probe: Probe, options: ProbeOptions) -> MemoryShape:
@@ -216,55 +189,17 @@ def probe_shape(model: BaseModel, probe: Probe, options: ProbeOptions) -> Memory
     )
 
 
-def _observe(
-    model: BaseModel,
-    probes: tuple[Probe, Probe],
-    options: ProbeOptions,
-    context: MakeContext,
-    meter: Peak,
-) -> tuple[float, dict[str, float]]:
-    """Static bytes, and the peaks of the second probe by phase."""
-    warm_up, probe = probes
-    bank = probe_bank(model, probe, options)
-    _run(model, warm_up, context, bank, meter)
-    static = meter.live
-    return static, _run(model, probe, context, bank, meter)
-
-
-def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter: Peak) -> dict[str, float]:
+def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter: Meter) -> PhasePeaks:
     """Forward, loss and backward as the worker does them; the peak of each."""
-    peaks: dict[str, float] = {}
-    meter.restart()
-    through = context(probe, probe_routing(probe, bank))
-    hidden = model.embed(through)
-    for index in range(model.layer_count):
-        hidden = model.layer(index, hidden, through)
-    peaks["forward"] = meter.peak
-    meter.restart()
+    peaks = PhasePeaks(meter)
+    through = context(probe, probe_routing(probe, bank))  # kept until the end, as the worker does
+    hidden = model.hidden(through)
+    peaks.end("forward")
     loss = probe_loss(model, probe, hidden)
-    peaks["loss"] = meter.peak
-    meter.restart()
+    peaks.end("loss")
     loss.backward()  # type: ignore[no-untyped-call]
-    peaks["backward"] = meter.peak
+    peaks.end("backward")
     return peaks
-
-
-class _CudaPeak:
-    """CUDA's allocator as a meter."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def live(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    @property
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def restart(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +281,7 @@ def _pass(model: BaseModel, probe: Probe, options: ProbeOptions, bank: Bank) -> 
     """Seconds of forward and backward through the layers, and of forward and backward of head and loss."""
     context = device_context(model, probe, probe_routing(probe, bank), options)
     begin = _now(model)
-    hidden = model.embed(context)
-    for index in range(model.layer_count):
-        hidden = model.layer(index, hidden, context)
+    hidden = model.hidden(context)
     through = _now(model)
     rows = hidden.detach().requires_grad_()  # cut here, so that backward can be timed in two parts
     loss = probe_loss(model, probe, rows)

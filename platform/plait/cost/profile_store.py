@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from plait.cost.memory import MemoryModel
 from plait.cost.time import TimeModel
 from plait.utils.files import write_text
 
-VERSION = 3  # of the files; those of other versions are not looked for
+VERSION = 4  # of the files; those of other versions are not looked for
 How = Literal["measured", "computed"]
 
 
@@ -110,7 +109,7 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
     """The stored profile of a key; None where there is none.
 
     Raises:
-        ConfigError: the file is of another model, device or release, or an entry is missing or wrong.
+        ConfigError: the file is of another model, device or release, or was altered.
         StorageError: the file cannot be read.
     """
     path = profile_path(key, cache)
@@ -125,55 +124,27 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
             "Make it readable, remove it, or choose another cache folder with PLAIT_CACHE.",
         ) from error
     try:
-        return _read(content, key)
-    except ConfigError as error:
-        remedy = "Remove the file, or create it again with `plait profile`."
-        raise ConfigError(f"profile {path.name}: {error.value}", error.rule, remedy) from error
-
-
-def _read(content: bytes, key: ProfileKey) -> Profile:
-    try:
         raw = json.loads(content)
-        version = raw.pop("version")
-        memory = raw["memory"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(repr(error), "It must be a profile that Plait wrote.") from error
-    if version != VERSION:
-        raise ConfigError(f"version {version!r}", f"This release reads version {VERSION}.")
-    all_rows = isinstance(memory, dict) and memory.get("logit_rows", 0) is None
-    if all_rows:
-        del memory["logit_rows"]
-    profile = build(Profile, raw, "profile")
-    for name, wanted in asdict(key).items():
-        found = getattr(profile.key, name)
-        if found != wanted:
-            raise ConfigError(f"{name}={found!r}", f"This run has {name}={wanted!r}.")
-    if all_rows:
-        memory["logit_rows"] = None
-    _check_whole(raw, asdict(profile), "profile")
-    if profile.time is not None and 1 not in profile.time.layer:
-        raise ConfigError(
-            "profile.time.layer without degree 1", "The profile must have the seconds of one device."
-        )
+        if (version := raw.pop("version")) != VERSION:
+            raise ConfigError(f"version {version!r}", f"This release reads version {VERSION}.")
+        if raw.pop("sha256") != _seal(raw):
+            raise ConfigError("altered", "It must be as Plait wrote it.")
+        profile = build(Profile, raw, "profile")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ConfigError is a ValueError
+        raise _unusable(path, error) from error
+    if profile.key != key:
+        raise _unusable(path, ConfigError(f"of {profile.key}", f"This run is {key}."))
     return profile
 
 
-def _check_whole(raw: Any, read: Any, path: str) -> None:
-    """Every entry is there and no bytes, seconds or tokens are negative.
+def _unusable(path: Path, error: Exception) -> ConfigError:
+    found = error if isinstance(error, ConfigError) else ConfigError(repr(error), "Plait writes profiles.")
+    remedy = "Remove the file, or make it again with `plait profile`."
+    return ConfigError(f"profile {path.name}: {found.value}", found.rule, remedy)
 
-    Errors of fits, the only entries that may be, are not looked at.
-    """
-    if isinstance(read, dict):
-        for name, value in read.items():
-            if str(name) not in raw:
-                raise ConfigError(f"{path}.{name} is missing", "No entry of a profile may be missing.")
-            if name not in ("fit", "depth_error"):
-                _check_whole(raw[str(name)], value, f"{path}.{name}")
-    elif isinstance(read, tuple):
-        for place, (one, other) in enumerate(zip(raw, read, strict=True)):
-            _check_whole(one, other, f"{path}[{place}]")
-    elif isinstance(read, (int, float)) and read < 0:
-        raise ConfigError(f"{path}={read}", "It must be 0 or more.")
+
+def _seal(raw: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
 def save_profile(profile: Profile, *, cache: Path) -> Path:
@@ -195,11 +166,9 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
 
 
 def profile_mapping(profile: Profile) -> dict[str, Any]:
-    """For JSON; infinite numbers, which JSON has not, as None."""
-    raw = {"version": VERSION, **asdict(profile)}
-    if math.isinf(profile.memory.logit_rows):
-        raw["memory"]["logit_rows"] = None
-    return raw
+    """For JSON, with the seal that tells a file that was altered."""
+    raw: dict[str, Any] = json.loads(json.dumps(asdict(profile)))
+    return {"version": VERSION, "sha256": _seal(raw), **raw}
 
 
 def _default_threads() -> int:

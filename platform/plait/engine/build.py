@@ -140,20 +140,9 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
     """What a worker with this model will say of itself, before its weights are loaded."""
-    from plait.models.attention import KEEP_UP_TO
-    from plait_kernels.loss import CHUNK_LOGITS
-
     element_bytes = ELEMENT_BYTES[settings.dtype]
-    activations = ActivationShape(
-        layers=shape.layer_count,
-        hidden=shape.hidden_size,
-        heads=shape.heads,
-        vocabulary=shape.vocabulary,
-        linear_features=sum(linear.in_features + linear.out_features for linear in shape.linears),
-        weight_bytes=shape.parameters * element_bytes,
-        element_bytes=element_bytes,
-        logit_rows=max(1, CHUNK_LOGITS // shape.vocabulary),
-        keep_up_to=KEEP_UP_TO,
+    activations = ActivationShape.of(
+        shape, weight_bytes=shape.parameters * element_bytes, element_bytes=element_bytes
     )
     return WorkerFacts(activations, shape.linears, shape.max_length, memory_bytes, outside=shape.outside)
 
@@ -208,7 +197,6 @@ def build_coordinator(
         checkpoints=checkpoints,
         commit=commit,
         profile=stored_profile(settings, model.config_digest),
-        patient=True,
     )
 
 

@@ -57,7 +57,6 @@ class Coordinator:
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
         profile: stored, of this model on this device; predictions start from it.
         clock: seconds, rising.
-        patient: whether a finished job waits for a disk that cannot take its adapter.
         commit: makes durable what was recorded so far; called before a checkpoint is taken.
 
     Attributes:
@@ -74,7 +73,6 @@ class Coordinator:
         checkpoints: Path | None = None,
         profile: Profile | None = None,
         clock: Callable[[], float] = time.monotonic,
-        patient: bool = False,
         commit: Callable[[], None] = lambda: None,
         group: str = "group-0",
     ) -> None:
@@ -84,7 +82,7 @@ class Coordinator:
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
         self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
-        self._finishing = Finishing(data, folder / "adapters", self._send, clock, patient=patient)
+        self._finishing = Finishing(data, folder / "adapters", self._send, clock)
         self._capacity = settings.engine.capacity_or_usual
         self._packer = Packer(self._capacity)
         self._clock = clock
@@ -330,7 +328,6 @@ class Coordinator:
         events: list[Event] = []
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
             microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
-            events += self._packer.notices()
             expected = self._predictions.expect(microbatches, self._live)
             run = self._send(RunMicrobatches(microbatches))
             if run.out_of_memory is None:
@@ -398,7 +395,7 @@ class Coordinator:
         """Validation losses of all jobs that are due, in joint forward passes."""
         due = [job for job in self._live.values() if job.evaluation_due]
         measured, failed = evaluate(due, self._send, self._packer)
-        return [*self._packer.notices(), *self._end_failed(failed), *measured]
+        return [*self._end_failed(failed), *measured]
 
     def _finish(self) -> list[Event]:
         """End every job whose budget is spent."""

@@ -55,7 +55,6 @@ class Packer:
     def __init__(self, capacity: int) -> None:
         self.repeats = True
         self._capacity = capacity
-        self._announced = False
 
     def pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
         """Microbatches that hold all samples of these batches.
@@ -72,13 +71,6 @@ class Packer:
         better = packed_batches(batches, capacity=self._capacity, limits=STEP_LIMITS)
         self.repeats = self.repeats and better.limit_hit != "time"
         return (better if len(better.bins) < len(simple) else first).microbatches()
-
-    def notices(self) -> list[Event]:
-        """What the user should know of packings, once."""
-        if self.repeats or self._announced:
-            return []
-        self._announced = True
-        return [Notice("the packing solver reached its time limit; another run may pack differently")]
 
 
 def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:
@@ -136,21 +128,13 @@ class Finished:
 
 
 class Finishing:
-    """Finishes jobs whose budget is spent: scores their answers and writes their adapters.
+    """Finishes jobs whose budget is spent: scores their answers and writes their adapters."""
 
-    Args:
-        data: whose verifiers score answers.
-        patient: whether a job waits, on the worker, for a disk that cannot take its adapter.
-    """
-
-    def __init__(
-        self, data: DataCatalogue, folder: Path, send: Send, clock: Callable[[], float], *, patient: bool
-    ) -> None:
+    def __init__(self, data: DataCatalogue, folder: Path, send: Send, clock: Callable[[], float]) -> None:
         self._data = data
         self._folder = folder
         self._send = send
         self._clock = clock
-        self._patient = patient
         self._progress: dict[str, _Progress] = {}
 
     def ended(self, job: str) -> None:
@@ -160,8 +144,7 @@ class Finishing:
     def finish(self, done: Sequence[LiveJob]) -> tuple[list[Event], list[Finished]]:
         """Generate with and export jobs that have taken all their steps.
 
-        Raises:
-            StorageError: an adapter cannot be written, and the coordinator is not patient.
+        A job whose adapter the disk cannot take waits on the worker and is tried again.
         """
         events = self._score([job for job in done if job.name not in self._progress])
         finished = []
@@ -173,8 +156,6 @@ class Finishing:
             try:
                 self._send(Export(job.name, adapter, job.cursor.best_step))
             except StorageError as error:
-                if not self._patient:
-                    raise
                 if progress.failed_at is None:
                     events.append(Notice(_retried(job.name, error.value)))
                 progress.failed_at = self._clock()

@@ -25,6 +25,7 @@ from plait.core.messages import (
     JobFailed,
     KeepWeights,
     MicrobatchDone,
+    ObservedPeak,
     OutOfMemory,
     RunMicrobatches,
     SaveCheckpoint,
@@ -37,17 +38,16 @@ from plait.core.messages import (
 from plait.core.plans import Microbatch, Segment
 from plait.core.samples import Split, TokenisedData
 from plait.core.settings import EngineSettings
+from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import allowed_cores, choose_kernels, device_bytes
-from plait.engine.memory import SAMPLED_EVERY, PeakMeter, PeakObserver, PeakSampler, attempt, release_unused
+from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.worker import ActivationShape, WorkerFacts
-from plait.models.attention import KEEP_UP_TO
 from plait.models.base import BaseModel
 from plait.models.generate import Prompt, batch_size, generate
-from plait_kernels import AdapterStep, Bank, adamw_step, labelled_cross_entropy
-from plait_kernels.loss import CHUNK_LOGITS
+from plait_kernels import AdapterStep, Bank, adamw_step
 
 
 class LocalWorker:
@@ -85,17 +85,7 @@ class LocalWorker:
     def facts(self) -> WorkerFacts:
         """Its model and its device."""
         model = self._model
-        shape = ActivationShape(
-            layers=model.layer_count,
-            hidden=model.hidden_size,
-            heads=int(model.config.num_attention_heads),
-            vocabulary=model.vocabulary,
-            linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
-            weight_bytes=model.weight_bytes,
-            element_bytes=model.dtype.itemsize,
-            logit_rows=max(1, CHUNK_LOGITS // model.vocabulary),
-            keep_up_to=KEEP_UP_TO,
-        )
+        shape = ActivationShape.of(model, weight_bytes=model.weight_bytes, element_bytes=model.dtype.itemsize)
         return WorkerFacts(
             shape,
             model.linears,
@@ -202,7 +192,7 @@ class LocalWorker:
     def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
         """Forward, and backward when training; gradients add up in the bank."""
         started = self._clock()
-        with self._observer.watch(observed) as meter:
+        with self._observer.watch(observed) as peaks:
             loaded = load_microbatch(
                 microbatch,
                 self._split_of,
@@ -211,13 +201,14 @@ class LocalWorker:
                 checkpointing=training and self._checkpointing,
             )
             with torch.set_grad_enabled(training):
-                loss, nll = self._forward(loaded, meter)
+                loss, nll = self._forward(loaded, peaks)
             if training and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            meter.end("backward")
+            peaks.end("backward")
         losses = loaded.losses(nll)  # waits for the device
+        observed_peak = ObservedPeak(peaks.static, tuple(peaks.phases.items())) if peaks.phases else None
         seconds = self._clock() - started
-        done = MicrobatchDone(microbatch.index, losses, seconds, meter.observed, evaluation=not training)
+        done = MicrobatchDone(microbatch.index, losses, seconds, observed_peak, evaluation=not training)
         failed = [
             JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
             for each in losses
@@ -225,25 +216,13 @@ class LocalWorker:
         ]
         return [done, *failed]
 
-    def _forward(self, loaded: LoadedMicrobatch, meter: PeakMeter) -> tuple[Tensor, Tensor]:
+    def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
         """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""
-        model = self._model
-        hidden = model.embed(loaded.context)
-        for index in range(model.layer_count):
-            hidden = model.layer(index, hidden, loaded.context)
-        meter.end("forward")
-        head = model.head_parameters()
-        loss, nll = labelled_cross_entropy(
-            model.final_norm(hidden.index_select(0, loaded.rows)),
-            head.weight,
-            head.bias,
-            loaded.targets,
-            loaded.weights,
-            softcap=head.softcap,
-            scale=head.scale,
-        )
-        meter.end("loss")
-        return loss, nll
+        hidden = self._model.hidden(loaded.context)
+        peaks.end("forward")
+        found = self._model.loss(hidden, loaded.rows, loaded.targets, loaded.weights)
+        peaks.end("loss")
+        return found
 
     def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
         """One call of the optimiser for all jobs that are due; its time is shared out by adapter size."""

@@ -1,7 +1,7 @@
 """Memory of the worker's device: peaks of microbatches, phase by phase, and what running out looks like.
 
 On CUDA the allocator tells the peak, for nothing. On a CPU live tensor storage is counted, operation by
-operation (:mod:`plait.cost.storage_counter`); the resident size of the process would tell of the allocator
+operation (:mod:`plait.cost.peaks`); the resident size of the process would tell of the allocator
 and of everything else in it. Counting slows a microbatch down, so there only a sample is counted.
 
 A seam: what a device tells of its memory differs by its kind, and every worker asks here.
@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from plait.core.messages import ObservedPeak
-from plait.cost.storage_counter import StorageCounter
+from plait.cost.peaks import PhasePeaks, meter_of
 
 Result = TypeVar("Result")
 
@@ -98,29 +97,6 @@ class PeakSampler:
         return wanted
 
 
-class PeakMeter:
-    """Collects the highest bytes of each phase; of nothing where nothing is observed.
-
-    Args:
-        read: highest bytes since it was last called; None observes nothing.
-    """
-
-    def __init__(self, read: Callable[[], int] | None = None, static: int = 0) -> None:
-        self._read = read
-        self._static = static
-        self._phases: list[tuple[str, int]] = []
-
-    def end(self, phase: str) -> None:
-        """End a phase: note its highest bytes."""
-        if self._read is not None:
-            self._phases.append((phase, self._read()))
-
-    @property
-    def observed(self) -> ObservedPeak | None:
-        """What was seen; None where nothing was observed."""
-        return ObservedPeak(self._static, tuple(self._phases)) if self._phases else None
-
-
 class PeakObserver:
     """Observes microbatches on one device.
 
@@ -129,31 +105,16 @@ class PeakObserver:
     """
 
     def __init__(self, device: torch.device, static: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._device = device
+        self._meter = meter_of(device)  # one for all: it knows what it has counted and what is gone
         self._static = static
-        self._counter = StorageCounter()  # one for all: it knows what it has counted and what is gone
 
     @contextmanager
-    def watch(self, wanted: bool) -> Iterator[PeakMeter]:
+    def watch(self, wanted: bool) -> Iterator[PhasePeaks]:
         """Observe what runs inside, where that is wanted."""
         if not wanted:
-            yield PeakMeter()
-        elif self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            yield PeakMeter(self._allocated, torch.cuda.memory_allocated(self._device))
-        else:
-            with self._counter as counter:
-                for tensor in self._static():
-                    counter.add(tensor)
-                counter.restart()
-                yield PeakMeter(self._counted, counter.live)
-
-    def _allocated(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return int(peak)
-
-    def _counted(self) -> int:
-        peak = self._counter.peak
-        self._counter.restart()
-        return peak
+            yield PhasePeaks()
+            return
+        with self._meter as meter:
+            for tensor in self._static():
+                meter.add(tensor)
+            yield PhasePeaks(meter)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from plait.core.messages import Command, WorkerEvent
 from plait.models.targets import LinearInfo
+
+if TYPE_CHECKING:
+    from plait.models.base import BaseModel
+    from plait.models.load import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,24 @@ class ActivationShape:
     element_bytes: int
     logit_rows: int
     keep_up_to: int
+
+    @classmethod
+    def of(cls, model: BaseModel | ModelShape, *, weight_bytes: int, element_bytes: int) -> ActivationShape:
+        """The sizes of a model, loaded or not."""
+        from plait.models.attention import KEEP_UP_TO  # imports torch, which the coordinator does not
+        from plait_kernels.loss import CHUNK_LOGITS
+
+        return cls(
+            layers=model.layer_count,
+            hidden=model.hidden_size,
+            heads=model.heads,
+            vocabulary=model.vocabulary,
+            linear_features=sum(linear.in_features + linear.out_features for linear in model.linears),
+            weight_bytes=weight_bytes,
+            element_bytes=element_bytes,
+            logit_rows=max(1, CHUNK_LOGITS // model.vocabulary),
+            keep_up_to=KEEP_UP_TO,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from plait.models.context import MicrobatchContext, Rotation, Running, running
 from plait.models.fuse import fuse_attentions, fuse_mlps, fuse_norms
 from plait.models.lora import Binding, LinearGroup, find_linears, find_outside, merge_siblings
 from plait.models.targets import LinearInfo
-from plait_kernels import Site
+from plait_kernels import Site, labelled_cross_entropy
 
 # Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding alone gives about 1e-6 in float32
 # and 1e-2 in bfloat16; a missing scale, a wrong position or a wrong mask gives more than 0.1.
@@ -47,16 +47,6 @@ class Identity:
     name: str
     digest: str
     revision: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadParameters:
-    """The head as the loss needs it: logits = softcap(scale · (hidden Wᵀ + b)), hidden after the norm."""
-
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
-    scale: float | None
 
 
 class BaseModel:
@@ -114,6 +104,11 @@ class BaseModel:
         return int(self._model.config.hidden_size)
 
     @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return int(self._model.config.num_attention_heads)
+
+    @property
     def vocabulary(self) -> int:
         """Logits of a row."""
         return int(self._parts.head.weight.shape[0])
@@ -149,11 +144,6 @@ class BaseModel:
         listed = list(named) if isinstance(named, (list, tuple)) else [named]
         found = {token for token in [*listed, self.tokeniser.eos_token_id] if token is not None}
         return tuple(sorted(found))
-
-    @property
-    def config(self) -> Any:
-        """The transformers configuration."""
-        return self._model.config
 
     # ---- adapters -------------------------------------------------------------------------------------
 
@@ -198,28 +188,42 @@ class BaseModel:
             return cast(Tensor, checkpoint(self._run, index, hidden, context, use_reentrant=False))
         return self._run(index, hidden, context)
 
-    def final_norm(self, rows: Tensor) -> Tensor:
-        """The final norm, of the rows that the head needs (labelled rows)."""
-        return cast(Tensor, self._parts.norm(rows))
+    def hidden(self, context: MicrobatchContext) -> Tensor:
+        """Hidden states (tokens, hidden) behind the last layer, block by block."""
+        hidden = self.embed(context)
+        for index in range(self.layer_count):
+            hidden = self.layer(index, hidden, context)
+        return hidden
 
     def head(self, rows: Tensor) -> Tensor:
-        """Logits (rows, vocabulary) of hidden rows, the final norm included."""
-        logits = self._parts.head(self.final_norm(rows))
+        """Logits softcap(scale · (norm(rows) Wᵀ + b)) (rows, vocabulary) of hidden rows."""
+        logits = self._parts.head(self._parts.norm(rows))
         if self._parts.logit_scale is not None:
             logits = logits * self._parts.logit_scale
         cap = self._parts.softcap
         return cast(Tensor, logits if cap is None else cap * torch.tanh(logits / cap))
 
-    def head_parameters(self) -> HeadParameters:
-        """The head, for a loss that never holds all logits at once; apply :meth:`final_norm` first."""
+    def loss(self, hidden: Tensor, rows: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Weighted loss of labelled rows of ``hidden``, and each one's own, never holding all logits.
+
+        Args:
+            hidden: (tokens, hidden), behind the last layer.
+            rows, targets, weights: (labelled,), the rows, the tokens that follow them and their weights.
+        """
         head = self._parts.head
-        return HeadParameters(head.weight, head.bias, self._parts.softcap, self._parts.logit_scale)
+        return labelled_cross_entropy(
+            self._parts.norm(hidden.index_select(0, rows)),
+            head.weight,
+            head.bias,
+            targets,
+            weights,
+            softcap=self._parts.softcap,
+            scale=self._parts.logit_scale,
+        )
 
     def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
         """Logits (rows, vocabulary) of chosen rows, or of all, block by block."""
-        hidden = self.embed(context)
-        for index in range(self.layer_count):
-            hidden = self.layer(index, hidden, context)
+        hidden = self.hidden(context)
         return self.head(hidden if rows is None else hidden.index_select(0, rows))
 
     def _run(self, index: int, hidden: Tensor, context: MicrobatchContext) -> Tensor:

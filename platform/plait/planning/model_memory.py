@@ -103,7 +103,7 @@ def model_memory(
     """Memory of the cluster's model under these jobs' adapters; None where its sizes are not given.
 
     Raises:
-        ModelError: the model has no such targets, or a rank is above a layer's size.
+        ModelError: the model has no such targets.
     """
     if profile.shape is None:
         return None

@@ -81,7 +81,7 @@ def test_a_search_waits_for_room_for_its_adapters(
 ) -> None:
     """One trial waits with its adapter, the others train; then another waits; then there is room."""
     seconds = itertools.count(0.0, RETRY_SECONDS / 8)
-    made, recorder = engine(tiny_model("llama"), tmp_path, patient=True, clock=lambda: next(seconds))
+    made, recorder = engine(tiny_model("llama"), tmp_path, clock=lambda: next(seconds))
     storage, notes = optuna.storages.InMemoryStorage(), Notes()
     source = study_of(SPACE, SEARCH, storage)
 

@@ -1,4 +1,7 @@
-"""Counts live tensor storage: an honest peak on any device, and on none (meta tensors have no memory)."""
+"""The most bytes that tensors take: CUDA's allocator tells; elsewhere live tensor storage is counted.
+
+Counting is honest on any device, and on none (meta tensors have no memory).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,36 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CudaPeak:
+    """What CUDA's allocator tells; the same to use as :class:`StorageCounter`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> CudaPeak:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def live(self) -> int:
+        """Bytes of all tensors now."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes since :meth:`restart`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def restart(self) -> None:
+        """Forget the peak."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def add(self, _tensor: torch.Tensor) -> None:
+        """The allocator knows of every tensor."""
 
 
 class StorageCounter:
@@ -72,3 +105,28 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(each, torch.Tensor):
                         add(each)
         return out
+
+
+Meter = CudaPeak | StorageCounter
+
+
+def meter_of(device: torch.device) -> Meter:
+    """What tells the bytes of this kind of device."""
+    return CudaPeak(device) if device.type == "cuda" else StorageCounter()
+
+
+class PhasePeaks:
+    """The highest bytes of each phase of a microbatch; of nothing where there is no meter."""
+
+    def __init__(self, meter: Meter | None = None) -> None:
+        self._meter = meter
+        self.static = 0 if meter is None else meter.live
+        self.phases: dict[str, int] = {}
+        if meter is not None:
+            meter.restart()
+
+    def end(self, phase: str) -> None:
+        """End a phase: note its highest bytes."""
+        if self._meter is not None:
+            self.phases[phase] = self._meter.peak
+            self._meter.restart()
