@@ -281,7 +281,7 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
     ("change", "message"),
     [
         ({"time": None}, "cluster.options.time=None"),
-        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "0 or more"),
+        ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": -1.0, "token": 1e-6}]}}, "at least 0"),
         ({"time": {"layers": 32, "layer": [{"tp": 1, "fixed": "slow", "token": 1e-6}]}}, "must be a number"),
         ({"time": {"layers": 32, "layer": [{"fixed": 1.0, "token": 1e-6}]}}, r"layer\[0\].tp is not set"),
         ({"time": {"layers": 32, "layer": [LAYER | {"speed": 1e-6}]}}, "layer.0..speed"),
@@ -296,7 +296,7 @@ def test_described_clusters_load_and_name_their_source(path: Path) -> None:
         ({"time": "x"}, "time='x'"),
         ({"time": {"layers": 32, "layer": [LAYER], "forward_shar": 0.3}}, "forward_shar"),
         ({"time": {"layers": 32}}, "time has no layer"),
-        ({"time": {"layers": 32, "layer": []}}, "needs layers"),
+        ({"time": {"layers": 32, "layer": []}}, "non-empty"),
         ({"time": {"layers": 31.5, "layer": [LAYER]}}, "whole number"),
         ({"time": {"layers": math.inf, "layer": [LAYER]}}, "whole number"),
         ({"time": {"layers": 32, "layer": LAYER}}, "layer must be a list"),

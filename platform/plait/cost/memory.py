@@ -18,10 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import numpy as np
 
-from plait.core.errors import ConfigError, InputError
+from plait.core.checks import NOT_EMPTY, at_least, check
+from plait.core.errors import InputError
 from plait.core.samples import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 
@@ -29,6 +31,7 @@ FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank
 KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
 SAME_SHARE = 1e-9  # shares of inputs that differ by less are the same
 ALL_ROWS = 2**53  # of logits at once: more than any microbatch has
+NotNegative = Annotated[float, at_least(0)]
 WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
 
 
@@ -93,19 +96,17 @@ class MemoryCoefficients:
     ``logit_row`` is for each row of the head's largest chunk of logits.
     """
 
-    fixed: float = 0.0
-    token: float = 0.0
-    padded: float = 0.0
-    square: float = 0.0
-    labelled: float = 0.0
-    logit_row: float = 0.0
-    rank_token: float = 0.0
-    input: float = 0.0
+    fixed: NotNegative = 0.0
+    token: NotNegative = 0.0
+    padded: NotNegative = 0.0
+    square: NotNegative = 0.0
+    labelled: NotNegative = 0.0
+    logit_row: NotNegative = 0.0
+    rank_token: NotNegative = 0.0
+    input: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        for name in FEATURES:
-            if not getattr(self, name) >= 0.0:  # also refuses nan
-                raise ConfigError(f"memory.{name}={getattr(self, name)}", "It must be 0 or more.")
+        check(self, "memory")
 
     def body(self, shape: MemoryShape) -> float:
         """Bytes of the layers' activations."""
@@ -184,13 +185,12 @@ class MemoryModel:
         observations: what it was fitted to, oldest first.
     """
 
-    phases: Mapping[str, Phase]
+    phases: Annotated[Mapping[str, Phase], NOT_EMPTY]
     logit_rows: float = ALL_ROWS
     observations: tuple[MemoryObservation, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        if not self.phases:
-            raise ConfigError("memory.phases={}", "A memory model has one phase or more.")
+        check(self, "memory")
 
     @classmethod
     def of(cls, coefficients: MemoryCoefficients, margin: float = UNKNOWN_MARGIN) -> MemoryModel:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from plait.config.fields import build
+from plait.core.checks import above, at_least, check
 from plait.core.errors import ConfigError, choices
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.replica import Configuration
@@ -16,6 +17,7 @@ GIB = 1024**3
 GB = 10**9
 RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§5.1) says less than three minutes
 OPTIONS = "cluster.options"
+Size = Annotated[int, at_least(1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +25,14 @@ class Devices:
     """The machines of a cluster; without ``between_nodes_gb_per_s`` it has one node."""
 
     kind: str
-    memory_gib: float
-    count: int
-    per_node: int
-    within_node_gb_per_s: float
-    between_nodes_gb_per_s: float | None = None
+    memory_gib: Annotated[float, above(0)]
+    count: Annotated[int, above(0)]
+    per_node: Annotated[int, above(0)]
+    within_node_gb_per_s: Annotated[float, above(0)]
+    between_nodes_gb_per_s: Annotated[float | None, above(0)] = None
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if name != "kind" and value is not None and not value > 0:
-                raise ConfigError(f"{OPTIONS}.device.{name}={value}", "It must be above 0.")
+        check(self, f"{OPTIONS}.device")
 
     @property
     def memory_bytes(self) -> int:
@@ -117,16 +117,14 @@ class _Time:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    vocab_size: Size
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"{OPTIONS}.shape.{name}={value}", "It must be at least 1.")
+        check(self, f"{OPTIONS}.shape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +141,13 @@ class _Options:
     dtype: str = "bfloat16"
     shape: _Shape | None = None
     memory: MemoryCoefficients | None = None
-    restart_seconds: float = RESTART_SECONDS
+    restart_seconds: Annotated[float, at_least(0)] = RESTART_SECONDS
 
     def __post_init__(self) -> None:
+        check(self, OPTIONS)
         if self.max_tokens not in self.max_tokens_tables:
             known = choices(self.max_tokens_tables)
             raise ConfigError(f"{OPTIONS}.max_tokens={self.max_tokens!r}", f"It must be one of {known}.")
-        if self.restart_seconds < 0:
-            raise ConfigError(f"{OPTIONS}.restart_seconds={self.restart_seconds}", "It must be 0 or more.")
 
     def configurations(self) -> tuple[Configuration, ...]:
         table = f"{OPTIONS}.max_tokens_tables.{self.max_tokens}"

@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
+from plait.core.checks import at_least, check
 from plait.core.errors import ConfigError
 from plait.cost.time import MicrobatchShape, TimeModel
 
@@ -31,14 +33,12 @@ Int64 = npt.NDArray[np.int64]
 class Configuration:
     """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch."""
 
-    tp: int
-    pp: int
-    max_tokens: int
+    tp: Annotated[int, at_least(1)]
+    pp: Annotated[int, at_least(1)]
+    max_tokens: Annotated[int, at_least(1)]
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must be at least 1.")
+        check(self, "configuration")
 
     @property
     def devices(self) -> int:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from plait.config.fields import MISSING, build, convert
+from plait.core.checks import NOT_EMPTY, Rule, at_least, check
 from plait.core.errors import ConfigError, InputError, choices
 from plait.core.plans import Microbatch
 from plait.cost.fitting import Fit, fit_relative
 
 _LAYER = ("fixed", "tokens", "squares")
-T = TypeVar("T")
 _HEAD = ("fixed", "labelled")
+T = TypeVar("T")
+NotNegative = Annotated[float, at_least(0)]
+InnerShare = Annotated[float, Rule("between 0 and 1", lambda share: 0 < share < 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +72,12 @@ EMPTY = MicrobatchShape(0, 0, 0, 0)
 class LayerTime:
     """Seconds of one decoder layer, forward and backward: fixed + token·Σℓ + square·Σℓ²."""
 
-    fixed: float
-    token: float
-    square: float = 0.0
+    fixed: NotNegative
+    token: NotNegative
+    square: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("layer", fixed=self.fixed, token=self.token, square=self.square)
+        check(self, "time.layer")
 
     def seconds(self, shape: MicrobatchShape) -> float:
         """Seconds of one microbatch; 0 where it is empty."""
@@ -87,11 +90,11 @@ class LayerTime:
 class HeadTime:
     """Seconds of embedding, head and loss, forward and backward: fixed + labelled·(labelled tokens)."""
 
-    fixed: float = 0.0
-    labelled: float = 0.0
+    fixed: NotNegative = 0.0
+    labelled: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        _not_negative("head", fixed=self.fixed, labelled=self.labelled)
+        check(self, "time.head")
 
     def seconds(self, shape: MicrobatchShape) -> float:
         """Seconds of one microbatch; 0 where it is empty."""
@@ -120,18 +123,14 @@ class TimeModel:
         forward_share: forward's share of a layer's forward + backward seconds.
     """
 
-    layers: int
-    layer: Mapping[int, LayerTime]
+    layers: Annotated[int, at_least(1)]
+    layer: Annotated[Mapping[int, LayerTime], NOT_EMPTY]
     head: Mapping[int, HeadTime] = field(default_factory=dict)
-    forward_share: float = 1 / 3
-    head_forward_share: float = 1 / 3
+    forward_share: InnerShare = 1 / 3
+    head_forward_share: InnerShare = 1 / 3
 
     def __post_init__(self) -> None:
-        if self.layers < 1 or not self.layer:
-            raise ConfigError(f"layers={self.layers}, layer={dict(self.layer)}", "A time model needs layers.")
-        for name in ("forward_share", "head_forward_share"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)}", f"{name} must lie between 0 and 1.")
+        check(self, "time")
 
     def recomputing(self) -> TimeModel:
         """The same with activation checkpointing: backward runs each layer's forward pass once more."""
@@ -208,9 +207,3 @@ def by_degree(rows: Iterable[Mapping[str, object]], kind: type[T], key: str) -> 
             raise ConfigError(f"{owner}.tp={tp}", "Each tensor-parallel degree, 1 or more, has one row.")
         found[tp] = build(kind, entries, owner)
     return found
-
-
-def _not_negative(owner: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= 0.0:  # also refuses nan
-            raise ConfigError(f"time.{owner}.{name}={value}", "Time coefficients must be 0 or more.")
