@@ -101,10 +101,16 @@ def _unsupported(model: nn.Module) -> list[str]:
     """What the model has that the blocks do not compute, in words, as far as names tell."""
     names = {type(module).__name__ for module in model.modules()}
     names |= {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    called: set[str] = set()
     for forward in {type(module).forward for module in model.modules()}:
-        names |= set(getattr(forward, "__code__", _unsupported.__code__).co_varnames)
+        code = getattr(forward, "__code__", _unsupported.__code__)
+        names |= set(code.co_varnames)
+        called |= set(code.co_names)
     text = " ".join(sorted(names)).lower()
-    return [words for pattern, words in _UNSUPPORTED if re.search(pattern, text)]
+    found = [words for pattern, words in _UNSUPPORTED if re.search(pattern, text)]
+    if not found and "ALL_ATTENTION_FUNCTIONS" not in called:
+        return ["attention that does not go through transformers' attention interface"]
+    return found
 
 
 def unusable(model: nn.Module, why: str) -> ModelError:

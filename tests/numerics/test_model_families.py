@@ -1,0 +1,226 @@
+"""Every causal family of the installed transformers: joint = solo = PEFT, or refused with what is missing.
+
+Tiny random models, made from each family's own configuration with the sizes below. A family that changes
+sides, or is new, fails here until its row is moved or added.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from laboratory import Laboratory, random_texts
+from peft_runs import PeftRun
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from plait.core.errors import ModelError
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.models.base import BaseModel, Identity
+from plait.models.targets import resolve_targets
+from plait.models.tiny import byte_tokeniser
+
+
+def names(table: str) -> list[str]:
+    return table.split()
+
+
+LOSS_TOLERANCE = 1e-5  # relative, every step
+WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+MOST_PARAMETERS = 20_000_000  # above it a family has parts whose sizes are not among these
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES = {  # each is given where the family's configuration has it
+    "vocab_size": 259,
+    "vocab_size_per_layer_input": 259,
+    "max_position_embeddings": 96,
+    "n_positions": 96,
+    "n_ctx": 96,
+    "initializer_range": 0.1,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 0,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("first_k_dense_replace", "n_group", "topk_group", "n_shared_experts"), 1),
+}
+LATENT = {  # attention through a latent space, whose sizes follow from these
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+LATENT_ATTENTION = """
+    axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear longcat_flash
+    minicpm3 youtu
+"""
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(names(LATENT_ATTENTION), LATENT),
+    "falcon": {"head_dim": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["full_attention", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+    "olmoe": {"num_key_value_heads": 4},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+TRAINED = """
+    afmoe apertus arcee aria_text axk1 bitnet cohere cohere2 cohere2_moe cwm deepseek_v3 diffllama dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_unified_text glm
+    glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared
+    helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1
+    laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral moshi
+    nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu
+"""
+# Where experts are fused, PEFT takes gate_proj, up_proj and down_proj, which dense and shared MLPs have too,
+# for the experts' parameters: there it is asked for attention alone.
+FUSED_EXPERTS = """
+    afmoe deepseek_v3 dots1 ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite hunyuan_v1_moe solar_open
+"""
+REFUSED = {
+    "its parts are": """
+        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert cpmant
+        data2vec-text electra ernie gemma3n_text gemma4_text granite_swa granitemoe_swa hrm_text lfm2
+        lfm2_moe lfm3 llama4_text marian mbart megatron-bert mvp openai-gpt opt pegasus plbart prophetnet
+        qwen4_exp_text rembert roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm
+        xlm-roberta xlm-roberta-xl xlnet xmod
+    """,
+    "not supported: state-space, recurrent or linear-attention layers": """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2
+        minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv
+        xlstm zaya
+    """,
+    "not supported: alibi position biases": "bloom falcon mpt",
+    "not supported: .*position biases": "deepseek_v4 inkling2_text inkling_text",
+    "not supported: attention sinks": "flint gpt_oss hy_v4 mimo_v2_flash",
+    "not supported: sparse attention with an indexer": "axk2 deepseek_v32 glm_moe_dsa",
+    "not supported: attention that does not go through": "codegen gpt_neo gptj gpt_neox_japanese",
+    "its parts cannot be run one by one": "beam biogpt deepseek_v2 longcat_flash",
+    "embed differs from the whole": "ctrl modernbert-decoder nanochat xglm",
+    "beyond its window or chunk, layer 0 differs": "doge phimoe",
+}
+NOT_BUILT = {
+    "consists of several models, for images, sound or bytes too, each with sizes of its own": """
+        blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama
+        moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
+    """,
+    "its configuration demands sizes or layer types that follow from each other": """
+        cohere_compass_text dbrx dots3_note_text gemma4_assistant gemma4_unified_assistant reformer zamba
+        zamba2
+    """,
+}
+
+
+def model_of(family: str) -> PreTrainedModel:
+    """The family's model with random weights, where norms and biases are not neutral.
+
+    Raises:
+        RuntimeError: it would be large.
+    """
+    own = OWN.get(family, {})
+    known = AutoConfig.for_model(family).to_dict()
+    options = {key: value for key, value in SIZES.items() if key in known and key not in own}
+    options |= TOKENS | {key: value for key, value in own.items() if value is not None}
+    config = AutoConfig.for_model(family, **options)
+    loader = cast(Any, AutoModelForCausalLM)
+    if any(family in names(row) for row in NOT_BUILT.values()):
+        with torch.device("meta"):
+            if sum(each.numel() for each in loader.from_config(config).parameters()) > MOST_PARAMETERS:
+                raise RuntimeError(f"{family} is large")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(3)
+        model: PreTrainedModel = loader.from_config(config).float().eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def blocks_of(family: str, model: PreTrainedModel) -> BaseModel:
+    return BaseModel(model, byte_tokeniser(), Identity(family, family), 96)
+
+
+def jobs_of(family: str) -> list[JobSpec]:
+    """Two jobs of different rank, lengths and batch, on every linear layer. With a larger eps Adam does not
+    turn the rounding of a tiny gradient into a step."""
+    targets: Any = r".*attn\.(?!gate)[^.]*" if family in names(FUSED_EXPERTS) else "all-linear"
+
+    def job(name: str, rank: int, lengths: tuple[int, int], **train: Any) -> JobSpec:
+        adapter = AdapterSpec(rank, 2.0 * rank, target_modules=targets)
+        data = random_texts(train["seed"], *lengths, train=5, validation=0)
+        return JobSpec(name, adapter, TrainSpec(steps=2, lr=2e-3, eps=1e-4, **train), data)
+
+    return [
+        job("two", 2, (3, 9), batch_size=2, seed=1),
+        job("five", 5, (8, 30), batch_size=1, accumulation=2, seed=2),
+    ]
+
+
+def assert_close(found: list[float], expected: list[float]) -> None:
+    assert len(found) == len(expected) == 2
+    assert max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)) <= LOSS_TOLERANCE
+
+
+def test_every_causal_family_has_its_row() -> None:
+    others = [family for row in (*REFUSED.values(), *NOT_BUILT.values()) for family in names(row)]
+    assert sorted([*names(TRAINED), *others]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(names(FUSED_EXPERTS)) <= set(names(TRAINED))
+
+
+@pytest.mark.parametrize("family", names(TRAINED))
+def test_joint_equals_solo_and_peft(family: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    plain = model_of(family)
+    copies = [copy.deepcopy(plain) for _ in range(2)]
+    lab = Laboratory(family, blocks_of(family, plain), tmp_path)
+    jobs = jobs_of(family)
+    joint = lab.run(jobs, kernels="grouped", capacity=64)
+    solo = lab.run(jobs[:1], kernels="grouped", capacity=64)
+    assert_close(joint.losses("two"), solo.losses("two"))
+    assert joint.difference(solo, "two") <= WEIGHT_TOLERANCE
+    for job, base in zip(jobs, copies, strict=True):
+        targets = resolve_targets(job.adapter.target_modules, lab.model.linears)
+        alone = PeftRun(base, job, "|".join(map(re.escape, targets)))
+        alone.load(joint.start[job.name])
+        assert_close(joint.losses(job.name), alone.train(lab.data(job).train))
+        assert joint.difference_from(alone.weights(), job.name) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "missing"), [(family, words) for words, row in REFUSED.items() for family in names(row)]
+)
+def test_it_is_refused_with_what_is_missing(family: str, missing: str) -> None:
+    model = model_of(family)
+    with pytest.raises(ModelError, match=missing):
+        blocks_of(family, model)
+
+
+@pytest.mark.parametrize("family", [family for row in NOT_BUILT.values() for family in names(row)])
+def test_it_still_cannot_be_made_of_sizes_alone(family: str) -> None:
+    with pytest.raises(Exception):  # noqa: B017, PT011  each configuration has errors of its own
+        model_of(family)
+
+
+def test_an_adapter_above_a_layers_outputs_sits_on_the_gate_of_the_shared_expert(tmp_path: Path) -> None:
+    base = blocks_of("qwen2_moe", model_of("qwen2_moe"))
+    gates = {each.name for each in base.linears if each.out_features == 1}
+    assert gates
+    lab = Laboratory("qwen2_moe", base, tmp_path)
+    joint = lab.run(jobs_of("qwen2_moe"), kernels="reference", capacity=64)
+    assert all(torch.is_nonzero(joint.end["five"][gate][1].abs().sum()) for gate in gates)
