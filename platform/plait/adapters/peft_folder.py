@@ -45,11 +45,8 @@ def export_adapter(
 
     Args:
         directory: an earlier one is replaced.
-        spec: of the adapter.
         weights: module name to its tensors, as ``Bank.weights`` gives them.
         base: the base model's hub id, folder or name.
-        linears: of the base model.
-        revision: hub revision of the base model.
         kept_step: step whose weights these are, where they are not the last; the file's metadata say so.
 
     Raises:

@@ -31,8 +31,6 @@ class AdapterVariant(Variant, Protocol):
         """A tensor's first values, float32. They depend on no other adapter and no other module.
 
         Args:
-            seed: the job's.
-            module: the layer's name.
             weight: gives the frozen layer's weight (out, in).
         """
 
@@ -69,16 +67,7 @@ def attach(
     seed: int,
     weight_of: Callable[[str], Tensor],
 ) -> None:
-    """Add an adapter to the bank with its initial weights.
-
-    Args:
-        bank: of the base model.
-        adapter: a name that the bank does not hold yet.
-        spec: its variant, rank, alpha and dropout.
-        sites: names of the layers where it sits.
-        seed: the job's.
-        weight_of: the frozen weight (out, in) of a layer.
-    """
+    """Add an adapter to the bank with its initial weights."""
     variant = VARIANTS.get(spec.variant)
     bank.attach(
         adapter,

@@ -60,7 +60,6 @@ def check(settings: object, group: str) -> None:
     """Check every field of a dataclass instance.
 
     Args:
-        settings: the instance.
         group: the config key of the whole, such as "train".
 
     Raises:

@@ -88,12 +88,9 @@ class JobResult:
     objectives and may decide on another state (a finished job without its objective has failed).
 
     Attributes:
-        job: its name.
         state: one that has ended, or PAUSED where the process was interrupted and the job can be resumed.
-        step: optimiser steps done.
         reason: in words; "" where the state says all.
         eval_loss: of the last evaluation, or of the best one where its weights are kept.
-        tokens: real tokens trained on.
         device_seconds: attributed to the job.
         completion_seconds: since its submission, earlier processes included; None where no engine of this
             process had the job, so that steps, tokens and seconds are not known here.

@@ -344,7 +344,6 @@ class GroupStep:
 
     Attributes:
         iteration: of this process, from 1.
-        jobs: that took part.
         tokens: real tokens of all jobs.
         peak_bytes: highest of the microbatches; None where the device cannot tell.
         job_tokens: real tokens of each job, in the order of ``jobs``.
@@ -374,7 +373,6 @@ class ModelFitted:
     Attributes:
         target: "seconds" of an iteration, or "bytes" of a microbatch's peak above the static ones.
         iteration: after which it was fitted; counted as in :class:`GroupStep`.
-        observations: that it was fitted to.
         coefficients: by name; of memory by phase and name.
         mean_error, max_error: of the observations it was fitted to, relative, absolute values.
         ahead_error: mean absolute relative error of what was predicted since the fit before, before it ran;

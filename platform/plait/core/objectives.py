@@ -75,10 +75,6 @@ def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objecti
     """Places of the points that no other dominates: none is at least as good in every objective and better in
     one. Equal points stand or fall together.
 
-    Args:
-        points: one finite value for each objective.
-        objectives: which way is better in each.
-
     Returns:
         best in the first objective first, ties by the next ones, then by place.
     """

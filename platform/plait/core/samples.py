@@ -41,7 +41,6 @@ class Split:
         """A split from single samples; ``labels[0]`` of each is forced to False.
 
         Args:
-            samples: in order.
             rows: the source's row of each; None where sample i is row i.
         """
         offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)

@@ -30,14 +30,10 @@ class ModelSettings:
 
     Attributes:
         kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
-        id: hub id or folder (hf).
-        path: file (gguf).
         family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
             gpt_neox, gpt2.
         dtype: type of the frozen weights and of the arithmetic.
         max_length: longest sample in tokens; None: the model's own limit.
-        revision: hub revision (hf).
-        seed: seed of a tiny model's random weights.
     """
 
     kind: Annotated[str, one_of(*MODEL_KINDS)] = "smollm2"
@@ -64,7 +60,6 @@ class EngineSettings:
             ``USUAL_CAPACITY``, and at least the longest sample.
         threads: CPU threads; None: all cores.
         checkpointing: recompute activations in the backward pass.
-        device: "auto", "cpu" or "cuda".
         checkpoint_steps: steps of a job between its checkpoints; None: not by steps.
         checkpoint_minutes: minutes between a job's checkpoints; None: not by time.
         checkpoint_keep: checkpoints kept of each job: an earlier one serves where the last is damaged.
@@ -118,7 +113,6 @@ class TrackingSettings:
 
     Attributes:
         uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
-        experiment: MLflow experiment.
         flush_seconds: longest delay of a point, so that several are sent together; more where sending would
             take more than 2 % of the time.
         points: about how many steps of each curve are sent; evaluations and objectives are sent in full.
@@ -146,7 +140,6 @@ class StoppingSettings:
         kind: name of a registered stopping rule (``plait.search.stopping``); "none" has no rungs.
         metric: compared at rungs; None: ``search.metric``.
         direction: None: ``search.direction`` for ``search.metric``, else the metric's natural one.
-        rungs: optimiser steps.
         every: optimiser steps from rung to rung.
         min_steps: the first rung.
         max_steps: no rung comes later.
@@ -201,11 +194,9 @@ class SearchSettings:
 
     Attributes:
         name: name of the search; None: a digest of job space and run settings.
-        trials: how many trials in all.
         parallel: most trials that train at once (one joint group).
         sampler: name of a registered sampler (``plait.search.samplers``).
         sampler_options: keyword arguments of the Optuna sampler.
-        seed: seed of the sampler.
         direction: "minimize" or "maximize" for every objective, or a list with one for each.
         metric: the objective: a metric of ``plait.tracking.names``, "eval/loss" by default, or a numeric
             config key of the job; a list for several.
@@ -222,7 +213,6 @@ class SearchSettings:
         failed: what happens to failed trials: "keep", "retry" (on resume, each is tried once more, as a new
             trial) or "drop" (new trials replace them).
         max_failure_rate: the search ends early when a larger share of its trials has failed.
-        stopping: which trials end early.
     """
 
     name: str | None = None

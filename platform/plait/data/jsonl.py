@@ -21,7 +21,6 @@ class JsonlOptions(CommonOptions):
     """Options of a file with one JSON object a line.
 
     Attributes:
-        path: the file.
         validation_path: a separate file for validation; then nothing is split off ``path``, and
             ``validation`` says how many of this file's rows to take.
         prompt_field: the field that holds the prompt, where the rows have none of the known formats.

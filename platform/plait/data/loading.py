@@ -61,12 +61,9 @@ def load_data(
     """The samples of ``spec``, from the cache where it holds them.
 
     Args:
-        spec: the data that a job asks for.
-        tokeniser: its model's.
         max_length: most tokens of a sample that the model takes.
         capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
         cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
-        cache: folder of tokenised data.
 
     Raises:
         ConfigError, DataError: as :func:`check_data`; also a sample that is too long or without labels, and

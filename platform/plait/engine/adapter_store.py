@@ -32,9 +32,6 @@ class AdapterStore:
     ``train.keep=best`` exports such a copy in place of the last weights. The coordinator says when an
     evaluation is the best so far; the copy is in main memory. What is trained is not touched, so losses and
     checkpoints are those of ``train.keep=last``; a checkpoint holds the copy too.
-
-    Attributes:
-        bank: the tensors that are trained.
     """
 
     def __init__(self, model: BaseModel) -> None:
@@ -54,11 +51,6 @@ class AdapterStore:
     ) -> Found:
         """Attach a job: from the newest whole checkpoint that there is, else fresh, or with weights of
         another.
-
-        Args:
-            data: digest of its data.
-            resume_from: a checkpoint, or a folder of them.
-            warm_from: an adapter or checkpoint whose weights it begins with.
 
         Raises:
             CheckpointError: its checkpoint is not that of this job; it is attached all the same.

@@ -33,7 +33,6 @@ class Demand:
     Attributes:
         adapter_bytes: exact: weights, gradients, moments, copies.
         longest: tokens of its longest sample.
-        rank: of its adapter.
         names: linears that it sits on, by the last parts of their names.
         linears: those linears, by their full names.
     """
@@ -165,7 +164,6 @@ def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, che
     """Bytes that a full microbatch needs at its peak: an estimate.
 
     Args:
-        capacity: tokens of the microbatch.
         longest: tokens of the longest sample: bounds Σℓ² of those that keep their attention probabilities.
         checkpointing: only the layers' inputs are kept, and one layer's insides.
     """

@@ -41,14 +41,7 @@ class OriginError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a checkpoint belongs to: a job resumes rightly only with the same.
-
-    Attributes:
-        adapter: the AdapterSpec as a mapping.
-        order: seed and sizes that give a step its samples.
-        model: digest of the base model.
-        data: digest of the data.
-    """
+    """What a checkpoint belongs to: a job resumes rightly only with the same."""
 
     adapter: dict[str, Any]
     order: dict[str, Any]

@@ -105,12 +105,7 @@ class _SaveRecord:
 
 
 class Checkpointer:
-    """Takes checkpoints of the jobs that are due.
-
-    Args:
-        folder: for the jobs' folders of checkpoints.
-        commit: makes durable what was recorded so far.
-    """
+    """Takes checkpoints of the jobs that are due."""
 
     def __init__(
         self,

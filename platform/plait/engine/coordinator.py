@@ -52,15 +52,9 @@ class Coordinator:
     waits at a rung, is paused or preempted is saved, taken from the worker, and later resumed exactly.
 
     Args:
-        data: where jobs find their data.
         folder: where finished adapters (``adapters/``) and checkpoints (``checkpoints/``) go.
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
-        profile: stored, of this model on this device; predictions start from it.
-        clock: seconds, rising.
         commit: makes durable what was recorded so far; called before a checkpoint is taken.
-
-    Attributes:
-        checkpointer: takes the jobs' checkpoints.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class LiveJob:
         arrival: its number in the order of submissions.
         submitted: time of submission, on the coordinator's clock.
         earlier: seconds from submission to the last checkpoint in earlier processes.
-        cursor: how far it has come.
         eval_loss: of the last evaluation.
         cancelled: the state in which it is to end, and why; None while it may train.
         rungs: steps after which it waits until it is let past.
@@ -195,7 +194,6 @@ class Roster:
     """The jobs of one worker, and which of them train next.
 
     Args:
-        admission: predicts the memory of a group.
         max_jobs: most jobs that train at once; None leaves it to memory.
 
     Attributes:

@@ -51,12 +51,7 @@ from plait_kernels import AdapterStep, Bank, adamw_step
 
 
 class LocalWorker:
-    """A :class:`~plait.engine.worker.Worker` in this process, on one device.
-
-    Args:
-        model: the frozen base; its linear layers become adapter-aware.
-        clock: seconds, rising.
-    """
+    """A :class:`~plait.engine.worker.Worker` in this process, on one device."""
 
     def __init__(
         self,
@@ -287,9 +282,6 @@ def answer(
 ) -> dict[str, Answers]:
     """Answers by job. Where memory runs out, fewer prompts are in work at a time, down to one; a job of which
     one alone is too much has no answers, and the others have theirs.
-
-    Args:
-        capacity: most tokens in work at a time.
     """
     room = command.max_new_tokens
     prompts = [

@@ -98,11 +98,7 @@ class PeakSampler:
 
 
 class PeakObserver:
-    """Observes microbatches on one device.
-
-    Args:
-        static: gives the tensors that stay.
-    """
+    """Observes microbatches on one device."""
 
     def __init__(self, device: torch.device, static: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._meter = meter_of(device)  # one for all: it knows what it has counted and what is gone

@@ -26,7 +26,6 @@ class LoadedMicrobatch:
     """One microbatch ready for the model.
 
     Attributes:
-        context: what goes through the blocks.
         rows: (labelled,) int64, the rows whose next token counts, segment after segment.
         targets: (labelled,) int64, those next tokens.
         weights: (labelled,) float32, each row's share of its job's loss.
@@ -61,9 +60,6 @@ def load_microbatch(
 
     Args:
         split_of: the samples that a segment's indices mean.
-        bank: holds every adapter that a segment names.
-        training: whether dropout is applied.
-        checkpointing: recompute activations in backward.
     """
     splits = [split_of(segment) for segment in microbatch.segments]
     rows = [_rows(segment, split) for segment, split in zip(microbatch.segments, splits, strict=True)]

@@ -63,10 +63,6 @@ class Expected:
 class Predictions:
     """Predicts iterations of one worker's group, and learns from them.
 
-    Args:
-        admission: learns every fitted memory model.
-        folder: of the search; observed peaks are kept there.
-
     Raises:
         StorageError: the peaks kept there cannot be read.
     """
@@ -94,11 +90,7 @@ class Predictions:
     # ---- before an iteration ---------------------------------------------------------------------------
 
     def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
-        """What an iteration will take.
-
-        Args:
-            jobs: all that are attached.
-        """
+        """What an iteration will take."""
         shapes = [_time_shape(each, jobs) for each in microbatches]
         adapters = sum(job.demand.adapter_bytes for job in jobs.values())
         terms = (float(len(shapes)), *map(float, astuple(sum(shapes, EMPTY))), float(adapters))
@@ -142,11 +134,7 @@ class Predictions:
     def learn(
         self, expected: Expected, outcome: Outcome, seconds: float, iteration: int
     ) -> list[ModelFitted]:
-        """Take in what an iteration took; the fits that came of it.
-
-        Args:
-            seconds: of the whole iteration.
-        """
+        """Take in what an iteration took; the fits that came of it."""
         if seconds > 0:
             self._take_seconds(expected, seconds)
         if outcome.peak_bytes is not None:

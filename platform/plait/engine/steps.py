@@ -41,9 +41,7 @@ class DataOrder:
     """Which samples make up each global batch of a job.
 
     Attributes:
-        seed: of the permutations.
         samples: size of the training split.
-        batch: samples of one optimiser step.
         stream: samples of the whole budget; the last global batch takes what is left.
     """
 

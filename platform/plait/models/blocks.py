@@ -28,7 +28,6 @@ class Parts:
         prefix: name of the list of layers, with a dot at the end.
         positions: learnt position embeddings, or None.
         rotary: makes cos and sin from positions, or None.
-        softcap: of the logits, or None.
         embedding_scale: factor that the model, not its embedding, multiplies embeddings by.
         logit_scale: factor of the logits before the softcap, or None.
     """

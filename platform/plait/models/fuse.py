@@ -173,12 +173,7 @@ class _Observer:
 
 
 def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
-    """Replace the forward of every rotary attention below ``root``, a decoder layer; returns how many.
-
-    Args:
-        trial: a few packed tokens to try it on.
-        position_embeddings: cos and sin of each of them.
-    """
+    """Replace the forward of every rotary attention below ``root``, a decoder layer; returns how many."""
     return sum(_fuse_attention(module, trial, position_embeddings) for module in root.modules())
 
 

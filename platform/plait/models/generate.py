@@ -31,10 +31,6 @@ class KeyValueCache:
     """Keys and values of every layer and sample, padded to the longest possible length.
 
     The first call of a layer holds whole prompts, each later one a single row of every sample.
-
-    Args:
-        lengths: tokens of each prompt.
-        room: tokens that may follow.
     """
 
     def __init__(self, lengths: Tensor, room: int) -> None:
@@ -100,7 +96,6 @@ def generate(
     """The greedy continuations of prompts, as many at once as ``capacity`` allows: their new tokens.
 
     Args:
-        prompts: of any adapters that ``bank`` holds, in any order.
         bank: None where no prompt has an adapter.
         max_new_tokens: a prompt also ends at the model's own limit.
         capacity: most tokens of prompts and continuations in one batch.

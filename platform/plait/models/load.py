@@ -66,9 +66,6 @@ class ModelShape:
 def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
     """The frozen base model, dense in its settings' dtype, with its blocks checked against the whole.
 
-    Args:
-        cache: folder for what is fetched and converted; made where it is missing.
-
     Raises:
         ModelError: the model is missing, cannot be fetched or cannot be run as blocks.
         StorageError: the cache cannot be written.

