@@ -139,7 +139,7 @@ def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
 
 def _unusable(path: Path, error: Exception) -> ConfigError:
     found = error if isinstance(error, ConfigError) else ConfigError(repr(error), "Plait writes profiles.")
-    remedy = "Remove the file, or make it again with `plait profile`."
+    remedy = "Remove the file, or create it again with `plait profile`."
     return ConfigError(f"profile {path.name}: {found.value}", found.rule, remedy)
 
 
