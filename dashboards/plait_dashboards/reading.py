@@ -24,6 +24,7 @@ from plait.tracking.tables import (
     GROUP_STEPS_ARTIFACT,
     GROUP_STEPS_FILE,
     GroupStepRow,
+    group_step_row,
     read_group_steps,
 )
 from plait.utils.paths import search_folder
@@ -157,8 +158,4 @@ def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(client.download_artifacts(result.run_id, GROUP_STEPS_ARTIFACT, folder))
         table = json.loads(copied.read_text(encoding="utf-8"))
-    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    return tuple(
-        GroupStepRow(**row | {"jobs": tuple(row["jobs"]), "job_tokens": tuple(row["job_tokens"])})
-        for row in rows
-    )
+    return tuple(group_step_row(dict(zip(table["columns"], row, strict=True))) for row in table["data"])

@@ -60,7 +60,7 @@ class Switch:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Switch:
     switch = Switch()
-    for module in ("connection", "unsent", "search_run"):
+    for module in ("connection", "search_run"):
         monkeypatch.setattr(f"plait.tracking.{module}.open_store", switch.open)
     monkeypatch.setattr("plait.tracking.tracker.Writer", partial(Writer, first_delay=0.01))
     monkeypatch.setattr("plait.tracking.tracker.READ_PAUSE", 0.01)

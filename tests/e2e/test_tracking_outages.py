@@ -249,7 +249,7 @@ def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_noth
         server.stop()
         assert sweep.end() == 0, sweep.output
         assert "secret" not in sweep.output
-        assert "metric values) have not been sent to postgresql" in sweep.output
+        assert "records have not been sent to postgresql" in sweep.output
         assert waiting(folder) > STEPS
         server.start()
         assert main(["sweep", *arguments]) == 0

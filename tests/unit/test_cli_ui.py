@@ -24,14 +24,17 @@ def test_a_port_in_use_names_another(tmp_path: Path) -> None:
     assert f"plait ui --port {port + 1}" in caught.value.remedy
 
 
-def test_a_free_port_passes_and_what_is_no_port_is_left_to_mlflow(tmp_path: Path) -> None:
+def test_a_free_port_passes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     check_port(command(tmp_path, port))
     socket.create_server(("127.0.0.1", port)).close()  # the check holds it no longer
-    no_port = command(tmp_path, "5001x")
-    check_port(no_port)
-    assert "5001x" in no_port.command
+
+
+@pytest.mark.parametrize("port", ["5001x", -1, 70000])
+def test_what_is_no_port_is_refused_before_a_server_starts(tmp_path: Path, port: object) -> None:
+    with pytest.raises(ConfigError, match="from 1 to 65535"):
+        check_port(command(tmp_path, port))
 
 
 def test_pages_of_a_server_need_no_port(tmp_path: Path) -> None:

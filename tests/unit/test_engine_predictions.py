@@ -24,7 +24,7 @@ from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TER
 from plait.engine.steps import DataOrder
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo
-from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, Fits
+from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, fits_table
 
 CAPACITY, WEIGHTS = 64, 50_000
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
@@ -185,7 +185,7 @@ def test_which_iterations_are_observed() -> None:
 
 
 def test_fits_are_a_table(tmp_path: Path) -> None:
-    fits = Fits(tmp_path)
+    fits = fits_table(tmp_path)
     fits.add(ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1))
     with fits.path.open("a") as file:
         file.write('{"target": "by')
@@ -203,7 +203,7 @@ def test_many_fits_are_written_as_the_table_grows_and_stay_few_on_the_page(tmp_p
     sizes = []
     for count in (1000, 2000):
         (tmp_path / str(count)).mkdir()
-        fits, sent = Fits(tmp_path / str(count)), 0
+        fits, sent = fits_table(tmp_path / str(count)), 0
         for at in range(1, count + 1):
             fits.add(fitted(at))
             if fits.grown:
@@ -215,4 +215,4 @@ def test_many_fits_are_written_as_the_table_grows_and_stay_few_on_the_page(tmp_p
     assert [row[1] for row in rows] == sorted(row[1] for row in rows)
     assert rows[-1][1] == 2000
     assert not fits.behind
-    assert Fits(tmp_path / "2000").behind  # of an earlier process
+    assert fits_table(tmp_path / "2000").behind  # of an earlier process

@@ -17,9 +17,9 @@ from plait.tracking.tables import (
     GROUP_STEP_COLUMNS,
     GROUP_STEPS_ARTIFACT,
     MOST_GROUP_STEPS,
-    Fits,
-    GroupSteps,
     SearchTables,
+    fits_table,
+    group_steps_table,
     read_group_steps,
 )
 from plait.utils.line_log import LineLog
@@ -42,7 +42,7 @@ def step(iteration: int, *, seconds: float = 0.5, predicted: float | None = None
 
 
 def test_rows_come_back_as_they_were_added(tmp_path: Path) -> None:
-    table = GroupSteps(tmp_path / "search")
+    table = group_steps_table(tmp_path / "search")
     table.add(step(1))
     table.add(step(2, seconds=0.25, predicted=0.3))
     first, second = read_group_steps(table.path)
@@ -52,18 +52,18 @@ def test_rows_come_back_as_they_were_added(tmp_path: Path) -> None:
 
 
 def test_a_restart_counts_on_and_drops_what_a_crash_left_half_written(tmp_path: Path) -> None:
-    table = GroupSteps(tmp_path)
+    table = group_steps_table(tmp_path)
     table.add(step(1))
     with table.path.open("a") as file:
         file.write('{"iteration": 2, "gro')
     assert len(read_group_steps(table.path)) == 1
-    again = GroupSteps(tmp_path)
+    again = group_steps_table(tmp_path)
     again.add(step(1))
     assert [row.iteration for row in read_group_steps(table.path)] == [1, 2]
 
 
 def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_path: Path) -> None:
-    table, written = GroupSteps(tmp_path), 0
+    table, written = group_steps_table(tmp_path), 0
     for iteration in range(1, 200):
         table.add(step(iteration))
         if table.grown:
@@ -81,7 +81,7 @@ def test_the_artifact_is_a_table_of_bounded_size_written_ever_more_seldom(tmp_pa
 def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, rows = GroupSteps(tmp_path), 5 * MOST_GROUP_STEPS + 1
+    table, rows = group_steps_table(tmp_path), 5 * MOST_GROUP_STEPS + 1
     table.add(step(1))
     table.path.write_bytes(table.path.read_bytes() * rows)
     parsed = 0
@@ -93,7 +93,7 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
         return loads(line)
 
     monkeypatch.setattr(tables.json, "loads", counting)
-    again = GroupSteps(tmp_path)
+    again = group_steps_table(tmp_path)
     assert parsed <= 1
     text = again.artifact()
     assert parsed <= MOST_GROUP_STEPS + 1
@@ -107,7 +107,7 @@ def test_a_long_table_is_shown_and_begun_without_parsing_all_of_it(
 
 
 def test_a_torn_line_of_a_killed_process_spoils_no_row_of_another(tmp_path: Path) -> None:
-    steps, fits = GroupSteps(tmp_path), Fits(tmp_path)
+    steps, fits = group_steps_table(tmp_path), fits_table(tmp_path)
     fitted = ModelFitted("seconds", 9, 8, (("token", 0.5),), 0.01, 0.02, None, 0.1)
     for before, (table, key) in itertools.product((0, 1), ((steps, "iteration"), (fits, "target"))):
         with table.path.open("a") as file:
@@ -124,16 +124,16 @@ def test_no_table_has_no_rows_and_another_file_is_refused(tmp_path: Path) -> Non
     assert read_group_steps(tmp_path / "none.jsonl") == []
     (tmp_path / "group_steps.jsonl").write_text('{"iteration": 1}\n')
     with pytest.raises(StorageError, match=r"group_steps\.jsonl"):
-        GroupSteps(tmp_path)
+        group_steps_table(tmp_path)
     for text in ("my notes\n", "my notes"):  # the second is a table without a row, until one is added
         (tmp_path / "fits.jsonl").write_text(text)
         with pytest.raises(StorageError, match=r"fits\.jsonl"):
-            Fits(tmp_path).add(ModelFitted("seconds", 9, 8, (), 0.01, 0.02, None, 0.1))
+            fits_table(tmp_path).add(ModelFitted("seconds", 9, 8, (), 0.01, 0.02, None, 0.1))
         assert (tmp_path / "fits.jsonl").read_text() == text
 
 
 def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
-    both = GroupSteps(tmp_path), GroupSteps(tmp_path)
+    both = group_steps_table(tmp_path), group_steps_table(tmp_path)
     for at in range(1, 6):
         for table in both:
             table.add(step(at))
@@ -145,7 +145,7 @@ def test_two_processes_add_to_one_table(tmp_path: Path) -> None:
 def test_a_row_is_never_written_to_a_file_that_was_removed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, really, removed = GroupSteps(tmp_path), LineLog.lock, iter([True])
+    table, really, removed = group_steps_table(tmp_path), LineLog.lock, iter([True])
 
     def lock(log: LineLog, *, wait: bool = True) -> bool:
         if next(removed, False):

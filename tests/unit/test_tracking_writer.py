@@ -148,11 +148,11 @@ def test_putting_does_not_wait_for_a_store_that_hangs(writer: Make, log: EventLo
     kept = writer(sender, flush_seconds=0.0)
     for step in range(3000):
         log.append(point("a", step))  # would hang here for 30 s
-    assert (log.waiting, log.waiting_values) == (3000, 3000)
+    assert log.waiting == 3000
     answer.set()
     assert kept.close()
     assert len(sender.points()) == 3000
-    assert (log.waiting, log.waiting_values) == (0, 0)
+    assert log.waiting == 0
 
 
 def test_a_store_that_comes_back_gets_everything_once_and_in_order(writer: Make, log: EventLog) -> None:

@@ -32,10 +32,9 @@ from plait.tracking.results import (
     search_names,
     stored_runs,
 )
-from plait.tracking.search_run import Begun, conclude
+from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
 from plait.tracking.tracker import Tracker
 from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
-from plait.tracking.unsent import left_unsent, send_left
 
 __all__ = [
     "AwayError",

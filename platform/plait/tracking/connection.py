@@ -25,7 +25,7 @@ from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.location import Location, locate
 from plait.tracking.mlflow_store import Store
-from plait.utils.addresses import redact
+from plait.utils.addresses import first_line, redact
 from plait.utils.line_log import real_locks
 
 ANSWER_SECONDS = 5
@@ -82,15 +82,8 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 def open_store(location: Location, experiment: str, *, reading: bool = False) -> Store:
-    """The store at an address, after making sure within seconds that something answers there.
-
-    Args:
-        location, experiment: of the store.
-        reading: nothing is to be written: a database that is there may be write-protected.
-
-    Raises:
-        AwayError, StorageError: as :func:`check_tracking`.
-    """
+    """The store at an address, after making sure within seconds that something answers there; errors as
+    :func:`check_tracking`. For ``reading`` alone, a database may be write-protected."""
     if location.is_server:
         _check_server(location)
     elif (file := location.sqlite_file) is not None:
@@ -118,9 +111,6 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
 class Connection:
     """The store of a search, opened when it first answers: a search that resumes begins without it. One for
     all threads of a process.
-
-    Args:
-        location, experiment: of the store.
 
     Attributes:
         run_id: of the run that must be there when the store is opened late; "" while none is known. A store
@@ -171,7 +161,7 @@ def storage_errors(location: Location) -> Iterator[None]:
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
         kind = AwayError if _is_away(location, error) else StorageError
         raise kind(
-            f"tracking.uri={location}: {_first_line(error)}",
+            f"tracking.uri={location}: {first_line(error)}",
             "The installed MLflow must be able to use the store at this address.",
             "Check the address and your permissions. After an update of MLflow, run `mlflow db upgrade` "
             "on a database.",
@@ -238,16 +228,12 @@ def _check_database(location: Location) -> None:
     except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
         kind = AwayError if _is_away(location, error) else StorageError
         raise kind(
-            f"tracking.uri={location}: {_first_line(error)}",
+            f"tracking.uri={location}: {first_line(error)}",
             "A database must answer at this address.",
             "Start the database, correct tracking.uri, install the driver (pip install "
             "'plait[postgresql]'), or unset "
             "tracking.uri to write to a SQLite file.",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return redact(str(error).strip().split("\n", 1)[0])
 
 
 def _make_database(file: Path) -> None:

@@ -31,7 +31,6 @@ from plait.tracking.records import (
     SetStatus,
     SetTags,
     Written,
-    count_values,
     decode,
     encode,
 )
@@ -56,12 +55,9 @@ class EventLog:
 
     One thread may append while another reads and notes what was sent.
 
-    Args:
-        log: locked.
-        head: the first line of a log that is empty.
-        now: milliseconds since 1970; stamps what is appended.
-
     Attributes:
+        head: the first line, which an empty log gets.
+        now: milliseconds since 1970; stamps what is appended.
         shared: whether other processes of this host worked on the search, too.
 
     Raises:
@@ -80,8 +76,7 @@ class EventLog:
         self._committing = threading.Lock()  # held through a commit: who waits for it finds all on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
         self._waiting = 0  # records
-        self._values = 0  # metric values among them
-        self._peeked = (0, 0, 0)  # where what was read last ends, its records and metric values
+        self._peeked = (0, 0)  # where what was read last ends, and its records
         self._sent_file = os.open(log.path.with_suffix(".sent"), os.O_RDWR | os.O_CREAT, 0o644)
         self._sent = self._noted_sent()
         self._recover()
@@ -121,7 +116,7 @@ class EventLog:
                 continue
             self._learn(line)
             if at >= self._sent and isinstance(line, Record):
-                self._count(line)
+                self._waiting += 1
         self._sent = min(self._sent, self._log.end)
 
     # ---- writing ---------------------------------------------------------------------------------------
@@ -184,11 +179,7 @@ class EventLog:
                 raise self._disk_error(error) from error
             self._learn(line)
             if isinstance(line, Record):
-                self._count(line)
-
-    def _count(self, record: Record) -> None:
-        self._waiting += 1
-        self._values += count_values([record])
+                self._waiting += 1
 
     def commit(self) -> None:
         """Return when everything that was appended is on the disk. Any thread may call it."""
@@ -247,11 +238,6 @@ class EventLog:
         return self._waiting
 
     @property
-    def waiting_values(self) -> int:
-        """Metric values that the store does not have yet."""
-        return self._values
-
-    @property
     def behind(self) -> bool:
         """Whether the store lacks anything that ended processes left: what it says of their jobs is out of
         date."""
@@ -267,7 +253,7 @@ class EventLog:
         for after, record in itertools.islice(self._unsent(end), count):
             found.append(record)
             at = after
-        self._peeked = (at, len(found), count_values(found))
+        self._peeked = at, len(found)
         return found
 
     def _unsent(self, end: int) -> Iterator[tuple[int, Record]]:
@@ -279,13 +265,12 @@ class EventLog:
 
     def drop(self) -> None:
         """Note that the store has what :meth:`peek` gave last."""
-        at, records, values = self._peeked
+        at, records = self._peeked
         with self._lock:
             self._sent = at
             self._waiting -= records
-            self._values -= values
             self._inherited = max(0, self._inherited - records)
-            self._peeked = (at, 0, 0)
+            self._peeked = at, 0
         with suppress(OSError):  # then it is sent once more, which changes nothing
             self._note_sent()
 
@@ -332,8 +317,7 @@ class EventLog:
     def describe_unsent(self, cause: str = "") -> str:
         """What the store does not have, where it is kept and how it is sent; ``cause``: why it is not."""
         return (
-            f"{self.waiting} records ({self.waiting_values} metric values) have not been sent to "
-            f"{self.head.store} yet"
+            f"{self.waiting} records have not been sent to {self.head.store} yet"
             f"{f' ({cause})' if cause else ''}. They are kept in {self.path}; run the same command "
             "again to send them when the store answers."
         )

@@ -37,15 +37,7 @@ def publishers() -> list[Publish]:
 class Figures:
     """Makes a search's figures now and then in the background; as a context manager, around the search.
 
-    Figures are for looking at: whatever goes wrong with them stands in ``trouble`` and stops nothing.
-
-    Args:
-        settings: of the tracking store.
-        run_id: of the search's run.
-        storage: of the study (``search.storage``).
-        find: who makes them.
-        first_seconds: before the first ones are made.
-    """
+    Whatever goes wrong with them is kept in ``trouble`` and stops nothing."""
 
     def __init__(
         self,

@@ -305,26 +305,25 @@ def columns(
     records: Sequence[JobRecord], keys: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
     """Names and rows; records in the order given. The parameters ``keys`` stand in the middle, by default
-    those that vary; who is on a front
-    and who breaks a constraint stands where there are such."""
+    those that vary; who is on a front and who breaks a constraint is said where there is such."""
     keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
-    more = [objective_name(at) for at in range(1, several + 1)] + (["pareto"] if several else [])
-    more += [] if all(record.feasible for record in records) else ["feasible"]
-    names = ["trial", "state", "objective", *more, *keys, "eval_loss", "best_eval_loss", "best_eval_step"]
-    names += ["train_loss", "steps", "tokens", "device_seconds", "run_id", "adapter", "reason"]
-    rows: list[list[Cell]] = []
-    for record in records:
-        values = [_cell(record.parameters.get(key)) for key in keys]
-        head: list[Cell] = [record.trial, record.state, record.objective]
-        head += [_cell(value) for value in (*record.others, *[None] * several)[:several]]
-        head += ["yes" if record.on_front else ""] if several else []
-        head += ["yes" if record.feasible else "no"] if "feasible" in more else []
-        measured: list[Cell] = [_cell(record.eval_loss), _cell(record.best_eval_loss), record.best_eval_step]
-        measured += [_cell(record.loss), record.step, record.tokens]
-        tail: list[Cell] = [round(record.device_seconds, 3), record.run_id, record.adapter, record.reason]
-        rows.append([*head, *values, *measured, *tail])
-    return names, rows
+    constrained = not all(record.feasible for record in records)
+
+    def cells(record: JobRecord) -> dict[str, Any]:
+        row: dict[str, Any] = {"trial": record.trial, "state": record.state, "objective": record.objective}
+        others = (*record.others, *[None] * several)[:several]
+        row |= {objective_name(at): value for at, value in enumerate(others, 1)}
+        row |= {"pareto": "yes" if record.on_front else ""} if several else {}
+        row |= {"feasible": "yes" if record.feasible else "no"} if constrained else {}
+        row |= {key: record.parameters.get(key) for key in keys}
+        row |= {name: getattr(record, name) for name in ("eval_loss", "best_eval_loss", "best_eval_step")}
+        row |= {"train_loss": record.loss, "steps": record.step, "tokens": record.tokens}
+        row["device_seconds"] = round(record.device_seconds, 3)
+        return row | {name: getattr(record, name) for name in ("run_id", "adapter", "reason")}
+
+    names = list(cells(JobRecord("", -1)))
+    return names, [[_cell(value) for value in cells(record).values()] for record in records]
 
 
 def _cell(value: Any) -> Cell:

@@ -168,22 +168,6 @@ class Store:
             parent = str(Path(path).parent)
             self.client.log_artifact(run_id, str(file), None if parent == "." else parent)
 
-    def log_folder(self, run_id: str, folder: Path, path: str) -> None:
-        """Copy a folder's files to the run's artifacts."""
-        self.client.log_artifacts(run_id, str(folder), path)
-
-    def download(self, run_id: str, path: str, destination: Path) -> Path:
-        """Copy an artifact to a folder; the path of the copy."""
-        return Path(self.client.download_artifacts(run_id, path, str(destination)))
-
-    def has_artifact(self, run_id: str, path: str) -> bool:
-        """Whether the run has an artifact folder of that name."""
-        return any(item.path == path for item in self.client.list_artifacts(run_id))
-
-    def delete_run(self, run_id: str) -> None:
-        """Hide a run; MLflow keeps it until its own cleaning up."""
-        self.client.delete_run(run_id)
-
     def set_status(self, run_id: str, status: str, time_ms: int) -> None:
         """Set a run's status; one that ends does not end before it began, whatever the clock says by now."""
         if status in ("RUNNING", "SCHEDULED"):
@@ -202,10 +186,8 @@ class Store:
 class StoreSender:
     """Carries the writer's requests out; knows which MLflow run belongs to which key of a search.
 
-    Args:
-        connect: the store, where requests go; raises where it does not answer.
-        parent_id: MLflow's id of the search's run.
-        ids: MLflow ids of the runs that are known to exist, by key; filled as others are made or found.
+    ``connect`` gives the store, or raises where it does not answer; ``ids`` is filled with MLflow's ids of
+    runs, by key, as they are made or found.
     """
 
     def __init__(self, connect: Callable[[], Store], parent_id: str, ids: dict[str, str]) -> None:
@@ -244,7 +226,7 @@ class StoreSender:
             case LogFolder():
                 if not Path(request.folder).is_dir():
                     raise FileNotFoundError(f"{request.folder} is not there to be kept as {request.path}")
-                store.log_folder(run_id, Path(request.folder), request.path)
+                store.client.log_artifacts(run_id, request.folder, request.path)
             case SetStatus():
                 store.set_status(run_id, request.status, request.time_ms)
             case _:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 VERSION = 3  # of the lines
@@ -160,11 +160,6 @@ def decode(text: bytes) -> Line:
     if isinstance(line, Head) and line.version != VERSION:
         raise ValueError(f"an event log of version {line.version}; this program reads {VERSION}")
     return line
-
-
-def count_values(records: Sequence[Record]) -> int:
-    """Metric values among the records."""
-    return sum(len(item.values) for item in records if isinstance(item, LogPoints))
 
 
 _REFERENCE = re.compile(r"@run\(([^()\s]*)\)")

@@ -101,16 +101,11 @@ def _result(store: Store, run: Run) -> SearchResult:
 def export(
     settings: TrackingSettings, name: str | None, destination: Path, *, trial: int | None = None
 ) -> tuple[JobRecord, Path]:
-    """Copy an adapter's PEFT folder out of the store: a search's best, or the one of ``trial``.
+    """Copy an adapter's PEFT folder out of the store into one that does not exist or is empty.
 
     Args:
-        settings: where to look.
         name: of the search, or the run id of a search or of a job; None takes the newest search.
-        destination: a folder that does not exist or is empty.
-        trial: number of the trial.
-
-    Returns:
-        The job, and the folder.
+        trial: its number; None takes the best.
 
     Raises:
         SearchError: no such search or trial, or no adapter there.
@@ -125,7 +120,7 @@ def export(
     store, run = _find(settings, name)
     record = job_record(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
     with storage_errors(store.location):
-        if not store.has_artifact(record.run_id, names.ADAPTER_FOLDER):
+        if not any(item.path == names.ADAPTER_FOLDER for item in store.client.list_artifacts(record.run_id)):
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
             raise SearchError(
                 f"{record.name} ({record.state}) has no adapter in {store.location}",
@@ -134,7 +129,7 @@ def export(
             )
         destination.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=destination.parent, prefix=".export-") as folder:
-            copied = store.download(record.run_id, names.ADAPTER_FOLDER, Path(folder))
+            copied = store.client.download_artifacts(record.run_id, names.ADAPTER_FOLDER, folder)
             if destination.exists():
                 destination.rmdir()
             shutil.move(copied, destination)
@@ -210,10 +205,7 @@ def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]
     In the folder of the runs, where no other search has its name, those of all its starts; elsewhere another
     person may have a search of this name, and only the run that is known to be its own counts.
 
-    Args:
-        settings: the store.
-        name: of the search.
-        run_id: of its run, as its study has it; "" where that is not known.
+    ``run_id`` is that of its run, as its study has it; "" where that is not known.
 
     Raises:
         AwayError, StorageError: the store does not answer, or refuses.
@@ -240,4 +232,4 @@ def delete_runs(settings: TrackingSettings, run_ids: Sequence[str]) -> None:
     if store is not None:
         with storage_errors(store.location):
             for run_id in run_ids:
-                store.delete_run(run_id)
+                store.client.delete_run(run_id)

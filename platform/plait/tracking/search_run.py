@@ -22,14 +22,15 @@ from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.connection import AwayError, Connection, open_store, storage_errors
-from plait.tracking.event_log import EventLog, logs_folder, time_ms
+from plait.tracking.event_log import EventLog, free_logs, logs_folder, time_ms
 from plait.tracking.facts import SearchFacts, run_parameters
 from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, varying
 from plait.tracking.location import locate
-from plait.tracking.mlflow_store import Store, stored_leaderboard
+from plait.tracking.mlflow_store import Store, StoreSender, stored_leaderboard
 from plait.tracking.records import LogPoints, run_reference
-from plait.tracking.unsent import send_logs
 from plait.tracking.values import finite, grown_stride, is_kept
+from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
+from plait.utils.addresses import redact
 from plait.utils.line_log import real_locks
 
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
@@ -118,6 +119,69 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
     return FoundRun(run_id, step=step, seconds=seconds, jobs=store.jobs(run_id))
 
 
+# ---- what ended processes left ------------------------------------------------------------------------
+
+
+def left_unsent(settings: TrackingSettings, search: str) -> list[str]:
+    """What ended processes of a search left unsent, in words."""
+    found = []
+    for log in free_logs(logs_folder(locate(settings).root, search)):
+        if log.waiting:
+            found.append(log.describe_unsent())
+        log.close()
+    return found
+
+
+def send_left(settings: TrackingSettings, search: str) -> list[str]:
+    """Send what is left of a search; nothing where nothing is. Waits for the store.
+
+    Returns:
+        what could not be sent for good, in words.
+
+    Raises:
+        AwayError: the store does not answer; what was not sent is kept.
+        StorageError: it refuses.
+    """
+    location = locate(settings)
+    folder = logs_folder(location.root, search)
+    if not any(folder.glob("*")):
+        return []
+    return send_logs(open_store(location, settings.experiment), folder)
+
+
+def send_logs(store: Store, folder: Path) -> list[str]:
+    """Send what the logs of a folder hold that no process has open; as :func:`send_left`.
+
+    A log stays where it is, without anything unsent: it knows which points are written. Only that of a
+    search's run which is not in this store, or that was deleted, is not sent.
+    """
+    troubles: list[str] = []
+    for log in free_logs(folder):
+        try:
+            if log.waiting:
+                troubles += _send(store, log)
+        finally:
+            log.close()
+    return troubles
+
+
+def _send(store: Store, log: EventLog) -> list[str]:
+    head = log.head
+    with storage_errors(store.location):
+        if store.run(head.parent_id) is None:
+            return [log.describe_unsent()]
+        sender = StoreSender(lambda: store, head.parent_id, {head.parent: head.parent_id})
+        refused: list[str] = []
+        while batch := log.peek(BATCH):
+            for request in gather(batch):
+                try:
+                    sender.send(request)
+                except RefusedError as refusal:
+                    refused.append(redact(str(refusal)))
+            log.drop()
+    return describe_refused(refused)
+
+
 # ---- while it is running -----------------------------------------------------------------------------
 
 
@@ -127,10 +191,7 @@ class SearchClock:
     That process holds a lock until it ends; then another one continues where it stopped. Processes on
     other hosts have a folder, and curves, of their own.
 
-    Args:
-        path: the file that is locked, and holds the last step and seconds.
-        found: how the run stands in the store.
-        rising: seconds that only rise.
+    The lock is on the file ``path``, which holds the last step and seconds.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -192,12 +253,6 @@ class SearchClock:
 
 class SearchRun:
     """Writes the search's run while the search is running.
-
-    Args:
-        log: takes what is written.
-        board: all jobs of the search.
-        clock: of its curves.
-        most: points that a curve is to have.
 
     Attributes:
         whole: the board has all jobs that had ended when this process began.

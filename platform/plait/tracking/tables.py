@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ MOST_GROUP_STEPS = 2000  # rows of the artifact
 MOST_FITS = 400
 GROWTH = 1.25  # the artifact is rewritten when the table has grown by this factor: its cost stays linear
 BLOCK = 2**20  # bytes that are looked at together
-Cells = Callable[[int, Mapping[str, Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,36 +65,35 @@ class LineTable:
 
     Args:
         path: its folder is made where it is missing.
-        columns: as MLflow shows them; the first is the first key of every row.
-        most: rows that MLflow is to have.
-        cells: a row's values in the columns, given its number from 1 and its line.
+        columns: on disk, and as MLflow shows them. A column "iteration" that comes first is the row's number.
+        most: rows that MLflow shows.
 
     Raises:
         StorageError: from every method, where the file cannot be read or written or is another table.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], most: int, cells: Cells) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], most: int) -> None:
         self.path = path
-        self._columns, self._most, self._cells = columns, most, cells
+        self._columns, self._most = columns, most
         with _table_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._count = _count_lines(path)
-            for number, row in islice(_numbered_rows(path), 1):
-                cells(number, row)
+            for each in islice(_numbered_rows(path), 1):
+                self._cells(*each)
         self._shown = 0
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
+    def add(self, event: GroupStep | ModelFitted) -> None:
+        """Append what an event says."""
+        row = {name: getattr(event, name) for name in self._columns}
+        if isinstance(event, GroupStep):
+            row["iteration"] = self._count + 1
+        else:
+            row["coefficients"] = json.dumps(dict(event.coefficients))
         begins = f'{{"{self._columns[0]}":'.encode()
         with _table_errors(self.path):
             while not _append(self.path, begins, json.dumps(row).encode() + b"\n"):
                 pass  # the file was removed between its opening and its lock
         self._count += 1
-
-    @property
-    def count(self) -> int:
-        """Rows that were there at the start, and those added here since."""
-        return self._count
 
     @property
     def grown(self) -> bool:
@@ -111,84 +109,59 @@ class LineTable:
         """The table in the form that MLflow shows, the newest row in it."""
         self._shown = self._count
         with _table_errors(self.path):
-            data = [list(self._cells(*each)) for each in _numbered_rows(self.path, self._most)]
+            data = [self._cells(*each) for each in _numbered_rows(self.path, self._most)]
         return json.dumps({"columns": self._columns, "data": data})
 
+    def _cells(self, number: int, row: Mapping[str, Any]) -> list[Any]:
+        first, *others = self._columns
+        return [number if first == "iteration" else row[first], *(row[name] for name in others)]
 
-class GroupSteps(LineTable):
+
+def group_steps_table(folder: Path) -> LineTable:
     """The group steps of the search in ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / GROUP_STEPS_FILE, GROUP_STEP_COLUMNS, MOST_GROUP_STEPS, _group_step_cells)
-
-    def add(self, step: GroupStep) -> None:
-        """Append one iteration."""
-        measured = {name: getattr(step, name) for name in GROUP_STEP_COLUMNS[1:]}
-        self.append({"iteration": self.count + 1} | measured)
+    return LineTable(folder / GROUP_STEPS_FILE, GROUP_STEP_COLUMNS, MOST_GROUP_STEPS)
 
 
-class Fits(LineTable):
+def fits_table(folder: Path) -> LineTable:
     """The fits of the models of seconds and of bytes of the search in ``folder``, with their errors."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS, _fit_cells)
-
-    def add(self, fitted: ModelFitted) -> None:
-        """Append one fit."""
-        self.append(asdict(fitted) | {"coefficients": dict(fitted.coefficients)})
+    return LineTable(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS)
 
 
 class SearchTables:
     """Both tables of the search in ``folder``; ``show`` writes one to the search's run, by its path there."""
 
     def __init__(self, folder: Path, show: Callable[[str, str], None]) -> None:
-        self._steps, self._fits = GroupSteps(folder), Fits(folder)
+        self._steps, self._fits = group_steps_table(folder), fits_table(folder)
+        self._paths = {GROUP_STEPS_ARTIFACT: self._steps, FITS_ARTIFACT: self._fits}
         self._show = show
 
     def handle(self, event: GroupStep | ModelFitted) -> None:
         """Add a row, and show the table where it has grown."""
-        if isinstance(event, GroupStep):
-            self._steps.add(event)
-        else:
-            self._fits.add(event)
-        for table, path in ((self._steps, GROUP_STEPS_ARTIFACT), (self._fits, FITS_ARTIFACT)):
+        (self._steps if isinstance(event, GroupStep) else self._fits).add(event)
+        for path, table in self._paths.items():
             if table.grown:
                 self._show(path, table.artifact())
 
     def finish(self) -> None:
         """Show the tables as they are at the end."""
-        for table, path in ((self._steps, GROUP_STEPS_ARTIFACT), (self._fits, FITS_ARTIFACT)):
+        for path, table in self._paths.items():
             if table.behind:
                 self._show(path, table.artifact())
 
 
 def read_group_steps(path: Path, most: int | None = None) -> list[GroupStepRow]:
-    """Rows of a table, oldest first; none where there is no table.
-
-    Args:
-        path: of the table.
-        most: rows to read; of more, every k-th up to the newest. None reads all.
+    """Rows of a table, oldest first; of more than ``most`` every k-th. No table has none.
 
     Raises:
         StorageError: it cannot be read, or is no such table.
     """
     with _table_errors(path):
-        return [_group_step(number, raw) for number, raw in _numbered_rows(path, most)]
+        return [group_step_row({**row, "iteration": at}) for at, row in _numbered_rows(path, most)]
 
 
-def _group_step(number: int, raw: Mapping[str, Any]) -> GroupStepRow:
-    lists = {name: tuple(raw[name]) for name in ("jobs", "job_tokens")}
-    return GroupStepRow(**{**raw, **lists, "iteration": number})
-
-
-def _group_step_cells(number: int, raw: Mapping[str, Any]) -> list[Any]:
-    row = _group_step(number, raw)
-    return [getattr(row, name) for name in GROUP_STEP_COLUMNS]
-
-
-def _fit_cells(_number: int, raw: Mapping[str, Any]) -> list[Any]:
-    """MLflow shows coefficients as JSON text."""
-    return [json.dumps(raw[name]) if name == "coefficients" else raw[name] for name in FIT_COLUMNS]
+def group_step_row(cells: Mapping[str, Any]) -> GroupStepRow:
+    """A row from its cells by column, lists for tuples."""
+    return GroupStepRow(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tuple(cells["job_tokens"])})
 
 
 def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:

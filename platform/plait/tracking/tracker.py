@@ -63,10 +63,8 @@ class Tracker:
     returns at once. As a context manager it ends the search's run and closes.
 
     Args:
-        settings: where to write.
         clock: seconds since 1970; stamps points and runs. Where it is set back, stamps wait for it.
         rising: seconds that only rise; measures how long the search takes.
-        directory: folder whose git state is recorded.
         others: whether other processes train jobs of the search.
         over: jobs that have ended, in any process.
         orphaned: jobs whose worker is dead.
@@ -86,7 +84,6 @@ class Tracker:
         *,
         clock: Callable[[], float] = time.time,
         rising: Callable[[], float] = time.monotonic,
-        directory: Path | None = None,
         others: Callable[[], bool] = lambda: False,
         over: Callable[[], Collection[str]] = tuple,
         orphaned: Callable[[], Collection[str]] = tuple,
@@ -101,7 +98,6 @@ class Tracker:
         self._clock = clock
         self._stamp = 0  # the last one
         self._rising = rising
-        self._directory = directory or Path.cwd()
         self._connection = Connection(self.location, settings.experiment)
         self._started: _Started | None = None
         self._state: JobState | None = None  # in which the search ended
@@ -123,7 +119,6 @@ class Tracker:
         """Make the search's run, or resume the one of its name; waits for the store where that answers.
 
         Args:
-            search: what is known of it.
             begun: where this store recorded it before. Then it can begin while the store is unavailable.
             rungs_of: the rungs of a trial by its number; None where the search has none.
 
@@ -138,7 +133,7 @@ class Tracker:
         self.board = Leaderboard(
             first.direction, search.settings.search.trials, others=tuple(others), rungs_of=rungs_of
         )
-        git = facts.git_state(self._directory)
+        git = facts.git_state(Path.cwd())
         tags = facts.search_tags(search, git)
         found = begin_run(self._connection, search, begun, tags, self._now())
         self.notices += found.notices
@@ -248,15 +243,9 @@ class Tracker:
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
-    def start_job(self, job: JobSpec, trial: int, parameters: Mapping[str, Any] | None = None) -> None:
-        """Announce a job: makes its run, or resumes the one that its trial has.
-
-        Args:
-            job: as submitted; its name is the run's name.
-            trial: Optuna's number.
-            parameters: config keys that define the job; those of the job itself by default.
-        """
-        shown = dict(job.parameters() if parameters is None else parameters)
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """Announce a job, named as its run: makes the run, or resumes the one that its trial has."""
+        shown = job.parameters()
         record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
         record.parameters = shown
         self.board.add(record)
@@ -417,11 +406,8 @@ class Tracker:
     def close(self, patience: float | None = None) -> None:
         """Send what is left and stop writing; further calls do nothing.
 
-        What the store does not take is kept in the event log and listed in ``notices``: that is no reason for
-        a search to fail that has its results.
-
-        Args:
-            patience: seconds for the store; None waits as long as it takes what it gets.
+        What the store does not take in ``patience`` seconds (None: while it takes anything) is kept in the
+        event log and listed in ``notices``: a search that has its results does not fail for it.
         """
         started, self._started = self._started, None
         if started is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import socket
@@ -45,11 +46,13 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
     location = locate(settings)
     if location.is_server:
         return UiCommand(str(location))
-    host, port = _option(arguments, ("--host", "-h"), HOST), _option(arguments, ("--port", "-p"), PORT)
-    command = [sys.executable, "-m", "mlflow", "server", *arguments]
-    for options, value in ((("--host", "-h"), HOST), (("--port", "-p"), PORT), (("--workers", "-w"), "1")):
-        if _option(arguments, options, "") == "":
-            command += [options[0], value]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for long, short, default in (("--host", "-h", HOST), ("--port", "-p", PORT), ("--workers", "-w", "1")):
+        parser.add_argument(long, short, default=default)
+    known, rest = parser.parse_known_args(arguments)
+    command = [sys.executable, "-m", "mlflow", "server", *rest]
+    for name, value in vars(known).items():
+        command += [f"--{name}", value]
     environment = {
         "MLFLOW_BACKEND_STORE_URI": location.uri,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # workers for evaluations that Plait has no use for
@@ -57,22 +60,24 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
     }
     if location.artifacts is not None:
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = location.artifacts
-    shown = "127.0.0.1" if host == "0.0.0.0" else host
-    return UiCommand(f"http://{shown}:{port}", tuple(command), environment)
+    shown = HOST if known.host == "0.0.0.0" else known.host
+    return UiCommand(f"http://{shown}:{known.port}", tuple(command), environment)
 
 
 def check_port(command: UiCommand) -> None:
-    """Raise where another program listens already at the address that the pages are to have.
+    """Make sure that the pages can have their address.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: its port is not a port, or another program uses it.
     """
     try:
         address = urlsplit(command.url)
         if command.command and address.hostname and address.port:
             socket.create_server((address.hostname, address.port)).close()
-    except ValueError:
-        return  # no port number, as MLflow will say
+    except ValueError as error:
+        raise ConfigError(
+            command.url, "A port is a whole number from 1 to 65535.", f"Choose one: plait ui --port {PORT}"
+        ) from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
@@ -101,14 +106,3 @@ def run_ui(command: UiCommand) -> int:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-
-
-def _option(arguments: Sequence[str], spellings: Sequence[str], default: str) -> str:
-    """Value of an option given as ``--port 5001``, ``--port=5001`` or ``-p 5001``."""
-    for at, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name in spellings:
-            if equals:
-                return value
-            return arguments[at + 1] if at + 1 < len(arguments) else default
-    return default

@@ -19,7 +19,7 @@ from typing import Protocol
 from plait.core.errors import StorageError
 from plait.tracking.event_log import EventLog
 from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags
-from plait.utils.addresses import redact
+from plait.utils.addresses import first_line, redact
 
 BATCH = 16_000  # records that are gathered into one set of requests
 SHARE = 0.02  # of the time may go into sending while nothing waits for it
@@ -64,8 +64,6 @@ class Writer:
     """Sends records in the background.
 
     Args:
-        sender: carries requests out, in the background thread only.
-        log: where records wait.
         flush_seconds: time that a record waits, so that several go out together; longer where sending would
             take more than a small share of the time.
         between: called in the thread when a round of sending is over; its errors are ignored.
@@ -152,7 +150,7 @@ class Writer:
         """What the store did not take, in words: what waits now, and what it has refused since this was last
         asked."""
         refused, self._refused = self._refused, []
-        waiting = [self._log.describe_unsent(_first_line(self.error))] if self._log.waiting else []
+        waiting = [self._log.describe_unsent(first_line(self.error))] if self._log.waiting else []
         return waiting + describe_refused(refused)
 
     # ---- the thread ------------------------------------------------------------------------------------
@@ -228,7 +226,7 @@ class Writer:
             self.error = error
             self._failures += 1
             if self._failures >= AWAY_ATTEMPTS:
-                self.away = _first_line(error) or type(error).__name__
+                self.away = first_line(error) or type(error).__name__
             self._condition.notify_all()
 
 
@@ -291,8 +289,3 @@ def gather(records: Iterable[Record]) -> list[Request]:
 def describe_refused(refused: Sequence[str]) -> list[str]:
     """What the store refused for good, in one line; nothing where it refused nothing."""
     return [f"{len(refused)} records were refused; the first: {refused[0]}"] if refused else []
-
-
-def _first_line(error: BaseException | None) -> str:
-    """What an error says, in one line; "" without one."""
-    return "" if error is None else redact(next(iter(str(error).strip().splitlines()), ""))

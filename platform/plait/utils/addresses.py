@@ -49,6 +49,11 @@ def redact(text: str) -> str:
     return _IN_QUERY.sub(rf"\1{HIDDEN}", _ADDRESS.sub(_without_login, text))
 
 
+def first_line(error: BaseException | None) -> str:
+    """What an error says, in one line and without secrets; "" without one."""
+    return "" if error is None else redact(str(error).strip().partition("\n")[0])
+
+
 def _without_login(address: re.Match[str]) -> str:
     scheme, rest = address.groups()
     login, at, host = rest.rpartition("@")
