@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait.cli.main import main
-from plait.search import launch
+from plait.search import checks
 
 # Keys that are wrong by what the data says.
 READS_DATA = {"planner.memory_share", "engine.capacity", "data.task", "train.epochs"}
@@ -88,7 +88,7 @@ def test_bad_input_is_refused_before_the_model_loads(
     (folder / "file").write_text("")
     before = {path for path in folder.rglob("*") if "mlflow" not in path.name}
     if not READS_DATA & {argument.partition("=")[0] for argument in arguments}:
-        monkeypatch.setattr(launch, "open_data", lambda *_, **__: pytest.fail("data was tokenised"))
+        monkeypatch.setattr(checks, "open_data", lambda *_, **__: pytest.fail("data was tokenised"))
     assert main(["sweep", *short, *arguments]) == 2
     err = capsys.readouterr().err
     assert "Traceback" not in err

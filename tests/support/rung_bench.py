@@ -24,7 +24,7 @@ from plait.core.settings import EngineSettings, PlannerSettings, RunSettings, Se
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.search.orders import Orders
-from plait.search.results import SearchResult
+from plait.search.results import SearchEnd
 from plait.search.run import SearchLoop
 from plait.search.stopper import make_stopper
 from plait.search.study import StudyTrials
@@ -100,7 +100,7 @@ class Bench:
     interrupted: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
 
-    def run(self) -> SearchResult:
+    def run(self) -> SearchEnd:
         parallel = self.search.parallel
         run = RunSettings(
             engine=EngineSettings(capacity=self.capacity, checkpoint_steps=self.checkpoint_steps),

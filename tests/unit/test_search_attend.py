@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from plait.core.lifecycle import JobState
-from plait.search.attend import Attend
+from plait.search.launch import Attend
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
 from plait.tracking.leaderboard import JobRecord, Leaderboard

@@ -24,7 +24,7 @@ from plait.core.objectives import Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_objectives
-from plait.search.results import SearchResult, describe_result, write_result
+from plait.search.results import SearchEnd, describe_result, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
@@ -120,7 +120,7 @@ def test_board_and_study_call_the_same_trials_best(rows: list[tuple[str, int, in
         result = ended(state, value, job=name, trial=number, others=(float(two),), violations=broken)
         board.handle(result)
         finished.append(result)
-    front = [item.trial for item in SearchResult(tuple(finished)).front(objectives)]
+    front = [item.trial for item in SearchEnd(tuple(finished)).front(objectives)]
     assert [record.trial for record in board.front()] == front
     assert [record.trial for record in board.ordered()][: len(front)] == front
     assert board.best() is None
@@ -229,7 +229,7 @@ def test_samplers_draw_for_two_objectives_and_a_constraint(sampler: str) -> None
     assert all(
         item.constraints == {"adapter.rank <= 32": item.params["adapter.rank"] - 32} for item in complete
     )
-    front = SearchResult(tuple(trials.finished())).front(settings_objectives(settings))
+    front = SearchEnd(tuple(trials.finished())).front(settings_objectives(settings))
     assert sorted(item.trial for item in front) == [item.number for item in study.best_trials]
     assert [item.state for item in trials.finished()].count("finished") == len(complete)
 
@@ -258,7 +258,7 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
     trials = source(trials=12, seed=1, **TWO)
     while (trial := trials.ask()) is not None:
         tell(trials, trial)
-    result = SearchResult(tuple(trials.finished()))
+    result = SearchEnd(tuple(trials.finished()))
     front = result.front(settings.objectives)
     write_result(result, settings, tmp_path)
     written = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
@@ -270,7 +270,7 @@ def test_the_front_as_text_and_as_the_file_of_the_optuna_sweeper(tmp_path: Path)
     assert sum(line.startswith("  trial-") for line in lines) == len(front) > 0
     nothing = replace(settings, constraints={"adapter.rank": "<= 1"})
     broken = tuple(replace(item, violations={"adapter.rank <= 1": 3.0}) for item in front)
-    assert "No trial satisfies adapter.rank <= 1." in describe_result(SearchResult(broken), nothing, "s")
+    assert "No trial satisfies adapter.rank <= 1." in describe_result(SearchEnd(broken), nothing, "s")
 
 
 @pytest.mark.parametrize(("wanted", "exhausted"), [(3, False), (10, True)])
@@ -282,7 +282,7 @@ def test_trials_are_not_offered_where_no_point_is_left(wanted: int, exhausted: b
         trials.tell(trial, ended("finished", 1.0))
     assert trials.exhausted == exhausted
     assert len(drawn) == min(wanted, 4)
-    result = SearchResult(tuple(trials.finished()))
+    result = SearchEnd(tuple(trials.finished()))
     first, *_, last = describe_result(result, SearchSettings(), "s", exhausted=trials.exhausted)
     assert ("search.trials=N adds to it" in last) != exhausted
     assert first.endswith("Every point of the search space has been tried.") == exhausted

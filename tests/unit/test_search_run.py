@@ -22,7 +22,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
-from plait.search.results import SearchResult
+from plait.search.results import SearchEnd
 from plait.search.run import Interrupts, SearchLoop
 from plait.search.trials import Trial
 
@@ -156,7 +156,7 @@ class Bench:
     make_job: Callable[[Trial], JobSpec] = make_job
     stop: Callable[[], bool] = lambda: False
 
-    def run(self) -> SearchResult:
+    def run(self) -> SearchEnd:
         source = study_of(SPACE, self.search, self.storage)
         return SearchLoop(source, self.make_job, self.engine, self.notes, self.search, self.stop).run()
 
@@ -208,7 +208,7 @@ def test_random_search_gives_the_same_result_however_many_train_at_once(parallel
     }
 
 
-def _hashable(result: SearchResult) -> list[JobResult]:
+def _hashable(result: SearchEnd) -> list[JobResult]:
     return [replace(item, run_id="") for item in result.finished]
 
 
@@ -376,12 +376,12 @@ def test_the_best_trial_follows_the_direction_and_ties_go_to_the_first() -> None
         )
         for number, value in enumerate(values)
     )
-    result = SearchResult(finished)
+    result = SearchEnd(finished)
     lowest, highest = result.best("minimize"), result.best("maximize")
     assert lowest is not None
     assert highest is not None
     assert (lowest.trial, highest.trial) == (1, 4)
-    assert SearchResult(()).best("minimize") is None
+    assert SearchEnd(()).best("minimize") is None
 
 
 # ---- objective -----------------------------------------------------------------------------------------

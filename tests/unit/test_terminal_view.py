@@ -260,7 +260,7 @@ def test_drawing_takes_at_most_a_hundredth_of_the_time(seconds: float) -> None:
             stage.clock.now += 0.05
             stage.step(0, step)
             if step % 100 == 0:
-                stage.view.beside(list)()
+                stage.view.refresh()
         elapsed = stage.clock.now - begun
         assert file.spent - first <= 0.01 * elapsed
         assert file.spent > first  # it was drawn again

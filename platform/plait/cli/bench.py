@@ -16,7 +16,7 @@ from plait.config.build import Config
 from plait.config.fields import build, unknown_key
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.figures import Benchmark, Figure, Report
-from plait.search.command import SearchCommand
+from plait.search.trials import SearchCommand
 from plait.utils.benchmarks import BENCHMARKS, GROUP
 from plait.utils.paths import sweeps_dir
 from plait.utils.progress import shown
@@ -115,7 +115,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     Raises:
         ConfigError: no such benchmark, or an unknown key of ``bench``.
     """
-    from plait.search.draw import draw_jobs
+    from plait.search.study import suggest_jobs
 
     section = composed["bench"]
     for key in section:
@@ -125,7 +125,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     benchmark = find_benchmark(name, str(composed["mode"]))
     options = dict(section.get("options") or {})
     with shown(name):
-        report = benchmark(command.settings, draw_jobs(command), options)
+        report = benchmark(command.settings, suggest_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
     console = Console()
     # A table cut to 80 columns cannot be read in a log.

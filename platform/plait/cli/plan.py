@@ -22,8 +22,8 @@ from plait.planning.model_memory import model_memory
 from plait.planning.outlook import ChangeOutlook, Outlook
 from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model
-from plait.search.command import SearchCommand
-from plait.search.draw import draw_jobs
+from plait.search.study import suggest_jobs
+from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
 
@@ -130,7 +130,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     check_jobs(command.probes)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
-    jobs = draw_jobs(replace(command, settings=settings))
+    jobs = suggest_jobs(replace(command, settings=settings))
     data = open_data(settings, shape.max_length, jobs).catalogue
     # A search that is not begun yet: `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
@@ -157,7 +157,7 @@ def draw_workload(
     Raises:
         DataError, StorageError: the data cannot be used.
     """
-    jobs = draw_jobs(replace(command, settings=settings))
+    jobs = suggest_jobs(replace(command, settings=settings))
     longest = shape.max_length
     if settings.model.kind in STAND_INS:
         longest = settings.model.max_length or sys.maxsize

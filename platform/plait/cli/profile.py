@@ -29,7 +29,7 @@ from plait.planning.described import RECOMPUTED
 from plait.planning.model_memory import model_memory
 from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
 from plait.search.checks import check_jobs, check_model
-from plait.search.command import SearchCommand
+from plait.search.trials import SearchCommand
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:

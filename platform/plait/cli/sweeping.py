@@ -25,12 +25,11 @@ from plait.config.overrides import read_request
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
-from plait.search.command import SearchCommand
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
 from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
-from plait.search.trials import Trial
+from plait.search.trials import SearchCommand, Trial
 from plait.utils.paths import conf_dir
 
 # hydra.sweeper's key: search's key.

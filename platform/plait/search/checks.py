@@ -1,21 +1,128 @@
-"""What can be known to be wrong before the base model loads, each at the earliest moment."""
+"""What can be known to be wrong before the base model loads, each at the earliest moment.
+
+A search that has not begun leaves nothing behind by bad input.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import optuna
+
+from plait.core.errors import ConfigError
 from plait.core.jobs import JobSpec
-from plait.core.settings import ModelSettings, RunSettings
+from plait.core.settings import ClusterSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile
 from plait.data.loading import check_data
 from plait.engine.admission import Admission
-from plait.engine.build import worker_facts
+from plait.engine.build import (
+    LoadedData,
+    check_engine,
+    free_memory,
+    open_data,
+    settle_engine,
+    stored_profile,
+    worker_facts,
+)
 from plait.engine.catalogue import DataCatalogue
-from plait.utils.paths import cache_dir
+from plait.search.objective import check_kept, check_measured
+from plait.search.recorded import recorded_command
+from plait.search.stopper import shortest_budget
+from plait.search.stopping import check_stopping, rung_steps
+from plait.search.storage import existing_storage, quiet
+from plait.search.suggest import check_options
+from plait.search.tracked import Tracked, tracked_run
+from plait.search.trials import SearchCommand
+from plait.search.warm_start import check_prior
+from plait.tracking import AwayError
+from plait.utils.paths import cache_dir, search_folder
 
 if TYPE_CHECKING:
     from plait.models.load import ModelShape
+
+
+def check_command(command: SearchCommand) -> None:
+    """What is wrong with the settings: no data set is tokenised for it, and nothing is written."""
+    settings, jobs = command.settings, command.probes
+    check_here(settings.cluster)
+    check_stopping(settings.search)
+    check_options(settings.search, command.space)
+    check_jobs(jobs)
+    check_measured(settings.search, dict.fromkeys(job.data for job in jobs))
+    check_kept(settings.search, jobs)
+    if budgets := [job.train.steps for job in jobs if job.train.steps is not None]:
+        rung_steps(settings.search.stopping, min(budgets))
+    check_engine(settings, jobs)
+
+
+def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tuple[bool, Tracked]:
+    """Whether the search has a study, or one of its processes got as far as training; and its run.
+
+    Raises:
+        StorageError: the storage does not answer, or cannot be made; or as ``tracked_run``.
+        SearchError: a search that is to begin cannot learn from ``search.prior``.
+    """
+    quiet()
+    search, root = command.settings.search, command.settings.tracking.root
+    storage = existing_storage(search.storage, root)
+    began = storage is not None and name in optuna.get_all_study_names(storage)
+    if search.prior is not None and (search.fresh or not began):
+        earlier = storage if search.prior_storage is None else existing_storage(search.prior_storage, root)
+        check_prior(name, search, command.space, earlier)
+    tracked = tracked_run(storage, name, command.settings, away)
+    return began or recorded_command(root, name) is not None, tracked
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known and loaded before the model.
+
+    Attributes:
+        material: digests of model and data, by what they were asked for as.
+        settings: that the engine can run with.
+        said: what is to be said of them.
+    """
+
+    material: Mapping[str, str]
+    data: LoadedData
+    settings: RunSettings
+    said: Sequence[str]
+
+
+def prepare(command: SearchCommand, name: str) -> Prepared:
+    """Load the data, and check the jobs against model, memory and budget.
+
+    Raises:
+        InputError: they cannot be trained.
+    """
+    settings, probes = command.settings, command.probes
+    shape = check_model(settings.model, probes)
+    data = open_data(settings, shape.max_length, probes)
+    catalogue, folder = data.catalogue, search_folder(settings.tracking.root, name)
+    settings, said = settle_engine(settings, shape, catalogue, probes, folder)
+    profile = stored_profile(settings, shape.digest)
+    check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)
+    rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
+    specs = dict.fromkeys(job.data for job in probes)
+    material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
+    return Prepared({"model": shape.digest} | material, data, settings, said)
+
+
+def check_here(cluster: ClusterSettings) -> None:
+    """Refuse to train on a cluster that is only described.
+
+    Raises:
+        ConfigError: it is not this machine.
+    """
+    if cluster.kind != "local":
+        raise ConfigError(
+            f"cluster: {cluster.options.get('name', cluster.kind)}",
+            "Plait trains on this machine only (cluster=local).",
+            "Leave out cluster, or run `plait plan` with the same arguments to see what would run on "
+            "that cluster.",
+        )
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:

@@ -18,7 +18,7 @@ TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
 
 
 @dataclass(frozen=True, slots=True)
-class SearchResult:
+class SearchEnd:
     """All trials that have ended, and whether the search ended early.
 
     Attributes:
@@ -79,7 +79,7 @@ def describe_given_up(why: str, name: str) -> str:
 
 
 def describe_result(
-    result: SearchResult, settings: SearchSettings, name: str, *, exhausted: bool = False
+    result: SearchEnd, settings: SearchSettings, name: str, *, exhausted: bool = False
 ) -> list[str]:
     """A finished search in a few lines; ``exhausted``: its space has no point that was not tried."""
     count = len(result.finished)
@@ -109,7 +109,7 @@ def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:
     return " ".join(part for part in (f"{item.job},", figures, values) if part)
 
 
-def write_result(result: SearchResult, settings: SearchSettings, folder: Path) -> None:
+def write_result(result: SearchEnd, settings: SearchSettings, folder: Path) -> None:
     """Write the best trial, or the Pareto front of several objectives, as YAML into Hydra's folder of the
     run: the keys are those of the Optuna sweeper.
 

@@ -10,11 +10,12 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from plait.core.errors import InputError, StorageError
 from plait.core.jobs import JobSpec
@@ -24,15 +25,81 @@ from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
 from plait.search.objective import Observed
 from plait.search.orders import ENDING, Orders
-from plait.search.results import SearchResult, failure_limit
+from plait.search.results import SearchEnd, failure_limit
 from plait.search.stopper import Stopper
-from plait.search.trials import Coordinator, Recorder, Trial, TrialSource
+from plait.search.study import StudyTrials
+from plait.search.trials import Trial
 
 WAIT_SECONDS = 0.2  # between two looks, where no trial runs
 LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
 ORDERED = "as requested with `plait control`"
 BY_USER = "by the user"
 ADOPTED = "another worker could not reach this one and adopted the trial"
+
+
+class Engine(Protocol):
+    """What the loop needs of the engine's coordinator."""
+
+    def submit(
+        self,
+        job: JobSpec,
+        *,
+        resume_from: Path | None = None,
+        warm_from: Path | None = None,
+        rungs: Collection[int] = (),
+        measured: bool = False,
+    ) -> None:
+        """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
+
+    def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
+        """End a job in this state at the next boundary."""
+
+    def pause(self, job: str) -> None:
+        """Save a job at the next boundary and give its slot away."""
+
+    def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
+        """Resume a job that is paused for this reason."""
+
+    def settle(self) -> Iterable[Event]:
+        """The boundary between two iterations: end what was cancelled, pause what waits."""
+
+    def stop(self) -> None:
+        """At the next ``advance``, save every job and end it as paused."""
+
+    def free_slots(self) -> int:
+        """How many more jobs could be admitted now."""
+
+    def advance(self) -> Iterable[Event]:
+        """One iteration of the group."""
+
+
+class Recorder(Protocol):
+    """Keeps what happens: the tracker."""
+
+    def start_job(self, job: JobSpec, trial: int) -> None:
+        """A job is about to be submitted."""
+
+    def handle(self, event: Event) -> None:
+        """Something happened in the engine; of the end of a job, what the search decided."""
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on: nothing more is written of it."""
+
+    def commit(self) -> None:
+        """Return when all that was handed over survives a crash."""
+
+    def run_id(self, job: str) -> str:
+        """MLflow's id of the job's run; "" while it is not known."""
+
+
+class View(Protocol):
+    """Shows what happens; asked after the recorder, whose leaderboard it draws."""
+
+    def handle(self, event: Event) -> None:
+        """Show what an event changed."""
+
+    def lose(self, job: str) -> None:
+        """Another process trains the job from here on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +145,7 @@ class RunningTrial:
             self.state = JobState.RUNNING
 
 
-class Outlook:
+class Suggestions:
     """What may still come of a search: whether there is a trial to suggest, and whether too many have failed.
 
     Answers of the trial source are kept as long as nothing changes: each reads all trials of the study, which
@@ -86,7 +153,7 @@ class Outlook:
     after :meth:`forget` only.
     """
 
-    def __init__(self, source: TrialSource, settings: SearchSettings) -> None:
+    def __init__(self, source: StudyTrials, settings: SearchSettings) -> None:
         self._source = source
         self._settings = settings
         self._none_left: tuple[int, bool] | None = None  # the last question with no answer: revision, new
@@ -109,7 +176,7 @@ class Outlook:
         return self._decided[1]
 
     def suggest(self, *, new: bool) -> Trial | None:
-        """The next trial, as ``TrialSource.ask``; None where there was none and nothing changed since."""
+        """The next trial, as ``StudyTrials.ask``; None where there was none and nothing changed since."""
         question = self._source.revision, new
         if question == self._none_left:
             return None
@@ -126,23 +193,25 @@ class SearchLoop:
         source: suggests the trials.
         make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
         coordinator: trains the jobs.
-        recorder: keeps and shows what happens.
+        recorder: keeps what happens.
         settings: of the search.
         stop: asked after every iteration; True ends the search in order.
         stopper: ends trials early; None lets all come to their ends.
         read_orders: the orders of the search's user, asked for before every iteration.
+        view: shows what happens; None shows nothing.
     """
 
     def __init__(
         self,
-        source: TrialSource,
+        source: StudyTrials,
         make_job: Callable[[Trial], JobSpec],
-        coordinator: Coordinator,
+        coordinator: Engine,
         recorder: Recorder,
         settings: SearchSettings,
         stop: Callable[[], bool] = lambda: False,
         stopper: Stopper | None = None,
         read_orders: Callable[[], Orders] = Orders,
+        view: View | None = None,
     ) -> None:
         self._source = source
         self._make_job = make_job
@@ -152,22 +221,23 @@ class SearchLoop:
         self._stop = stop
         self._stopper = stopper
         self._read_orders = read_orders
+        self._view = view
         self._trials: dict[str, RunningTrial] = {}  # by name of the job
         self._orders = Orders()
-        self._outlook = Outlook(source, settings)
+        self._suggestions = Suggestions(source, settings)
         self._observed = Observed()
         self._next_look = -math.inf
         self._none_left = False  # no trial was suggested the last time
         self._reported_end = False  # the stopper knows that no more trials will come
         self._waited = False
 
-    def run(self) -> SearchResult:
+    def run(self) -> SearchEnd:
         """Train until every trial has ended, or ``stop`` says so."""
         while not self._stop():
             self._obey()
             look = self._look_due()
             if look or not self._in_slots:  # no search ends by what was true a while ago
-                self._outlook.forget()
+                self._suggestions.forget()
             if look:
                 self._drop_adopted()
             self._decide(ask_again=look)
@@ -184,7 +254,7 @@ class SearchLoop:
                 self._source.withdraw_orders()
                 return self._result()
         self._interrupt()
-        return SearchResult(tuple(self._source.finished()), interrupted=True)
+        return SearchEnd(tuple(self._source.finished()), interrupted=True)
 
     @property
     def _in_slots(self) -> list[RunningTrial]:
@@ -198,7 +268,7 @@ class SearchLoop:
 
     @property
     def _begins_trials(self) -> bool:
-        return self._orders.mode == "running" and not self._outlook.failure_limit_exceeded
+        return self._orders.mode == "running" and not self._suggestions.failure_limit_exceeded
 
     # ---- orders and other workers ------------------------------------------------------------------------
 
@@ -210,7 +280,7 @@ class SearchLoop:
             self._orders = replace(self._orders, mode=self._orders.was)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
-            self._recorder.handle(Notice(f"{mode}, {ORDERED}"))
+            self._record(Notice(f"{mode}, {ORDERED}"))
         for name, each in self._trials.items():
             if mode == "cancelling" or each.trial.number in self._orders.stops:
                 self._coordinator.cancel(name, BY_USER)
@@ -235,7 +305,7 @@ class SearchLoop:
             if each.trial.number in adopted:
                 each.adopted = True
                 self._coordinator.cancel(name, ADOPTED)
-                self._recorder.handle(Notice(f"{name}: {ADOPTED}"))
+                self._record(Notice(f"{name}: {ADOPTED}"))
 
     # ---- filling slots -----------------------------------------------------------------------------------
 
@@ -249,7 +319,7 @@ class SearchLoop:
             if (released := self._released) is not None:
                 self._resume(released)
                 continue
-            new = self._outlook.suggest(new=self._begins_trials)
+            new = self._suggestions.suggest(new=self._begins_trials)
             if new is None:
                 self._none_left = True
                 return
@@ -320,7 +390,7 @@ class SearchLoop:
             return False
         decided = False
         while True:
-            ends = self._none_left or bool(self._outlook.failure_limit_exceeded)
+            ends = self._none_left or bool(self._suggestions.failure_limit_exceeded)
             ends = ends or self._orders.mode in ENDING
             ask_again, self._reported_end = ask_again or ends != self._reported_end, ends
             decisions = self._stopper.decisions(self._expected, ask_again=ask_again)
@@ -346,7 +416,7 @@ class SearchLoop:
         if not self._trials:
             others = self._source.wait()
             if others and not self._waited:
-                self._recorder.handle(Notice("all trials are taken; waiting for other workers"))
+                self._record(Notice("all trials are taken; waiting for other workers"))
             self._waited = others
             return others
         if not self._decide(ask_again=True) and not self._source.wait():
@@ -365,7 +435,7 @@ class SearchLoop:
         for event in events:
             self._observed.handle(event)
             if not isinstance(event, JobResult):
-                self._recorder.handle(event)
+                self._record(event)
             if self._stopper is not None:
                 self._stopper.handle(event, self._observed)
             match event:
@@ -380,6 +450,11 @@ class SearchLoop:
                 case JobResult():
                     self._ended(event)
 
+    def _record(self, event: Event) -> None:
+        self._recorder.handle(event)
+        if self._view is not None:
+            self._view.handle(event)
+
     def _report(self, event: JobEvaluated) -> None:
         """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
         running = self._trials.get(event.job)
@@ -391,8 +466,10 @@ class SearchLoop:
         running = self._trials.pop(result.job)
         if running.adopted:
             self._recorder.lose(result.job)
+            if self._view is not None:
+                self._view.lose(result.job)
         elif result.state == JobState.PAUSED:
-            self._recorder.handle(result)
+            self._record(result)
             self._source.pause(running.trial, result.checkpoint)
         else:
             self._end(running.trial, self._scored(result))
@@ -416,7 +493,7 @@ class SearchLoop:
     def _end(self, trial: Trial, result: JobResult) -> None:
         """Tracking first, and on the disk, then the study: what the study knows to have ended is not trained
         again, so nothing of it may be missing by then."""
-        self._recorder.handle(replace(result, trial=trial.number, parameters=trial.values))
+        self._record(replace(result, trial=trial.number, parameters=trial.values))
         self._recorder.commit()
         self._source.tell(trial, replace(result, run_id=self._recorder.run_id(trial.name)))
 
@@ -432,15 +509,15 @@ class SearchLoop:
             if len(self._trials) == active:
                 return
 
-    def _result(self) -> SearchResult:
+    def _result(self) -> SearchEnd:
         """All trials have ended, or no more begin by order or after failures."""
         finished = tuple(self._source.finished())
         if self._orders.mode != "running":
-            return SearchResult(finished, ended_by=self._orders.mode, why=ORDERED)
-        why = self._outlook.failure_limit_exceeded
+            return SearchEnd(finished, ended_by=self._orders.mode, why=ORDERED)
+        why = self._suggestions.failure_limit_exceeded
         if why and self._source.over < self._source.total:
-            return SearchResult(finished, ended_by="failing", why=why)
-        return SearchResult(finished)
+            return SearchEnd(finished, ended_by="failing", why=why)
+        return SearchEnd(finished)
 
 
 # Who closes a terminal sends SIGHUP more than once: further ones ask for nothing more.

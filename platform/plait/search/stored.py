@@ -20,7 +20,7 @@ from plait.core.objectives import Objective
 from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
 from plait.search.ownership import host_name, lives_here, this_host, trainer_of
-from plait.search.results import SearchResult, describe_point
+from plait.search.results import SearchEnd, describe_point
 from plait.search.stopper import RUNGS
 from plait.search.storage import JOURNAL, missing_file, open_storage
 from plait.search.trials import Trial
@@ -175,7 +175,7 @@ class Standing:
     objectives."""
 
     trials: tuple[TrialStanding, ...]
-    result: SearchResult
+    result: SearchEnd
     objectives: tuple[Objective, ...]
 
     @property
@@ -224,7 +224,7 @@ def read_standing(study: Study) -> Standing:
     hosts = hosts_of(trials)
     return Standing(
         tuple(_trial(item, host) for item, host in zip(trials, hosts, strict=True)),
-        SearchResult(tuple(result_of(item) for item in trials if item.state.is_finished())),
+        SearchEnd(tuple(result_of(item) for item in trials if item.state.is_finished())),
         _objectives(study),
     )
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.errors import SearchError
+from plait.core.jobs import JobSpec
 from plait.core.lifecycle import STORED_AS, JobResult, JobState
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
@@ -40,16 +42,16 @@ from plait.search.attributes import (
     state_of,
     total_of,
 )
-from plait.search.identity import Identity, check_material, check_problem, create
+from plait.search.identity import Identity, check_material, check_problem, create, identify
 from plait.search.locks import WORKERS
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, DeadWorker, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
-from plait.search.storage import Patience, study_lock
+from plait.search.storage import Patience, in_memory, quiet, study_lock
 from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
-from plait.search.trials import Trial
+from plait.search.trials import SearchCommand, Trial
 from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
 from plait.tracking.tables import TABLES
 
@@ -488,3 +490,20 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
         for table in TABLES:
             (folder / table).unlink(missing_ok=True)
     optuna.delete_study(study_name=study.study_name, storage=storage)
+
+
+def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
+    """The jobs that a search would train if nothing were known of any result, for benchmarks and plans;
+    nothing is kept.
+
+    Raises:
+        InputError: the sampler cannot do the space, or a value is wrong.
+    """
+    quiet()
+    settings = command.settings
+    identity = identify(command.space, command.base, settings)
+    source = StudyTrials(replace(settings.search, fresh=False), command.space, identity, in_memory())
+    jobs = []
+    while (trial := source.ask()) is not None:
+        jobs.append(command.make_job(trial))
+    return jobs

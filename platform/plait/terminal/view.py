@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -22,6 +22,7 @@ from plait.core.messages import (
     JobGenerated,
     JobPaused,
     JobProgress,
+    Notice,
 )
 from plait.terminal.console import leave_terminal
 from plait.terminal.eta import Pace
@@ -40,7 +41,6 @@ from plait.terminal.text import (
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration
 
-T = TypeVar("T")
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
 SHARE = 0.01  # of the time may go into drawing: the training thread draws
 LINES_AROUND = 6  # of the live view around the jobs: heading, status, best and room for the prompt
@@ -102,7 +102,10 @@ class Terminal:
             self._print(CLOSING)
 
     def handle(self, event: Event) -> None:
-        """Show what an event changed."""
+        """Show what an event changed; a notice stands above the live view or among the plain lines."""
+        if isinstance(event, Notice):
+            self._print(event.text)
+            return
         self._pace.handle(event)
         if isinstance(event, JobResult):
             self._look_for_best(event.job)
@@ -127,18 +130,9 @@ class Terminal:
             if error.errno == errno.EIO:
                 leave_terminal()
 
-    def beside(self, call: Callable[[], T]) -> Callable[[], T]:
-        """``call``, preceded by a drawing where one is due: while no job trains no event brings one."""
-
-        def both() -> T:
-            self._draw()
-            return call()
-
-        return both
-
-    def note(self, text: str) -> None:
-        """One line about the search, above the live view or among the plain lines."""
-        self._print(text)
+    def refresh(self) -> None:
+        """Draw the live view where that is due: while no job trains no event brings it about."""
+        self._draw()
 
     @property
     def seconds_left(self) -> float | None:
