@@ -15,7 +15,9 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
     for number in (0, 1):
         board.add(JobRecord(f"trial-{number:04d}", number, {}, state=JobState.RUNNING))
     gone = DeadWorker(Owner("w", "vm", "7-w"), {0: 3, 1: 5})
-    source = SimpleNamespace(revision=0, total=2, own={0}, dead_workers=lambda: [gone])
+    source = SimpleNamespace(
+        revision=0, total=2, claims=SimpleNamespace(own={0}, dead_workers=lambda: [gone])
+    )
     said: list[str] = []
     Attend(source, board, said.append, Orders)()
     assert [record.state for record in board.jobs.values()] == [JobState.RUNNING, JobState.ORPHANED]
@@ -25,7 +27,7 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
 def test_the_total_that_is_shown_is_the_studys() -> None:
     """What was added by hand counts before it begins; the study is asked when something happened, or a while
     later."""
-    source = SimpleNamespace(revision=0, total=14, own=set(), dead_workers=list)
+    source = SimpleNamespace(revision=0, total=14, claims=SimpleNamespace(own=set(), dead_workers=list))
     board = Leaderboard("minimize", 12)
     times = iter((0.0, 1.0, 2.0, 10.0))
     attend = Attend(source, board, print, Orders, clock=lambda: next(times))
@@ -39,7 +41,7 @@ def test_the_total_that_is_shown_is_the_studys() -> None:
 
 def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
-    source = SimpleNamespace(revision=0, total=2, own=set(), dead_workers=list)
+    source = SimpleNamespace(revision=0, total=2, claims=SimpleNamespace(own=set(), dead_workers=list))
     said: list[str] = []
     attend = Attend(
         source, Leaderboard("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"

@@ -29,7 +29,7 @@ def _jumping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time_ns", lambda: int((now + next(wall)) * 1e9))
     rising = itertools.count(0.0, HOUR)
     monkeypatch.setattr("plait.search.study.Workers", partial(Workers, clock=lambda: next(rising)))
-    monkeypatch.setattr("plait.search.study.POLL_SECONDS", 0.005)
+    monkeypatch.setattr("plait.search.ownership.POLL_SECONDS", 0.005)
 
 
 @pytest.mark.parametrize("polls", [60, None])

@@ -78,7 +78,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.search.run.WAIT_SECONDS", 0.0)
     monkeypatch.setattr("plait.search.run.LOOK_SECONDS", 0.0)
     monkeypatch.setattr("plait.search.storage.FIRST_DELAY", 0.0)
-    monkeypatch.setattr("plait.search.study.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("plait.search.ownership.POLL_SECONDS", 0.0)
 
 
 @pytest.mark.parametrize("done", [False, True])

@@ -265,7 +265,7 @@ def test_a_killed_search_takes_up_its_running_trials(
     killed.pause(asked[3], tmp_path / "gone")  # type: ignore[arg-type]
 
     again = source(storage=opener(), trials=5)
-    assert again.to_resume == 3
+    assert again.claims.to_resume() == 3
     taken = [again.ask() for _ in range(5)]
     assert [trial.number for trial in taken if trial] == [1, 2, 3, 4]
     assert [trial.resume_from for trial in taken if trial] == [None, saved, None, None]
@@ -299,7 +299,7 @@ def test_a_study_of_another_space_is_refused_with_the_difference() -> None:
 def test_another_sampler_may_go_on_with_a_study() -> None:
     storage = optuna.storages.InMemoryStorage()
     source(storage=storage, name="s").ask()
-    assert source(storage=storage, name="s", sampler="random", seed=9).to_resume == 1
+    assert source(storage=storage, name="s", sampler="random", seed=9).claims.to_resume() == 1
 
 
 def test_fresh_starts_anew() -> None:
@@ -416,7 +416,7 @@ def test_a_trial_that_was_killed_while_it_was_drawn_gets_the_values_it_would_hav
     half = study.ask()
     half._suggest("adapter.rank", distributions(space_of(*MIXED))["adapter.rank"])
     again, _ = opened("cut")
-    assert again.to_resume == 2
+    assert again.claims.to_resume() == 2
     assert [again.ask() for _ in range(3)] == expected
 
 

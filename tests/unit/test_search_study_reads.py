@@ -12,7 +12,7 @@ from rung_bench import Bench, halving
 from plait.core.messages import GroupStep
 from plait.core.settings import SearchSettings
 from plait.search.orders import Orders
-from plait.search.run import Outlook
+from plait.search.run import Suggestions
 from plait.search.study import StudyTrials
 
 
@@ -83,24 +83,24 @@ class Source:
         self.asked.append(new)
 
 
-CHANGES: dict[str, Callable[[Outlook, Source], None]] = {
-    "forgotten": lambda outlook, _: outlook.forget(),
+CHANGES: dict[str, Callable[[Suggestions, Source], None]] = {
+    "forgotten": lambda suggestions, _: suggestions.forget(),
     "changed here": lambda _, source: setattr(source, "revision", 1),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_answers_are_kept_until_something_changes(change: Callable[[Outlook, Source], None]) -> None:
+def test_answers_are_kept_until_something_changes(change: Callable[[Suggestions, Source], None]) -> None:
     source = Source()
-    outlook = Outlook(source, SearchSettings(max_failure_rate=0.25))  # type: ignore[arg-type]
+    suggestions = Suggestions(source, SearchSettings(max_failure_rate=0.25))  # type: ignore[arg-type]
     for _ in range(3):
-        assert outlook.suggest(new=True) is None
-        assert not outlook.failure_limit_exceeded
+        assert suggestions.suggest(new=True) is None
+        assert not suggestions.failure_limit_exceeded
     assert (source.asked, source.totals) == ([True], 1)
-    assert outlook.suggest(new=False) is None
+    assert suggestions.suggest(new=False) is None
     assert source.asked == [True, False], "another question"
     source.failed = 2
-    change(outlook, source)
-    assert outlook.suggest(new=False) is None
-    assert outlook.failure_limit_exceeded
+    change(suggestions, source)
+    assert suggestions.suggest(new=False) is None
+    assert suggestions.failure_limit_exceeded
     assert (source.asked, source.totals) == ([True, False, False], 2)

@@ -120,25 +120,29 @@ def test_a_living_process_keeps_its_trials_and_a_killed_one_gives_them_back(
 ) -> None:
     assert other.took == [0, 1]
     trials = opened(tmp_path, address)
-    assert (trials.to_resume, trials.others) == (0, 2)
+    assert (trials.claims.to_resume(), trials.claims.others) == (0, 2)
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [2, 3]
-    assert trials.wait()
+    assert trials.claims.wait()
     with pytest.raises(SearchError, match="is being trained by another process"):
         opened(tmp_path, address, fresh=True)
-    assert (trials.adopted(), trials.dead_workers(), trials.orphaned) == (set(), [], set())
+    assert (trials.claims.adopted(), trials.claims.dead_workers(), trials.claims.orphaned) == (
+        set(),
+        [],
+        set(),
+    )
     other.kill()
     kept = trials.states_folder / "trial-0001" / "step-00000020" if trials.states_folder else tmp_path
     kept.mkdir(parents=True)
     (kept / "checkpoint.json").touch()
-    assert trials.adopted() == set()
-    assert [gone.describe() for gone in trials.dead_workers()] == [
+    assert trials.claims.adopted() == set()
+    assert [gone.describe() for gone in trials.claims.dead_workers()] == [
         f"process {other.process.pid} on {socket.gethostname()} is dead: its trials 0 (from step 0), "
         "1 (from step 20) resume when a slot is free"
     ]
-    assert trials.orphaned == {"trial-0000", "trial-0001"}
-    assert (trials.adopted(), trials.dead_workers()) == (set(), [])  # told once
-    assert (trials.to_resume, trials.others) == (2, 0)
-    assert not trials.wait()
+    assert trials.claims.orphaned == {"trial-0000", "trial-0001"}
+    assert (trials.claims.adopted(), trials.claims.dead_workers()) == (set(), [])  # told once
+    assert (trials.claims.to_resume(), trials.claims.others) == (2, 0)
+    assert not trials.claims.wait()
     assert [trial.number for _ in range(3) if (trial := trials.ask())] == [0, 1]
     trials.close()
 
@@ -149,8 +153,8 @@ def test_what_was_left_over_at_the_beginning_is_no_news(tmp_path: Path) -> None:
     first.ask()
     first.close()
     second = opened(tmp_path)
-    assert second.to_resume == 1
-    assert (second.adopted(), second.dead_workers()) == (set(), [])
+    assert second.claims.to_resume() == 1
+    assert (second.claims.adopted(), second.claims.dead_workers()) == (set(), [])
     second.close()
 
 
@@ -164,8 +168,8 @@ def test_what_was_taken_from_a_process_is_not_its_to_tell(tmp_path: Path) -> Non
     taken = second.ask()
     assert taken is not None
     assert taken.number == trial.number
-    assert (first.adopted(), second.adopted()) == ({trial.number}, set())
-    assert first.adopted() == set()  # told once
+    assert (first.claims.adopted(), second.claims.adopted()) == ({trial.number}, set())
+    assert first.claims.adopted() == set()  # told once
     first.tell(trial, ended("finished", 1.0))
     assert second.finished() == []
 

@@ -17,8 +17,7 @@ from plait.core.plans import GlobalBatch
 from plait.core.samples import TokenisedData
 from plait.engine.admission import Admission, Demand
 from plait.engine.steps import DataOrder, learning_rate, training_batch, validation_batch
-from plait.planner.admission import Admission as Chosen
-from plait.planner.admission import Applicant, admit
+from plait.planner.admission import Admitted, Applicant, admit
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +251,7 @@ class Roster:
             self._max_jobs += 1
             self._ends_left, self._tried = self._every, True
 
-    def choose(self) -> Chosen:
+    def choose(self) -> Admitted:
         """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
 
         A job that was accepted can always train alone, whatever has been learned since.

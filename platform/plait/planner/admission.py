@@ -45,7 +45,7 @@ class Applicant:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """The jobs that train in the next iteration.
 
     Attributes:
@@ -97,7 +97,7 @@ def admit(
     available: float,
     predict: Callable[[Sequence[Applicant]], float],
     max_jobs: int | None = None,
-) -> Admission:
+) -> Admitted:
     """Choose the jobs of the next iteration.
 
     Jobs are taken by priority, then arrival; one that does not fit beside those before it is passed over,
@@ -121,7 +121,7 @@ def admit(
         if (max_jobs is None or len(chosen) < max_jobs) and predict([*chosen, job]) <= available:
             chosen.append(job)
     names = {job.name for job in chosen}
-    return Admission(
+    return Admitted(
         training=tuple(job.name for job in chosen),
         started=tuple(job.name for job in chosen if not job.running),
         preempted=tuple(job.name for job in ordered if job.running and job.name not in names),

@@ -199,7 +199,8 @@ class _Launch:
             _remember(self._command, source.name)  # from here on it can be resumed
         elif recorded is not None and not settings.search.fresh:
             self._say(*another_store(recorded, settings.tracking))
-        total, over, to_resume, others = source.total, source.over, source.to_resume, source.others
+        total, over = source.total, source.over
+        to_resume, others = source.claims.to_resume(), source.claims.others
         line = f"Search {source.name}, tracked in {locate(settings.tracking)}"
         if to_resume or 0 < over < total:
             line += f"; {over} of {total} trials ended; resuming {to_resume}"
@@ -328,7 +329,7 @@ class _Launch:
     def _others(self) -> bool:
         """Whether other processes train trials of this search, as far as one can see."""
         try:
-            return self._source.others > 0
+            return self._source.claims.others > 0
         except StorageError:
             return False
 
@@ -342,7 +343,7 @@ class _Launch:
     def _orphaned(self) -> set[str]:
         """Names of the trials whose worker is dead, as far as one can see."""
         try:
-            return self._source.orphaned
+            return self._source.claims.orphaned
         except StorageError:
             return set()
 
@@ -400,8 +401,8 @@ class Attend:
 
     def __call__(self) -> Orders:
         """The orders that hold now."""
-        for worker in self.source.dead_workers():
-            left = worker.trials.keys() - self.source.own  # what was free is adopted at once
+        for worker in self.source.claims.dead_workers():
+            left = worker.trials.keys() - self.source.claims.own  # what was free is adopted at once
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
         self._watch_store()

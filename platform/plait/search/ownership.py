@@ -20,16 +20,18 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from optuna.storages import BaseStorage
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.lifecycle import JobState
 from plait.engine.checkpoints import newest_step
-from plait.search.attributes import OWNER, STATE
+from plait.search.attributes import OWNER, STATE, state_of
 from plait.search.locks import LifeLock, holder_lives, remove_dead
+from plait.search.storage import Patience
+from plait.search.trials import Trial
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+POLL_SECONDS = 1.0  # between two looks at trials that others train
 BEAT_SECONDS = 10.0
 MISSED_BEATS = 6  # looks in a row without a new beat, after which a worker is given up
 BEATS = "plait.worker."  # study attribute of a worker's beats, before its name
@@ -189,46 +191,86 @@ class Claims:
     """The trials of a study, by who trains them.
 
     Args:
-        study: whose trials.
-        storage: of the study.
         workers: this process among others; None: it is the only one.
+        patience: for a storage that is away.
+        saved: where the checkpoints of a trial are.
 
     Attributes:
         own: numbers of the trials that this process trains.
     """
 
-    def __init__(self, study: Study, storage: BaseStorage, workers: Workers | None) -> None:
+    def __init__(
+        self,
+        study: Study,
+        workers: Workers | None,
+        patience: Patience,
+        saved: Callable[[FrozenTrial], Path | None],
+    ) -> None:
         self._study = study
-        self._storage = storage
         self._workers = workers
+        self._patience = patience
+        self._saved = saved
         self.own: set[int] = set()
         self._known_dead: set[str] = set()  # names of workers
         self._dead: list[DeadWorker] = []
 
-    def add(self, number: int) -> None:
-        """This process trains a trial."""
-        self.own.add(number)
+    # ---- asked at any time; each reads all trials ----------------------------------------------------------
 
-    def discard(self, number: int) -> None:
-        """It does not any more."""
-        self.own.discard(number)
+    @property
+    def others(self) -> int:
+        """How many trials other processes train."""
+        trials = self._patience(self._trials)
+        return len(self._not_own(trials)) - len(self._patience(lambda: self.orphans(trials)))
+
+    @property
+    def orphaned(self) -> set[str]:
+        """Names of the trials whose worker is dead and that no other has adopted yet."""
+        left = self._patience(lambda: self.orphans(self._trials()))
+        return {Trial(item.number).name for item in left if state_of(item) != JobState.PAUSED}
+
+    def to_resume(self) -> int:
+        """How many trials earlier processes left; :meth:`dead_workers` tells of those left from here on."""
+        self._patience(lambda: self.notice(self._trials()))
+        self._dead = []
+        return len(self._patience(lambda: self.orphans(self._trials())))
+
+    def adopted(self) -> set[int]:
+        """Numbers of the trials that other workers have adopted from this one, each once."""
+
+        def look() -> set[int]:
+            trials = self._trials()
+            self.notice(trials)
+            return {number for number in self.own if not self.signed(trials[number])}
+
+        adopted = self._patience(look)
+        self.own -= adopted
+        return adopted
+
+    def dead_workers(self) -> list[DeadWorker]:
+        """The workers that were detected as dead since the last call."""
+        found, self._dead = self._dead, []
+        return found
+
+    def wait(self) -> bool:
+        """Wait a moment for trials that other processes train, or leave; False where there are none."""
+        if self._workers is None or not self.others:
+            return False
+        time.sleep(POLL_SECONDS)
+        return True
+
+    # ---- under the study's lock ----------------------------------------------------------------------------
 
     def sign(self, item: FrozenTrial) -> None:
         """Write this process down as the one that trains a trial."""
+        storage = self._study._storage
         if self._workers is not None:
-            self._storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
+            storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
         if STATE in item.user_attrs:  # it was paused
-            self._storage.set_trial_user_attr(item._trial_id, STATE, JobState.RUNNING)
+            storage.set_trial_user_attr(item._trial_id, STATE, JobState.RUNNING)
 
     def signed(self, item: FrozenTrial) -> bool:
-        """Whether a trial bears this process's signature, and not that of one that took it over."""
+        """Whether a trial bears this process's signature, and not that of one that adopted it."""
         return self._workers is None or trainer_of(item) == self._workers.own
-
-    def adopted(self, trials: Sequence[FrozenTrial]) -> set[int]:
-        """Numbers of the trials that other workers have adopted from this one, each once."""
-        adopted = {number for number in self.own if not self.signed(trials[number])}
-        self.own -= adopted
-        return adopted
 
     def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         """RUNNING trials whose worker is dead."""
@@ -244,29 +286,18 @@ class Claims:
                 owners[owner] = mine or self._workers.dead(owner, attributes)
         return [item for item in running if owners[trainer_of(item)]]
 
-    def notice(self, trials: Sequence[FrozenTrial], saved: Callable[[FrozenTrial], Path | None]) -> None:
-        """Detect dead workers and their orphaned trials.
-
-        Args:
-            trials: of the study.
-            saved: where states of a trial are.
-        """
+    def notice(self, trials: Sequence[FrozenTrial]) -> None:
+        """Detect dead workers and their orphaned trials."""
         found: dict[Owner, dict[int, int]] = {}
         for item in self.orphans(trials):
             owner = trainer_of(item)
             if owner is not None and not self.signed(item) and owner.name not in self._known_dead:
-                found.setdefault(owner, {})[item.number] = newest_step(saved(item))
+                found.setdefault(owner, {})[item.number] = newest_step(self._saved(item))
         self._known_dead |= {owner.name for owner in found}
         self._dead += [DeadWorker(owner, steps) for owner, steps in found.items()]
 
-    def dead_workers(self) -> list[DeadWorker]:
-        """The workers that were detected as dead since the last call."""
-        found, self._dead = self._dead, []
-        return found
-
-    def others(self, trials: Sequence[FrozenTrial]) -> int:
-        """How many trials other processes train."""
-        return len(self._not_own(trials)) - len(self.orphans(trials))
-
     def _not_own(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self.own]
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)

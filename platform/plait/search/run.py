@@ -300,7 +300,7 @@ class SearchLoop:
 
     def _drop_adopted(self) -> None:
         """Cancel the jobs of trials that another worker adopted, since this one seemed to be dead."""
-        adopted = self._source.adopted()
+        adopted = self._source.claims.adopted()
         for name, each in self._trials.items():
             if each.trial.number in adopted:
                 each.adopted = True
@@ -414,12 +414,12 @@ class SearchLoop:
     def _wait(self) -> bool:
         """No trial runs and none can begin: False when nothing more can come."""
         if not self._trials:
-            others = self._source.wait()
+            others = self._source.claims.wait()
             if others and not self._waited:
                 self._record(Notice("all trials are taken; waiting for other workers"))
             self._waited = others
             return others
-        if not self._decide(ask_again=True) and not self._source.wait():
+        if not self._decide(ask_again=True) and not self._source.claims.wait():
             time.sleep(WAIT_SECONDS)  # all are paused
         return True
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -45,17 +44,16 @@ from plait.search.attributes import (
 from plait.search.identity import Identity, check_material, check_problem, create, identify
 from plait.search.locks import WORKERS
 from plait.search.orders import StudyOrders
-from plait.search.ownership import Claims, DeadWorker, Workers, lives_here, trainer_of
-from plait.search.points import EnqueuedPoint, points_left, read_enqueued, tried_points
+from plait.search.ownership import Claims, Workers, lives_here, trainer_of
+from plait.search.points import EnqueuedPoint, points_left, read_enqueued
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.storage import Patience, in_memory, quiet, study_lock
-from plait.search.suggest import complete, distributions, keep_space, make_sampler, one_torch_thread
+from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
 from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
 from plait.tracking.tables import TABLES
 
-POLL_SECONDS = 1.0  # between two looks at trials that others train
 Result = TypeVar("Result")
 
 
@@ -76,7 +74,9 @@ class StudyTrials:
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
-        own: numbers of the trials that this process trains.
+        claims: who trains which trial.
+        orders: of the search's user.
+        rungs: its rung table.
         revision: rises when a trial is suggested, enqueued or ended here.
         token: tells this study from an earlier one of its name.
         states_folder: where the states of its trials lie; None without a folder.
@@ -103,7 +103,6 @@ class StudyTrials:
         self.revision = 0
         self._settings = settings
         self._space = space
-        self._distributions = distributions(space)
         self._storage = storage
         self._prior_storage = prior_storage or storage
         name = settings.name or identity.name
@@ -114,16 +113,16 @@ class StudyTrials:
             lambda: open_study(name, settings, space, identity, storage, earlier, self._folder)
         )
         self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
-        self._claims = Claims(self._study, storage, self._workers)
         self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
-        self.own: Set[int] = self._claims.own
         self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
+        self.claims = Claims(self._study, self._workers, self.patience, self._kept.resume_from)
         self.states_folder = self._kept.states
         self.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self._study, self.patience, self._locked)
-        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self._claims.signed)
-        self.prior = self.patience(self._take_over)
+        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self.claims.signed)
+        self.prior = self.patience(self._warm_start)
+        self._suggester = Suggester(self._study, settings, space, self.prior)
         self.patience(self._tidy_up)
         if points:
             self._locked(lambda: self._enqueue_all(points))
@@ -160,24 +159,6 @@ class StudyTrials:
         """Whether every point of the space has been tried."""
         return points_left(self.patience(self._trials), self._space) == 0
 
-    @property
-    def to_resume(self) -> int:
-        """How many trials earlier processes left; :meth:`dead_workers` tells of those left from here on."""
-        self.patience(lambda: self._claims.notice(self._trials(), self._kept.resume_from))
-        self.dead_workers()
-        return len(self.patience(lambda: self._claims.orphans(self._trials())))
-
-    @property
-    def orphaned(self) -> set[str]:
-        """Names of the trials whose worker is dead and that no other has adopted yet."""
-        left = self.patience(lambda: self._claims.orphans(self._trials()))
-        return {Trial(item.number).name for item in left if state_of(item) != JobState.PAUSED}
-
-    @property
-    def others(self) -> int:
-        """How many trials other processes train."""
-        return self.patience(lambda: self._claims.others(self._trials()))
-
     def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
         """What only one process of this study does at a time; ``what`` as of ``study_lock``."""
         return study_lock(self._storage, self.name, what)
@@ -193,7 +174,7 @@ class StudyTrials:
         with self.exclusive():
             check_material(self._study, material)
 
-    # ---- drawing and taking up -----------------------------------------------------------------------------
+    # ---- suggesting and adopting ---------------------------------------------------------------------------
 
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
         """The next trial, or None when none is left: by priority, then orphaned ones, then those whose values
@@ -205,7 +186,7 @@ class StudyTrials:
         """
         trial = self._locked(lambda: self._ask(new, above))
         if trial is not None:  # only now: a failed attempt leaves no owner behind
-            self._claims.add(trial.number)
+            self.claims.own.add(trial.number)
             self.revision += 1
         return trial
 
@@ -215,32 +196,13 @@ class StudyTrials:
         self.revision += 1
         return self._locked(lambda: enqueue(self._study, values, request=request, **facts))
 
-    def adopted(self) -> set[int]:
-        """Numbers of the trials that other workers have adopted from this one, each once."""
-
-        def look() -> set[int]:
-            trials = self._trials()
-            self._claims.notice(trials, self._kept.resume_from)
-            return self._claims.adopted(trials)
-
-        return self.patience(look)
-
-    def dead_workers(self) -> list[DeadWorker]:
-        """The workers that were detected as dead since the last call."""
-        return self._claims.dead_workers()
-
-    def wait(self) -> bool:
-        """Wait a moment for trials that other processes train, or leave; False where there are none."""
-        if self._workers is None or not self.others:
-            return False
-        time.sleep(POLL_SECONDS)
-        return True
-
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
-        trials = self._complete_trials()
-        self._claims.notice(trials, self._kept.resume_from)
+        trials = self._trials()
+        if self._suggester.complete(trials):  # a process was killed as it suggested them
+            trials = self._trials()
+        self.claims.notice(trials)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
-        known = [*self._claims.orphans(trials), *waiting]
+        known = [*self.claims.orphans(trials), *waiting]
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
         if above is not None and (first is None or self._priority(first) <= above):
             return None
@@ -250,35 +212,17 @@ class StudyTrials:
             return self._take(self._trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
             return None
-        if self.prior:  # its values are drawn beside the study, which the prior is no part of
-            self._study.sampler = optuna.samplers.RandomSampler()
-            number = self._study.ask().number
-            return self._take(self._trials()[number])
-        number = waiting[0].number if waiting else len(trials)
-        tried = tried_points(trials, self._space)
-        self._study.sampler = make_sampler(self._settings, self._space, number, tried=tried)
-        with one_torch_thread(self._settings.sampler):
-            asked = self._study.ask(self._distributions)
-        return self._take(self._trials()[asked.number])
+        number = self._suggester.begin(trials, waiting[0].number if waiting else len(trials))
+        return self._take(self._trials()[number])
 
     def _priority(self, item: FrozenTrial) -> int:
         return priority_of(item, self._usual_priority)
 
     def _take(self, item: FrozenTrial) -> Trial:
-        """Sign a trial, and draw what values it lacks."""
-        self._claims.sign(item)
-        return self._trial(self._complete_trials()[item.number])
-
-    def _complete_trials(self) -> list[FrozenTrial]:
-        """All trials, those that run with all their values: values are suggested under the study's lock, so
-        a trial that lacks some while this process has it waits for them, or its process was killed as it
-        suggested them."""
-        trials = self._trials()
-        names = self._distributions.keys()
-        cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
-        for item in cut:
-            complete(self._study, self._storage, item, self._settings, self._space, self.prior)
-        return self._trials() if cut else trials
+        """Sign a trial, and suggest what values it lacks."""
+        self.claims.sign(item)
+        self._suggester.complete(self._trials())
+        return self._trial(self._trials()[item.number])
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
         """Let the points of the settings come first. Those added to a search that has drawn all its trials
@@ -288,13 +232,13 @@ class StudyTrials:
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
             enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
-    def _take_over(self) -> tuple[EarlierTrial, ...]:
+    def _warm_start(self) -> tuple[EarlierTrial, ...]:
         if self._settings.prior is None:
             return ()
         with self.exclusive():
             return earlier_trials(self._study, self._settings, self._space, self._prior_storage)
 
-    # ---- telling -------------------------------------------------------------------------------------------
+    # ---- reporting -----------------------------------------------------------------------------------------
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Keep an intermediate value; of a step that was reported before, the first stands."""
@@ -304,7 +248,7 @@ class StudyTrials:
         frozen, live = self._live(trial)
         several = len(self._settings.objectives) > 1  # Optuna takes intermediate values of one objective only
         if (
-            self._claims.signed(frozen)
+            self.claims.signed(frozen)
             and not several
             and math.isfinite(value)
             and step not in frozen.intermediate_values
@@ -316,7 +260,7 @@ class StudyTrials:
 
         A trial that another process has taken from this one, which it thought dead, is that one's to tell.
         """
-        self._claims.discard(trial.number)
+        self.claims.own.discard(trial.number)
         self.revision += 1
         if self._locked(lambda: self._tell(trial, result)):
             self._kept.clear(trial, failed=result.state == JobState.FAILED)
@@ -324,7 +268,7 @@ class StudyTrials:
     def _tell(self, trial: Trial, result: JobResult) -> bool:
         """Whether the trial is this process's own, and is over now."""
         frozen, live = self._live(trial)
-        if not self._claims.signed(frozen):
+        if not self.claims.signed(frozen):
             return False
         if frozen.state.is_finished():  # told by an attempt whose answer got lost
             return True
@@ -359,13 +303,13 @@ class StudyTrials:
 
     def _note(self, trial: Trial, facts: Mapping[str, str]) -> None:
         frozen, live = self._live(trial)
-        if self._claims.signed(frozen):
+        if self.claims.signed(frozen):
             for key, fact in facts.items():
                 live.set_user_attr(key, fact)
 
     def withdraw_orders(self) -> None:
         """The search has ended here: withdraw its user's orders, unless other processes train on."""
-        if not self.others:
+        if not self.claims.others:
             self.orders.withdraw()
 
     def finished(self) -> list[JobResult]:
@@ -394,7 +338,7 @@ class StudyTrials:
         return self._study.get_trials(deepcopy=False)
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
-        values = {key: frozen.params[key] for key in self._distributions}
+        values = {each.name: frozen.params[each.name] for each in self._space.dimensions}
         overrides = self._space.overrides(values)
         if PRIORITY in frozen.user_attrs:
             overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
@@ -404,11 +348,6 @@ class StudyTrials:
     def trial_states(self) -> list[JobState]:
         """The states of all trials, by number."""
         return [state_of(item) for item in self.patience(self._trials)]
-
-    def values(self, number: int) -> dict[str, Value]:
-        """The searched keys of a trial that was drawn."""
-        params = self.patience(self._trials)[number].params
-        return {key: params[key] for key in self._distributions if key in params}
 
     def _live(self, trial: Trial) -> tuple[FrozenTrial, optuna.trial.Trial]:
         frozen = self._trials()[trial.number]

@@ -22,7 +22,6 @@ from optuna.distributions import (
     json_to_distribution,
 )
 from optuna.samplers import BaseSampler
-from optuna.storages import BaseStorage
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -278,55 +277,74 @@ class Untried(BaseSampler):
         self._sampler.after_trial(study, trial, state, values)
 
 
-def complete(
-    study: Study,
-    storage: BaseStorage,
-    item: FrozenTrial,
-    settings: SearchSettings,
-    space: Space,
-    earlier: Sequence[EarlierTrial],
-) -> None:
-    """Suggest the values that a trial lacks: its process was killed before they were written, it comes before
-    others that are enqueued, or the sampler learns from an earlier study.
+class Suggester:
+    """Suggests the values of a study's trials, under the study's lock.
 
-    They are suggested in a study of their own that holds the earlier trials and those before this one, since
-    a sampler suggests all values of a trial at once. No other trial's point is suggested, of later ones
-    neither.
+    Args:
+        earlier: trials of an earlier study that the sampler learns from.
     """
-    keys = distributions(space)
-    trials = study.get_trials(deepcopy=False)
-    before = [other for other in trials[: item.number] if other.state != TrialState.WAITING]
-    known = [*(each.frozen(keys) for each in earlier), *before]
-    tried = tried_points([other for other in trials if other.number != item.number], space)
-    sampler = make_sampler(
-        settings, space, item.number, known[: len(earlier)], tried=tried, given=item.params
-    )
-    with one_torch_thread(settings.sampler):
-        found = _suggest_beside(sampler, study.directions, known, item, keys)
-    for key, value in found.system_attrs.items():
-        if key not in item.system_attrs:
-            storage.set_trial_system_attr(item._trial_id, key, value)
-    for key, distribution in keys.items():
-        if key not in item.params:
-            value = distribution.to_internal_repr(found.params[key])
-            storage.set_trial_param(item._trial_id, key, value, distribution)
 
+    def __init__(
+        self, study: Study, settings: SearchSettings, space: Space, earlier: Sequence[EarlierTrial] = ()
+    ) -> None:
+        self._study = study
+        self._settings = settings
+        self._space = space
+        self._distributions = distributions(space)
+        self._earlier = earlier
 
-def _suggest_beside(
-    sampler: BaseSampler,
-    directions: Sequence[StudyDirection],
-    known: Sequence[FrozenTrial],
-    item: FrozenTrial,
-    space: Distributions,
-) -> FrozenTrial:
-    """A trial with the values that a sampler suggests for ``item`` where it knows these trials and no
-    others."""
-    beside = optuna.create_study(directions=directions, sampler=sampler)
-    beside.add_trials(known)
-    if (fixed := item.system_attrs.get("fixed_params")) is not None:
-        beside.enqueue_trial(fixed)
-    beside.ask(space)
-    return beside.get_trials(deepcopy=False)[-1]
+    def begin(self, trials: Sequence[FrozenTrial], number: int) -> int:
+        """Begin the queued trial that Optuna takes next, or a new one; ``number`` is what it will be.
+
+        With an earlier study its values are suggested by :meth:`complete`, beside this study.
+        """
+        if self._earlier:
+            self._study.sampler = optuna.samplers.RandomSampler()
+            return self._study.ask().number
+        tried = tried_points(trials, self._space)
+        self._study.sampler = make_sampler(self._settings, self._space, number, tried=tried)
+        with one_torch_thread(self._settings.sampler):
+            return self._study.ask(self._distributions).number
+
+    def complete(self, trials: Sequence[FrozenTrial]) -> bool:
+        """Suggest the values that RUNNING trials lack; whether one lacked some.
+
+        A trial lacks values where its process was killed before they were written, where it comes before
+        others that are queued, or where the sampler learns from an earlier study.
+        """
+        names = self._distributions.keys()
+        cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
+        for item in cut:
+            self._complete(item)
+        return bool(cut)
+
+    def _complete(self, item: FrozenTrial) -> None:
+        """Suggest in a study of their own that holds the earlier trials and those before this one, since a
+        sampler suggests all values of a trial at once. No other trial's point is suggested, of later ones
+        neither."""
+        storage, keys = self._study._storage, self._distributions
+        trials = self._study.get_trials(deepcopy=False)
+        before = [other for other in trials[: item.number] if other.state != TrialState.WAITING]
+        known = [*(each.frozen(keys) for each in self._earlier), *before]
+        tried = tried_points([other for other in trials if other.number != item.number], self._space)
+        earlier = known[: len(self._earlier)]
+        sampler = make_sampler(
+            self._settings, self._space, item.number, earlier, tried=tried, given=item.params
+        )
+        beside = optuna.create_study(directions=self._study.directions, sampler=sampler)
+        beside.add_trials(known)
+        if (fixed := item.system_attrs.get("fixed_params")) is not None:
+            beside.enqueue_trial(fixed)
+        with one_torch_thread(self._settings.sampler):
+            beside.ask(keys)
+        found = beside.get_trials(deepcopy=False)[-1]
+        for key, value in found.system_attrs.items():
+            if key not in item.system_attrs:
+                storage.set_trial_system_attr(item._trial_id, key, value)
+        for key, distribution in keys.items():
+            if key not in item.params:
+                value = distribution.to_internal_repr(found.params[key])
+                storage.set_trial_param(item._trial_id, key, value, distribution)
 
 
 @contextmanager
