@@ -39,12 +39,7 @@ TOKEN = "plait.study"  # study: tells it from an earlier one of its name
 
 
 def priority_of(item: FrozenTrial, usual: int) -> int:
-    """The priority of its job, as far as it is known: a sampler may suggest another for a queued trial.
-
-    Args:
-        item: the trial.
-        usual: of the search's jobs.
-    """
+    """The priority of its job, as far as it is known: a sampler may suggest another for a queued trial."""
     if PRIORITY in item.user_attrs:
         return int(item.user_attrs[PRIORITY])
     enqueued = item.system_attrs.get("fixed_params", {})
@@ -54,11 +49,6 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
 def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
     """How many trials there are to be: as asked for and those beyond, as long as there are points that none
     of them has.
-
-    Args:
-        trials: of the study so far.
-        settings: of the search.
-        space: what is searched.
     """
     wanted = settings.trials + sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
     if settings.failed == "drop":
@@ -101,7 +91,6 @@ def enqueue(
     """Let a trial with these values come next; its number. Call it under the study's lock.
 
     Args:
-        study: of the search.
         values: of some or all searched keys; the sampler suggests the others.
         beyond: it comes on top of ``search.trials``.
         request: what it answers: a second call for the same one enqueues nothing.
@@ -132,7 +121,6 @@ class Kept:
 
     Args:
         folder: of the search on disk; None where nothing is kept.
-        token: of the study.
 
     Attributes:
         states: where the states lie; None without a folder.
@@ -175,10 +163,7 @@ def keep_weights(folder: Path, token: str, state: JobState, number: int, request
     go.
 
     Args:
-        folder: of the search.
-        token: of its study.
         state: of the trial; the adapter that an unfinished one finds exported is a former search's.
-        number: of the trial.
         request: names the copy.
 
     Raises:

@@ -81,7 +81,6 @@ class Prepared:
 
     Attributes:
         material: digests of model and data, by what they were asked for as.
-        settings: that the engine can run with.
         said: what is to be said of them.
     """
 

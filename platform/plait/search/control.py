@@ -48,8 +48,6 @@ class SearchControl:
     """One search as its user steers it.
 
     Args:
-        recorded: its last command.
-        root: folder of the runs.
         wait: seconds to wait for a storage that is unavailable.
 
     Raises:
@@ -143,8 +141,6 @@ class SearchControl:
         """One more trial with the values of another, changed by overrides; what will happen, in words.
 
         Args:
-            number: of the other.
-            overrides: ``key=value`` each.
             warm: start from the other's newest saved weights.
 
         Raises:
@@ -222,12 +218,6 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
 
 def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:
     """Only a trial that has begun and not ended can be stopped, and only one that has begun can be cloned.
-
-    Args:
-        verb: "stop" or "clone".
-        number: of the trial.
-        states: of all trials of the search, by number.
-        name: of the search.
 
     Raises:
         SearchError: there is no such trial, or it is not of this kind.

@@ -33,10 +33,8 @@ class Remains:
     """What there is of a search.
 
     Attributes:
-        folder: of the search.
         size: of the folder, bytes.
         adapters: how many were exported to it.
-        study: None where there is none any more.
         tracking: the store of its runs.
         runs: their MLflow ids, the jobs' first.
         unsent: what waits in the folder for the store, in words.

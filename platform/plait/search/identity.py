@@ -53,9 +53,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     """The identity of a search.
 
     Args:
-        space: what is searched.
         base: the job with everything that is not searched as it stands; searched keys are left out.
-        settings: of the run.
     """
     swept = space.describe()
     fixed = {key: value for key, value in base.parameters().items() if not _covered(key, swept)}
@@ -152,7 +150,6 @@ def check_material(study: Study, material: Mapping[str, str]) -> None:
     """Data and model are those that the search began with; what it had not met yet is added.
 
     Args:
-        study: of the search.
         material: what it is to its digest.
 
     Raises:

@@ -381,7 +381,6 @@ class Attend:
     """Called before every iteration: what the search's user orders, and what its views learn from the study.
 
     Attributes:
-        board: what the views show.
         say: shows a line to the user.
         unreachable: why the tracking store does not answer; empty where it does.
         store: what it is called.

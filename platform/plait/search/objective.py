@@ -42,7 +42,6 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
     """Every objective and every constraint is a metric, or a number in every job.
 
     Args:
-        search: its settings.
         probes: jobs that may be asked for.
 
     Raises:
@@ -75,7 +74,6 @@ def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> No
     """Whether a job's best evaluation can be kept: there is one before its end.
 
     Args:
-        job: to be trained.
         validation: whether it has validation samples.
         at_rungs: whether it is evaluated at rungs.
 

@@ -25,7 +25,6 @@ class Orders:
     """What holds until it is withdrawn, for every worker of the search.
 
     Attributes:
-        mode: of the whole search.
         stops: numbers of the trials that are to end.
         ended: how often orders were withdrawn because they had been carried out, and not by the user; as a
             worker reads them, since it opened the study.
@@ -52,7 +51,6 @@ class StudyOrders:
     """A study's orders.
 
     Args:
-        study: where they are kept.
         patience: repeats what a storage that is unavailable could not do.
         locked: does something under the study's lock, with patience.
         clock: seconds, rising.

@@ -24,8 +24,6 @@ class RecordedCommand:
     """The last command that trained a search.
 
     Attributes:
-        name: of the search.
-        verb: "sweep" or "train".
         arguments: Hydra's overrides, as given.
         directory: current folder, below which relative paths lie.
         finished: whether the search came to its end.

@@ -107,7 +107,6 @@ class RunningTrial:
     """A trial from its submission to its end, and why it does not train.
 
     Attributes:
-        priority: of its job.
         state: RUNNING while it holds a slot of the search, even if the engine preempted it; else PAUSED.
         at_rung: it left its slot at a rung, so that the end of a pause does not bring it back.
         released: its rung is decided and it was let past; it waits for a slot.
@@ -190,11 +189,7 @@ class SearchLoop:
     """Runs a search to its end.
 
     Args:
-        source: suggests the trials.
         make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
-        coordinator: trains the jobs.
-        recorder: keeps what happens.
-        settings: of the search.
         stop: asked after every iteration; True ends the search in order.
         stopper: ends trials early; None lets all come to their ends.
         read_orders: the orders of the search's user, asked for before every iteration.

@@ -75,7 +75,6 @@ def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) 
     """The optimiser steps of the rungs, rising.
 
     Args:
-        stopping: the settings.
         budget: optimiser steps of the shortest job.
         geometric: where the settings leave it open, each rung lies at eta times the one before; otherwise
             they are evenly spaced.

@@ -37,8 +37,6 @@ class StudyRungs:
     """The rung table in a study.
 
     Args:
-        study: where it is kept.
-        settings: of the search.
         patience: repeats what a storage that is unavailable could not do.
         locked: does something under the study's lock, with patience.
         own: whether a trial is still this process's own: nothing is written to one that another adopted.
@@ -124,9 +122,6 @@ class Stopper:
     """Measures at rungs, keeps what was measured, and asks the rule.
 
     Args:
-        rule: decides.
-        metric: what trials are compared by.
-        memory: keeps the rung table.
         asynchronous: the rule's decisions depend on the order of arrival, so that they must be kept.
     """
 
@@ -234,9 +229,7 @@ def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Sto
     """The stopper that the settings ask for; None where every trial is trained to its end.
 
     Args:
-        search: its settings.
         budget: optimiser steps of the shortest job.
-        memory: keeps the rung table.
 
     Raises:
         ConfigError, SearchError: as ``make_rule``.

@@ -80,8 +80,6 @@ class RuleRequest:
     """What a rule is made from.
 
     Attributes:
-        search: its settings.
-        metric: what trials are compared by.
         steps: the rungs, in optimiser steps.
         cohort: trials that are compared with each other; 0 for a rule without cohorts of one size.
         options: as the rule's ``options`` read them.
@@ -110,7 +108,6 @@ class StoppingRule:
     """A stopping rule as it is registered: how it is made, what it needs and what it can do.
 
     Attributes:
-        make: the rule of a search.
         check: raises a ConfigError where the settings make no sense for it; called before a model is loaded.
         options: type of ``search.stopping.options``: a dataclass, ``dict`` for any, or None for none.
         several_objectives: whether it can be used where there are several objectives.
@@ -207,7 +204,6 @@ def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
     """The optimiser steps at which trials may be stopped, rising; none for the kind "none".
 
     Args:
-        stopping: the settings.
         budget: optimiser steps of the shortest job.
 
     Raises:
@@ -227,7 +223,6 @@ def make_rule(
     """The rule that the settings ask for; None where no trial is stopped early.
 
     Args:
-        search: its settings.
         budget: optimiser steps of the shortest job.
         keep_cohort: the size of a cohort that was first kept under a name, or the one given: its default
             depends on settings that may change from start to start, and between workers.

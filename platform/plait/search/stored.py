@@ -71,11 +71,6 @@ class StudyFacts:
 def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
     """Importance of every key of a study's space, and its objectives; what is in the way is said in
     ``importance.trouble``, not raised.
-
-    Args:
-        storage: ``search.storage``.
-        root: ``tracking.root``.
-        name: of the search.
     """
     try:
         study = stored_study(storage, root, name)
@@ -90,11 +85,6 @@ class NoStudyError(StorageError):
 
 def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
     """A study to be read; nothing is made for it.
-
-    Args:
-        storage: ``search.storage``.
-        root: ``tracking.root``.
-        name: of the search.
 
     Raises:
         NoStudyError: it is not there.

@@ -65,18 +65,12 @@ class StudyTrials:
     adopted and reported under a lock of the study.
 
     Args:
-        settings: of the search.
-        space: what is searched.
-        identity: of the search.
-        storage: of the study.
         folder: of the search on disk; without one, this process is taken to be the only one.
         patience: for a storage that is unavailable.
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
         claims: who trains which trial.
-        orders: of the search's user.
-        rungs: its rung table.
         revision: rises when a trial is suggested, enqueued or ended here.
         token: tells this study from an earlier one of its name.
         states_folder: where the states of its trials lie; None without a folder.
@@ -385,13 +379,7 @@ def open_study(
     """The study of a search, which is made where there is none.
 
     Args:
-        name: of the search.
-        settings: of the search.
-        space: what is searched.
-        identity: of the search.
-        storage: of the study.
         prior_storage: of the earlier study that ``search.prior`` names.
-        folder: of the search on disk.
 
     Raises:
         SearchError: the study has another space, it is to be restarted while others train it, or

@@ -109,9 +109,6 @@ def make_sampler(
     """The sampler for one trial.
 
     Args:
-        settings: of the search.
-        space: what is searched.
-        number: of the trial.
         earlier: trials of an earlier study, for a sampler that takes them as an argument.
         tried: points not to be suggested.
         given: values of the trial that were written already.
@@ -178,7 +175,6 @@ class Untried(BaseSampler):
 
     Args:
         make: the sampler, by how often it was asked for this trial before, which changes its random numbers.
-        space: what is searched.
         tried: points not to be suggested.
         given: values of the trial that were written already.
         seed: of the choice without the sampler.

@@ -16,8 +16,6 @@ class Trial:
     """One point to try.
 
     Attributes:
-        number: in its study.
-        values: of the searched keys.
         overrides: that set these keys, in Hydra's syntax.
         resume_from: state that an interrupted run saved of it.
         warm_from: folder with the weights that it begins with; None for fresh ones.
@@ -46,9 +44,7 @@ class SearchCommand:
         probes: jobs that together have every choice and both ends of every range.
         config: resolved configuration as YAML.
         command: the command line, program first.
-        overrides: as given.
         directory: Hydra's folder of this run.
-        verb: "sweep" or "train".
     """
 
     settings: RunSettings
