@@ -30,7 +30,7 @@ FLOORS = (
     {"__main__"},
 )
 # Packages with modules of one importer still to be mended; nothing is added here.
-ONE_IMPORTER = {"plait.cli", "plait.search", "plait.terminal"}
+ONE_IMPORTER = {"plait.cli", "plait.terminal"}
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
     "optuna": ("platform/plait/search/",),

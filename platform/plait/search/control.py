@@ -3,6 +3,9 @@
 Orders are an attribute of the study, which workers read every few seconds and obey at their next iteration.
 Added trials are enqueued in it. So nothing depends on who runs where: what is asked of a search that does not
 run is done when it resumes, and what was written survives a crash of either side.
+
+The seam to `plait control`, which turns words into these orders: it is imported only when one is given, since
+Optuna takes its time to load.
 """
 
 from __future__ import annotations

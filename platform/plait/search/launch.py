@@ -1,7 +1,7 @@
 """From a composed command to a result: check everything, open the study, build the engine, run, report.
 
-`plait train` takes the same path: a study with an empty space and one trial. A module of its own, though only
-the command line imports it, since it alone brings engine, study, tracking and screen together.
+`plait train` takes the same path: a study with an empty space and one trial. The seam to the command line: this
+module alone brings engine, study, tracking and screen together.
 """
 
 from __future__ import annotations
