@@ -1,7 +1,7 @@
 """Deletes a search: its folder, its study and its runs in MLflow; also one that never began.
 
-The seam to `plait forget`, which asks first: it is imported only then, since Optuna and MLflow take their time
-to load.
+The seam to `plait forget`, which asks first: it is imported only then, since Optuna and MLflow take their
+time to load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a composed command to a result: check everything, open the study, build the engine, run, report.
 
-`plait train` takes the same path: a study with an empty space and one trial. The seam to the command line: this
-module alone brings engine, study, tracking and screen together.
+`plait train` takes the same path: a study with an empty space and one trial. The seam to the command line:
+this module alone brings engine, study, tracking and screen together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState
@@ -22,7 +22,6 @@ from plait.core.messages import Notice
 from plait.core.settings import TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.coordinator import Coordinator
-from plait.search import run
 from plait.search.checks import Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
@@ -36,7 +35,7 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import Interrupts, SearchLoop
+from plait.search.run import Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, existing_storage, from_anywhere, open_storage
 from plait.search.study import StudyTrials
@@ -51,19 +50,6 @@ from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 
 LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
-
-
-class View(run.View, Protocol):
-    """What shows a search while it trains; a context manager."""
-
-    def __enter__(self) -> Self:
-        """Begin to show it."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any, /) -> None:
-        """Show its end."""
-
-    def refresh(self) -> None:
-        """Draw what has changed, where that is due: while no job trains no event comes."""
 
 
 class Screen(Protocol):
@@ -296,11 +282,6 @@ class _Launch:
                 lambda: tracker.unreachable,
                 str(tracker.location),
             )
-
-            def read_orders() -> Orders:
-                view.refresh()
-                return attend()
-
             return SearchLoop(
                 self._source,
                 self._command.make_job,
@@ -309,7 +290,7 @@ class _Launch:
                 self._settings.search,
                 stop=lambda: interrupts.requested,
                 stopper=stopper,
-                read_orders=read_orders,
+                read_orders=attend,
                 view=view,
             ).run()
 

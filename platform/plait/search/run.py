@@ -93,7 +93,16 @@ class Recorder(Protocol):
 
 
 class View(Protocol):
-    """Shows what happens; asked after the recorder, whose leaderboard it draws."""
+    """Shows a search while it trains; asked after the recorder, whose leaderboard it draws."""
+
+    def __enter__(self) -> Self:
+        """Begin to show it."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any, /) -> None:
+        """Show its end."""
+
+    def refresh(self) -> None:
+        """Draw what has changed, where that is due: while no job trains no event comes."""
 
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
@@ -269,6 +278,8 @@ class SearchLoop:
 
     def _obey(self) -> None:
         """Carry out the user's orders: end trials, pause all, resume them."""
+        if self._view is not None:
+            self._view.refresh()
         before, self._orders = self._orders, self._read_orders()
         if self._orders.ended:
             # Another worker, the last one with a trial, withdrew the order as carried out: this one ends too.
