@@ -366,7 +366,7 @@ def test_what_another_worker_decides_is_acted_on_while_this_one_trains(
 
     def owner(study: StudyTrials, poll: int) -> Orders:
         if poll == 0:
-            elsewhere = study._study.ask(study._distributions)
+            elsewhere = study._study.ask(study._suggester._distributions)
             elsewhere.set_user_attr("plait.owner", Trainer("other", "elsewhere", "/nowhere").to_json())
         if poll == 5:
             study._study._storage.set_trial_intermediate_value(0, 2, 99.0)
