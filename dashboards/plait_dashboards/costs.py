@@ -204,11 +204,12 @@ def pareto_note(sweep: Sweep) -> str:
     axes = pareto_axes(sweep)
     if len(axes) == 2:
         said = f"{axes[1].name} against {axes[0].name}"
-        return f"{said}: on the front are finished adapters that no other beats in both."
+        return f"{said}: the front has the finished adapters that no other adapter beats in both."
     shown = "each pair of objectives" if len(axes) <= MOST_PAIRED else "one line per adapter"
     return (
-        f"{', '.join(axis.name for axis in axes)}; {shown}. On the front are finished adapters to which no "
-        "other is equal or better in all of them; in a single pair such an adapter may look dominated."
+        f"{', '.join(axis.name for axis in axes)}; {shown}. The front has the finished adapters that no "
+        "other adapter equals or beats in all objectives; in a plot of only two, such an adapter may "
+        "look dominated."
     )
 
 

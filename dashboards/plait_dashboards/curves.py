@@ -80,7 +80,7 @@ def limit(sweep: Sweep, metric: str) -> int:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """The curve with at most ``most`` points, evenly chosen, first and last among them."""
+    """The curve with at most ``most`` points, chosen evenly, first and last among them."""
     count = len(curve.steps)
     if count <= most:
         return curve

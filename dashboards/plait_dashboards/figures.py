@@ -47,8 +47,8 @@ def all_figures(sweep: Sweep) -> list[Shown]:
             "parallel-coordinates",
             "Parallel coordinates",
             "Measured",
-            "One line per adapter, coloured by its objective. Drag along an axis to keep the lines that cross"
-            f" it there.{_left_out(sweep)}",
+            "One line per adapter, coloured by its objective. Drag along an axis to show only the lines that "
+            f"cross it there.{_left_out(sweep)}",
             parameters.parallel_coordinates(sweep),
         )
     )
@@ -72,8 +72,8 @@ def _costs(sweep: Sweep) -> list[Shown]:
             "device-seconds",
             "Device-seconds by outcome and by adapter",
             "Measured",
-            "A microbatch's seconds are shared out to its adapters by their tokens. Useful: of adapters that "
-            "came to their end.",
+            "The time of a microbatch is divided among its adapters by tokens. Useful: spent on adapters "
+            "that finished.",
             costs.device_seconds(sweep),
         ),
         Shown(
@@ -96,9 +96,9 @@ def _costs(sweep: Sweep) -> list[Shown]:
 def _curves(sweep: Sweep, metric: str) -> Shown:
     drawn = len(sweep.curves[metric])
     longest = max(len(curve.steps) for curve in sweep.curves[metric].values())
-    said = "Pruned adapters are faded and end in a cross. "
+    said = "Curves of pruned adapters are faded and end in a cross. "
     if drawn > curves.ALL_NAMED:
-        said += f"The best {curves.TOP} have a colour, the other {drawn - curves.TOP} are faded. "
+        said += f"The best {curves.TOP} are coloured, the other {drawn - curves.TOP} are faded. "
     if longest > curves.limit(sweep, metric):
         said += f"At most {curves.limit(sweep, metric)} points of each curve are drawn. "
     key = "curves-" + metric.replace("/", "-").replace("_", "-")
@@ -110,7 +110,7 @@ def _leaderboard_note(sweep: Sweep) -> str:
     order = "lowest" if sweep.direction == "minimize" else "highest"
     counts = {how: sum(outcome(item) == how for item in sweep.records) for how in OUTCOMES}
     parts = [f"{count} {'finished' if how == USEFUL else how}" for how, count in counts.items() if count]
-    rule = f"{order.capitalize()} {sweep.metric or 'objective'} first, finished ones before others"
+    rule = f"{order.capitalize()} {sweep.metric or 'objective'} first; finished adapters come before others"
     if len(sweep.objectives) > 1:
         rule = f"The Pareto front of {' and '.join(each.name for each in sweep.objectives)} first. {rule}"
     return f"{rule}: {', '.join(parts)}."
@@ -119,7 +119,7 @@ def _leaderboard_note(sweep: Sweep) -> str:
 def _left_out(sweep: Sweep) -> str:
     missing = len(sweep.records) - len(parameters.scored(sweep))
     what = "all objectives" if len(sweep.objectives) > 1 else "an objective"
-    return f" Not shown, without {what}: {missing}." if missing else ""
+    return f" Not shown, since they have no value for {what}: {missing}." if missing else ""
 
 
 def drawn_metrics(sweep: Sweep) -> list[str]:

@@ -64,7 +64,7 @@ def timeline(steps: Sequence[GroupStepRow], trial_of: Mapping[str, int], bins: i
 def packing(sweep: Sweep) -> go.Figure:
     """The timeline above, the capacity in use below."""
     if not sweep.steps:
-        return say(figure(), "No steps of the group were recorded with this search.")
+        return say(figure(), "No group steps were recorded for this search.")
     found = timeline(sweep.steps, {item.name: item.trial for item in sweep.records})
     rows = len(found.trials)
     height = min(max(120 + 22 * rows, 320), 760)
@@ -119,12 +119,14 @@ def packing_note(sweep: Sweep) -> str:
         return ""
     per_column = -(-len(sweep.steps) // BINS)
     each = (
-        "Each column is one iteration." if per_column == 1 else f"A column is about {per_column} iterations."
+        "Each column is one iteration."
+        if per_column == 1
+        else f"Each column is about {per_column} iterations."
     )
     count = f"{len(sweep.steps):,} iterations of the group"
     if (last := max(step.iteration for step in sweep.steps)) > len(sweep.steps):
-        count = f"{len(sweep.steps):,} of {last:,} iterations of the group, evenly chosen"
-    return f"{count}. {each} Tokens are those of the samples, without padding."
+        count = f"{len(sweep.steps):,} of {last:,} iterations of the group, chosen evenly"
+    return f"{count}. {each} Padding is not counted."
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ def predictions(sweep: Sweep) -> go.Figure:
         ),
     )
     if not any(pairs.iterations for _, series in sides for pairs, *_ in series):
-        return say(figure(), "Nothing was predicted for the steps of this search.")
+        return say(figure(), "There are no predictions for the steps of this search.")
     made = make_subplots(1, 2, horizontal_spacing=0.12)
     made.update_layout(template=None, height=430, margin=MARGIN, showlegend=False)
     if ruled.iterations:
@@ -199,7 +201,7 @@ def predictions(sweep: Sweep) -> go.Figure:
 
 def _add_nothing(made: go.Figure, column: int) -> None:
     made.add_annotation(
-        text="not predicted or not measured here",
+        text="not predicted or not measured",
         showarrow=False,
         x=0.5,
         y=0.5,
@@ -248,19 +250,20 @@ def predictions_note(sweep: Sweep) -> str:
         if pairs.iterations:
             size = np.abs(pairs.errors)
             said.append(
-                f"{what}: off by {np.median(size):.1%} in the middle step, by {np.percentile(size, 95):.1%} "
-                f"in the worst twentieth ({len(size):,} steps)"
+                f"{what}: off by {np.median(size):.1%} in the median step, by {np.percentile(size, 95):.1%} "
+                f"at the 95th percentile ({len(size):,} steps)"
             )
     ruled = bytes_pairs(sweep.steps, by_rule=True)
     if ruled.iterations:
         middle = np.median(ruled.predicted / ruled.measured)
-        hidden = "; a click in the legend shows them" if fitted.iterations else ""
+        hidden = "; click in the legend to show them" if fitted.iterations else ""
         said.append(
-            f"{BY_RULE}, before anything was fitted: {middle:.1f} times what was measured in the middle step "
-            f"({len(ruled.iterations):,} steps{hidden})"
+            f"{BY_RULE}, before anything was fitted: {middle:.1f} times the measured value in the median "
+            f"step ({len(ruled.iterations):,} steps{hidden})"
         )
     return (
-        "Error of the prediction: " + "; ".join(said) + ". On the dashed line both are the same."
+        "Error of the prediction: " + "; ".join(said) + ". On the dashed line, prediction and "
+        "measurement are equal."
         if said
         else ""
     )

@@ -60,7 +60,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
     whole = sum(totals.values())
     found["device-seconds (measured)"] = f"{whole:,.1f} s"
     if whole > 0:
-        found["of which useful"] = f"{totals[OUTCOMES[0]] / whole:.0%}"
+        found["useful"] = f"{totals[OUTCOMES[0]] / whole:.0%}"
     found["tokens trained"] = f"{sum(item.tokens for item in sweep.records):,}"
     return found
 

@@ -81,7 +81,9 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
     shown = scored(sweep)
     keys = short_names(sweep.searched)
     if len(shown) < 2 or not keys:
-        return say(figure(), "This needs two adapters with an objective, and a key in which they differ.")
+        return say(
+            figure(), "This figure needs two adapters with an objective and a key in which they differ."
+        )
     axes = [axis_of(word, [item.parameters.get(key) for item in shown]) for key, word in keys.items()]
     if len({outcome(item) for item in shown}) > 1:
         present = [how for how in OUTCOMES if any(outcome(item) == how for item in shown)]
@@ -160,5 +162,5 @@ def importance_note(sweep: Sweep) -> str:
         return ""
     said = f"Estimated from the measured objectives of {found.trials} finished trials."
     if found.few:
-        said += " So few trials are a hint at best: further trials may reverse the order."
+        said += " With so few trials this is only a hint; further trials may reverse the order."
     return said

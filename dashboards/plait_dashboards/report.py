@@ -19,9 +19,11 @@ def main(arguments: Sequence[str]) -> int:
         AwayError: the store does not answer.
         StorageError: the store cannot be read, or the page cannot be written.
     """
-    parser = store_parser("report", "A search's figures as one HTML page that needs no network.")
+    parser = store_parser("report", "Write a search's figures as one HTML page that opens without a network.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
-    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="the page (NAME.html)")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="the file to write; default: NAME.html"
+    )
     parser.add_argument("--storage", help="storage of the study (search.storage), if it has moved")
     known = parser.parse_args(arguments)
     from plait.tracking import AwayError
@@ -33,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         sweep = read_sweep(store_settings(known), known.name, known.storage)
     except AwayError as error:
         remedy = (
-            f"{error.remedy}\nThe curves are in that store alone; `plait leaderboard {known.name or 'NAME'}` "
-            "shows what the search's study holds in the meantime."
+            f"{error.remedy}\nThe curves are only in that store; in the meantime, `plait leaderboard "
+            f"{known.name or 'NAME'}` shows what the search's study holds."
         )
         raise AwayError(error.value, error.rule, remedy) from error
     path = known.output or Path(f"{file_name(sweep.name)}.html")

@@ -52,7 +52,7 @@ class Curve:
         seconds = [point.training_seconds for point in self.points]
         if not steps or steps[0] < 1 or steps != sorted(set(steps)) or seconds != sorted(seconds):
             raise DataError(
-                f"a curve over the steps {steps}", "It needs points, and steps and seconds that rise."
+                f"a curve over the steps {steps}", "A curve needs points with increasing steps and seconds."
             )
 
     @property
@@ -93,7 +93,7 @@ class RecordedCurves:
 
     def __post_init__(self) -> None:
         if not self.curves or any(self._steps(curve) != self.steps for curve in self.curves):
-            raise DataError("recorded curves", "There must be some, all with points at the same steps.")
+            raise DataError("recorded curves", "All curves must have points at the same steps.")
 
     @staticmethod
     def _steps(curve: Curve) -> tuple[int, ...]:
@@ -144,7 +144,9 @@ def read_curves(path: Path) -> RecordedCurves:
     Raises:
         DataError: the file cannot be read, or is no such record.
     """
-    rule = f"It must hold recorded curves, schema {SCHEMA}, as `plait bench record_curves` writes them."
+    rule = (
+        f"The file must contain recorded curves, schema {SCHEMA}, as `plait bench record_curves` writes them."
+    )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema"] != SCHEMA:

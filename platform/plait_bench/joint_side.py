@@ -194,5 +194,5 @@ class JointRun:
                 self.seconds += event.seconds
             case JobResult() if event.state != JobState.FINISHED:
                 raise PlaitError(
-                    f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark finishes."
+                    f"{event.job} {event.state}: {event.reason}", "Every job of a benchmark must finish."
                 )

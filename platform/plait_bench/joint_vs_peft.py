@@ -198,8 +198,8 @@ def check_agreement(differences: Mapping[str, Sequence[float]], tolerance: float
     if not largest <= tolerance:
         raise PlaitError(
             f"{job}, step {values.index(largest) + 1}: losses differ by {largest:.3g} of the job's mean loss",
-            f"At most {tolerance:g} may lie between Plait and PEFT (bench.options.loss_tolerance).",
-            "Without agreement no speed is reported: look for what changed on either side.",
+            f"The losses may differ by at most {tolerance:g} (bench.options.loss_tolerance).",
+            "No speed is reported if the losses differ. Find out what changed on either side.",
         )
 
 

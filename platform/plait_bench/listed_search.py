@@ -67,7 +67,9 @@ def parameters_apart(jobs: Sequence[JobSpec]) -> list[dict[str, Value]]:
     apart = [key for key in rows[0] if any(row[key] != rows[0][key] for row in rows)]
     points = [{key: row[key] for key in apart} for row in rows]
     if len({tuple(point.values()) for point in points}) < len(points):
-        raise ConfigError("two jobs with the same parameters", "Each trial of a benchmark is tried once.")
+        raise ConfigError(
+            "two jobs with the same parameters", "No two trials of a benchmark may be the same."
+        )
     return points
 
 

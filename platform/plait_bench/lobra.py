@@ -325,8 +325,8 @@ def ablation(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
         tuple(figures),
         (
             f"cost model: {profile.source}",
-            "The paper does not print its fixed bucket boundaries; what they pad decides what dynamic "
-            "bucketing can save, so two choices stand beside each other.",
+            "The paper does not give its fixed bucket boundaries. Their padding determines what dynamic "
+            "bucketing can save, so two choices are compared.",
         ),
     )
 

@@ -90,7 +90,10 @@ def record_curves(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
 
 def _steps(asked: Sequence[int], budgets: set[int]) -> tuple[int, ...]:
     if len(budgets) > 1:
-        raise ConfigError(f"budgets of {sorted(budgets)} steps", "All jobs of a record have the same.")
+        raise ConfigError(
+            f"budgets of {sorted(budgets)} steps",
+            "All jobs of a recording must have the same number of steps.",
+        )
     (budget,) = budgets
     steps = tuple(sorted({*asked, budget}))
     if steps[0] < 1 or steps[-1] > budget:
@@ -195,7 +198,7 @@ def record(
                         piece(f"to step {steps[len(taken)]}")
                 case JobResult() if event.state != JobState.FINISHED:
                     raise PlaitError(
-                        f"{event.job} {event.state}: {event.reason}", "Every job of a record finishes."
+                        f"{event.job} {event.state}: {event.reason}", "Every job of a recording must finish."
                     )
     return [
         Curve(point, tuple(points[job.name])) for job, point in zip(jobs, parameters_apart(jobs), strict=True)

@@ -240,7 +240,7 @@ def check_rungs(search: SearchSettings, steps: Sequence[int]) -> None:
         raise ConfigError(
             f"a rung after {unknown[0]} steps",
             f"The curves have points at the steps {choices(steps)}.",
-            "Put the rungs there.",
+            "Set rungs at these steps.",
         )
 
 
@@ -346,7 +346,7 @@ def _assumptions(search: SearchSettings, recorded: RecordedCurves, options: Opti
     return (
         f"Medians over {options.orders} random orders of {len(recorded.curves)} trials, {search.parallel} at "
         "a time. Replays of measured curves through the real loop, study and rules; evaluations at rungs "
-        "count, each as long as it took; pausing and resuming are taken to cost nothing.",
+        "count, each as long as it took; pausing and resuming are assumed to take no time.",
         f"Curves recorded {facts.get('date', '')} on {machine.get('cpus', '?')} × "
         f"{machine.get('processor', '?')}, {facts.get('together', '?')} trials together, "
         f"{recorded.steps[-1]} steps each.",

@@ -169,8 +169,8 @@ def check_agreement(result: SeedResult, tolerance: float) -> float:
     if not 0 <= largest <= tolerance:
         raise PlaitError(
             f"{where}: the validation losses of Plait and PEFT differ by {100 * largest:.3g} %",
-            f"At most {100 * tolerance:g} % may lie between them (bench.options.loss_tolerance).",
-            "Without agreement no speed is reported: look for what changed on either side.",
+            f"They may differ by at most {100 * tolerance:g} % (bench.options.loss_tolerance).",
+            "No speed is reported if the losses differ. Find out what changed on either side.",
         )
     return largest
 
@@ -325,7 +325,7 @@ def _check(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         raise ConfigError(
             f"search.stopping.rungs={settings.search.stopping.rungs}",
             "Both sides stop trials at the same rungs.",
-            "Give them: search/stopping=successive_halving search.stopping.rungs=[2,4,8].",
+            "Set them: search/stopping=successive_halving search.stopping.rungs=[2,4,8].",
         )
     if settings.search.metric != "eval/loss":
         raise ConfigError(f"search.metric={settings.search.metric}", "This benchmark compares by eval/loss.")
@@ -424,7 +424,7 @@ class Kept:
             results = [SeedResult.from_json(item) for item in content["seeds"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path}: {error}", "It keeps the seeds of search_vs_sequential.", "Remove it."
+                f"{path}: {error}", "The file stores the seeds of search_vs_sequential.", "Remove it."
             ) from error
         if content["problem"] != problem:
             raise ConfigError(
@@ -564,4 +564,4 @@ def measured_when(facts: Sequence[Mapping[str, Any]]) -> str:
     text = f"They were measured from {times[0]} to {times[-1]}, commit {', '.join(commits)}."
     if len(commits) == 1:
         return text
-    return f"{text} These are {len(commits)} versions: bench.options.fresh=true measures all again."
+    return f"{text} These are {len(commits)} versions; bench.options.fresh=true measures all of them again."

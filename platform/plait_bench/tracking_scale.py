@@ -256,8 +256,8 @@ def tracking_scale(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
             f"{asked.adapters} adapters of {asked.steps} steps, {asked.together} at once; "
             f"tracking.points={settings.tracking.points}.",
             f"Shares are of a run of {hours:.1f} hours: all steps at the seconds above, one after the other. "
-            "The calls are real and made without pause; no training runs beside them.",
-            f"An adapter's folder holds {ADAPTER_BYTES // 1024} KiB here.",
+            "The calls are real and made without a pause; nothing is trained at the same time.",
+            f"An adapter's folder has {ADAPTER_BYTES // 1024} KiB here.",
         ),
     )
 
@@ -358,7 +358,7 @@ def _check(tracking: TrackingSettings, script: Script) -> int:
         if found != wanted or len(history) != len(wanted) or shown != [last, last + 0.2, last + 0.2]:
             raise StorageError(
                 f"{run.info.run_name}: {len(history)} points of {len(wanted)}, last values {shown}",
-                "The store must hold what was sent.",
+                "The store must contain all points that were sent.",
             )
         values += len(history)
     return values
@@ -438,4 +438,6 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         except OSError:
             time.sleep(0.2)
     words = log.read_text(errors="replace").strip().splitlines()
-    raise StorageError(f"{url}: no answer ({words[-1] if words else ''})", "MLflow's server must start here.")
+    raise StorageError(
+        f"{url}: no answer ({words[-1] if words else ''})", "MLflow's server must start on this machine."
+    )

@@ -32,7 +32,7 @@ def test_the_report_of_a_real_search(
     text = page.read_text(encoding="utf-8")
     assert "Importance needs at least 5 finished trials. There are 2." in text
     assert "iterations of the group. Each column is one iteration." in text
-    assert "No steps of the group were recorded" not in text
+    assert "No group steps were recorded" not in text
 
 
 def test_the_page_of_a_search_stays_in_the_current_folder(

@@ -202,7 +202,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["plan", "model=tiny", "data.task=nothing", "adapter.rank=1,2"], ["nothing"]),
         (["sweep", "model=tiny", "data.task=nothing", "adapter.rank=1,2"], ["nothing"]),
         (["sweep", "train.lr=${nothing}"], ["nothing"]),
-        (["sweep", "engine=default,default"], ["engine is swept", "belongs to the run"]),
+        (["sweep", "engine=default,default"], ["engine is swept", "applies to the whole run"]),
         (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),
         (["sweep", "search.sampler=sobol"], ["search.sampler=sobol", "qmc"]),
         (["bench", "nothing"], ["plait bench nothing", "quickstart"]),

@@ -206,7 +206,7 @@ def test_the_best_is_drawn_on_top_and_one_bad_adapter_does_not_take_all_colours(
 
 def test_few_trials_are_called_a_hint() -> None:
     few, many = sweep_of(8), sweep_of(100)
-    assert "8 finished trials. So few trials are a hint at best" in parameters.importance_note(few)
+    assert "8 finished trials. With so few trials this is only a hint" in parameters.importance_note(few)
     assert "hint" not in parameters.importance_note(many)
     assert parameters.importance(few).data[0].marker.color != parameters.importance(many).data[0].marker.color
 
@@ -353,7 +353,7 @@ def test_errors_are_of_steps_that_have_both() -> None:
     assert list(packing.bytes_pairs(rows).measured) == [1.0]
     assert list(packing.bytes_pairs(rows).predicted) == [2.0]
     said = packing.predictions_note(Sweep("s", "finished", "minimize", "eval/loss", (), steps=tuple(rows)))
-    assert "seconds: off by 37.5% in the middle step" in said
+    assert "seconds: off by 37.5% in the median step" in said
     assert "memory: off by 100.0%" in said
 
 
@@ -361,7 +361,7 @@ def test_errors_are_of_steps_that_have_both() -> None:
 def test_what_was_not_predicted_is_said_on_its_side(known: dict[str, float]) -> None:
     sweep = Sweep("s", "finished", "minimize", "eval/loss", (), steps=(row(1, {"a": 10}, **known),))
     (said,) = packing.predictions(sweep).layout.annotations
-    assert said.text == "not predicted or not measured here"
+    assert said.text == "not predicted or not measured"
     assert said.xref == ("x2 domain" if "predicted_seconds" in known else "x domain")
 
 

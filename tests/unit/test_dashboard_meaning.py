@@ -148,7 +148,7 @@ def test_the_worst_twentieth_is_the_worst() -> None:
     """Errors of 1 % to 100 %."""
     rows = [row(at, predicted_seconds=1.0 + at / 100) for at in range(1, 101)]
     said = packing.predictions_note(sweep(steps=tuple(rows)))
-    assert "off by 50.5% in the middle step, by 95.0% in the worst twentieth (100 steps)" in said
+    assert "off by 50.5% in the median step, by 95.0% at the 95th percentile (100 steps)" in said
     assert "memory" not in said
 
 
@@ -158,8 +158,8 @@ def test_what_bounds_memory_before_a_fit_is_no_error_of_the_fit() -> None:
     ruled = [row(at, predicted_bytes=2**31, peak_bytes=2**30, bytes_by_rule=True) for at in (1, 2)]
     both = sweep(steps=(*ruled, *fitted))
     said = packing.predictions_note(both)
-    assert "memory: off by 1.0% in the middle step, by 1.0% in the worst twentieth (10 steps)" in said
-    assert "memory by rule (upper bound), before anything was fitted: 2.0 times what was measured" in said
+    assert "memory: off by 1.0% in the median step, by 1.0% at the 95th percentile (10 steps)" in said
+    assert "memory by rule (upper bound), before anything was fitted: 2.0 times the measured value" in said
     made = packing.predictions(both)
     assert {dots.name: list(dots.customdata) for dots in made.data if dots.mode == "markers"} == {
         "memory by rule (upper bound)": [1, 2],
@@ -178,7 +178,9 @@ def test_a_table_that_was_thinned_says_of_how_many() -> None:
     assert packing.packing_note(sweep(steps=few)).startswith("4 iterations of the group. Each column is one")
     thinned = tuple(row(at) for at in range(1, 2000, 2))
     said = packing.packing_note(sweep(steps=thinned))
-    assert said.startswith("1,000 of 1,999 iterations of the group, evenly chosen. A column is about 4 iter")
+    assert said.startswith(
+        "1,000 of 1,999 iterations of the group, chosen evenly. Each column is about 4 iter"
+    )
 
 
 # ---- parameters and facts ----------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_the_facts_are_of_what_was_useful_and_keeps_every_constraint() -> None:
     broken.feasible = False
     found = facts(sweep(broken, record(1, "finished", 1.5, 4.0), record(2, "pruned", 0.1, 2.0)))
     assert found["best eval/loss (measured)"] == "1.5, trial 1"
-    assert found["of which useful"] == "75%"
+    assert found["useful"] == "75%"
     assert found["adapters finished"] == "2"
     assert dict(table.columns(sweep(broken, record(1, "finished", 1.5))))["constraints"] == ["broken", ""]
 

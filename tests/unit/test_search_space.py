@@ -127,7 +127,7 @@ def test_nothing_to_search(arguments: list[str]) -> None:
 def test_what_belongs_to_the_run_is_not_swept(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         space_of(f"{key}=1,2")
-    assert "belongs to the run" in caught.value.rule
+    assert "applies to the whole run" in caught.value.rule
     assert "one sweep for each" in caught.value.remedy
 
 

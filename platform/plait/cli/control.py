@@ -94,7 +94,7 @@ def listing(root: Path) -> str:
     """The searches that run on this machine, each with its mode; what to do where there is none."""
     names = running(root)
     if not names:
-        return f"No search below {root} runs now; `plait resume` lists those that can be resumed."
+        return f"No search in {root} is running; `plait resume` lists those that can be resumed."
     lines = [f"{name}\t{_mode(root, name)}" for name in names]
     return "\n".join([*lines, f"`plait control {shlex.quote(names[0])} status` shows its status."])
 
@@ -116,7 +116,7 @@ def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
         return ConfigError(
             f"plait control {said}: no search is named",
             "The name of a search comes first.",
-            f"Type {' or '.join(meant)}." if meant else f"No search below {root} runs now.",
+            f"Type {' or '.join(meant)}." if meant else f"No search in {root} is running.",
         )
     return no_such_search("plait control", root, name)
 

@@ -262,8 +262,8 @@ def _totals(outlook: Outlook) -> Table:
     table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(alone), _saved(outlook, alone))
     if outlook.gap is not None:
         table.caption = (
-            f"Deployment within {100 * outlook.gap:.2f} % of the proven bound: "
-            f"{_seconds(outlook.step_seconds)} a step, {_seconds(outlook.equal_step_seconds)} "
+            f"Deployment within {100 * outlook.gap:.2f} % of the proven optimum: "
+            f"{_seconds(outlook.step_seconds)} per step, {_seconds(outlook.equal_step_seconds)} "
             f"with the best equal replicas, {outlook.equal_replicas}"
         )
     return table

@@ -53,7 +53,7 @@ def _list(root: Path) -> None:
     now = running(root)
     waiting = [command for command in unfinished if command.name not in now]
     if not waiting:
-        print(f"No{' other' if now else ''} search in {root} is unfinished.")
+        print(f"There are no{' other' if now else ''} unfinished searches in {root}.")
     for command in waiting:
         print(f"{command.name}\t{redact(shlex.join(('plait', command.verb, *command.arguments)))}")
     if now:

@@ -123,7 +123,7 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
     if root in RUN_GROUPS or root == "sweeps":
         raise ConfigError(
             f"{name} is swept",
-            f"{root} belongs to the run, not to a job: {', '.join(JOB_GROUPS)} can be swept.",
+            f"{root} applies to the whole run; only keys of {', '.join(JOB_GROUPS)} can be swept.",
             f"Start one sweep for each value of {name}.",
         )
     keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]

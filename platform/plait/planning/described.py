@@ -359,10 +359,9 @@ def _assumptions(
         f"Seconds are simulated for {profile.model}; sample lengths come from the tokeniser of {tokeniser}.",
         f"Capacities are those of the published system (table {profile.table!r}), or smaller if "
         "engine.capacity or memory requires it or a pipeline is faster with less.",
-        "Side by side: each job trains alone on the kind of replica that is cheapest for it; idle "
-        "devices are not "
-        "counted. Job by job: one job at a time on the plan's replicas; all their devices are counted. Both "
-        "wait for each step.",
+        "Side by side: each job trains alone on the kind of replica that is cheapest for it; idle devices "
+        "are not counted. Job by job: one job at a time on the plan's replicas; all their devices are "
+        "counted. Both wait for each step.",
         WAVES,
     ]
     if settings.engine.checkpointing:

@@ -340,7 +340,7 @@ class _Launch:
         )
 
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str) -> None:
-        facts = {"tracked in": str(tracker.location), "pages": "plait ui"}
+        facts = {"tracked in": str(tracker.location), "view with": "plait ui"}
         if trouble:
             facts["figures"] = f"not written: {trouble}"
         if result.ended_by:

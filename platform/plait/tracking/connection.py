@@ -101,9 +101,8 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
         raise StorageError(
             f"tracking.experiment={experiment!r} was deleted in {location}",
             "Runs can only be written to an active experiment.",
-            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or set "
-            "tracking.experiment to "
-            "another name.",
+            f"Restore it (mlflow experiments restore -x {store.experiment_id}), or set tracking.experiment "
+            "to another name.",
         )
     return store
 
@@ -231,8 +230,7 @@ def _check_database(location: Location) -> None:
             f"tracking.uri={location}: {first_line(error)}",
             "A database must answer at this address.",
             "Start the database, correct tracking.uri, install the driver (pip install "
-            "'plait[postgresql]'), or unset "
-            "tracking.uri to write to a SQLite file.",
+            "'plait[postgresql]'), or unset tracking.uri to write to a SQLite file.",
         ) from error
 
 
