@@ -269,7 +269,7 @@ def test_samples_that_cannot_be_trained_on_are_refused(rows, options, words, tmp
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        pytest.param(None, ["no such file", "Looked for /"], id="missing"),
+        pytest.param(None, ["no such file", "looked for /"], id="missing"),
         pytest.param(b"", ["is empty"], id="empty"),
         pytest.param(b"\n  \n", ["is empty"], id="blank"),
         pytest.param(b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "column"], id="not-json"),

@@ -67,7 +67,7 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         ),
         pytest.param(
             DataSpec.of("reasoning_gym", task="gsm"),
-            ["Did you mean gsm_symbolic? Its tasks"],
+            ["Did you mean gsm_symbolic? Choose one of"],
             id="task-begun",
         ),
         pytest.param(

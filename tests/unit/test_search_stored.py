@@ -81,7 +81,7 @@ def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
     )
     assert list(tmp_path.iterdir()) == []
     study(tmp_path, 1)
-    assert "other is not in its storage" in read_study(None, tmp_path, "other").importance.trouble
+    assert "other is no longer in its storage" in read_study(None, tmp_path, "other").importance.trouble
 
 
 def test_an_address_without_its_password_is_told(tmp_path: Path) -> None:
