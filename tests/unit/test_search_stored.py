@@ -74,10 +74,11 @@ def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
 
 
 def test_a_study_that_is_not_there_is_told_and_not_made(tmp_path: Path) -> None:
-    assert "optuna.journal is not here" in read_study(None, tmp_path, "s").importance.trouble
-    assert "gone.db is not here" in read_study(str(tmp_path / "gone.db"), tmp_path, "s").importance.trouble
+    assert "optuna.journal was not found" in read_study(None, tmp_path, "s").importance.trouble
+    assert "gone.db was not found" in read_study(str(tmp_path / "gone.db"), tmp_path, "s").importance.trouble
     assert (
-        "gone.db is not here" in read_study(f"sqlite:///{tmp_path}/gone.db", tmp_path, "s").importance.trouble
+        "gone.db was not found"
+        in read_study(f"sqlite:///{tmp_path}/gone.db", tmp_path, "s").importance.trouble
     )
     assert list(tmp_path.iterdir()) == []
     study(tmp_path, 1)
