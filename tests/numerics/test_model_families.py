@@ -111,7 +111,7 @@ REFUSED = {
     "not supported: attention sinks": "flint gpt_oss hy_v4 mimo_v2_flash",
     "not supported: sparse attention with an indexer": "axk2 deepseek_v32 glm_moe_dsa",
     "not supported: attention that does not go through": "codegen gpt_neo gptj gpt_neox_japanese",
-    "its parts cannot be run one by one": "beam biogpt deepseek_v2 longcat_flash",
+    "its parts cannot be run separately": "beam biogpt deepseek_v2 longcat_flash",
     "embed differs from the whole": "ctrl modernbert-decoder nanochat xglm",
     "beyond its window or chunk, layer 0 differs": "doge phimoe",
 }
