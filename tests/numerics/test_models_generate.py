@@ -38,7 +38,7 @@ def prompts_of(base: BaseModel, adapters: list[str | None]) -> list[Prompt]:
 def test_continuations_are_transformers_own(family: str, tmp_path: Path) -> None:
     base = load_model(settings_of(family), cache=tmp_path)
     prompts = prompts_of(base, [None] * len(LENGTHS))
-    found = generate(base, prompts, None, max_new_tokens=NEW, capacity=1000, stop=())
+    found = generate(base, prompts, None, max_new_tokens=NEW, stop=())
     plain = transformers_model(settings_of(family), cache=tmp_path)
     plain.set_attn_implementation("eager")
     for prompt, new in zip(prompts, found, strict=True):
@@ -62,19 +62,19 @@ def test_adapters_generate_together_as_alone(tmp_path: Path) -> None:
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
         bank.refresh([name])
     prompts = prompts_of(base, ["two", None, "one", "two"])
-    together = generate(base, prompts, bank, max_new_tokens=NEW, capacity=1000, stop=())
-    alone = [generate(base, [prompt], bank, max_new_tokens=NEW, capacity=1, stop=())[0] for prompt in prompts]
+    together = generate(base, prompts, bank, max_new_tokens=NEW, stop=())
+    alone = [generate(base, [prompt], bank, max_new_tokens=NEW, stop=())[0] for prompt in prompts]
     assert together == alone
     plain = [Prompt(prompt.tokens) for prompt in prompts]
-    assert generate(base, plain, None, max_new_tokens=NEW, capacity=40, stop=())[0] != together[0]
+    assert generate(base, plain, None, max_new_tokens=NEW, stop=())[0] != together[0]
 
 
 def test_a_stop_token_ends_a_continuation_and_is_left_out(tmp_path: Path) -> None:
     base = load_model(settings_of("mistral"), cache=tmp_path)
     prompts = prompts_of(base, [None] * len(LENGTHS))
-    free = generate(base, prompts, None, max_new_tokens=NEW, capacity=1000, stop=())
+    free = generate(base, prompts, None, max_new_tokens=NEW, stop=())
     stop = free[1][4]
-    stopped = generate(base, prompts, None, max_new_tokens=NEW, capacity=1000, stop=(stop,))
+    stopped = generate(base, prompts, None, max_new_tokens=NEW, stop=(stop,))
     for whole, cut in zip(free, stopped, strict=True):
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
     assert len(stopped[1]) <= 4
@@ -83,4 +83,4 @@ def test_a_stop_token_ends_a_continuation_and_is_left_out(tmp_path: Path) -> Non
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
     base = load_model(settings_of("llama"), cache=tmp_path)
     with pytest.raises(InputError, match="0 tokens"):
-        generate(base, [Prompt(())], None, max_new_tokens=1, capacity=10)
+        generate(base, [Prompt(())], None, max_new_tokens=1)

@@ -81,7 +81,7 @@ def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel
 
 def test_its_continuations_are_transformers_own(exact: PreTrainedModel, base: BaseModel) -> None:
     prompts = [Prompt(tuple(base.tokeniser(text).input_ids)) for text in TEXTS]
-    found = generate(base, prompts, None, max_new_tokens=4, capacity=200, stop=())
+    found = generate(base, prompts, None, max_new_tokens=4, stop=())
     assert base.tokeniser.decode(found[0]).startswith(" Rome")
     for prompt, new in zip(prompts, found, strict=True):
         given = torch.tensor([prompt.tokens])

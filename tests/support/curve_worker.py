@@ -133,10 +133,9 @@ class CurveWorker:
             case SaveCheckpoint():
                 assert command.cursor.step == self.steps[command.job]
                 save(command.directory, command.cursor)
-                seconds = self._spend()
-                return [Saved(command.job, command.directory, command.cursor.step, False, seconds)]
+                return [Saved(command.job, self._spend())]
             case Export():
-                return [Saved(command.job, command.directory, 0, True, self._spend())]
+                return [Saved(command.job, self._spend())]
             case Generate():
                 return [self._generate(each) for each in command.jobs]
 

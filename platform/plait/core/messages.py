@@ -236,9 +236,6 @@ class Saved:
     """A checkpoint or an exported adapter is complete on disk."""
 
     job: str
-    directory: Path
-    step: int
-    exported: bool
     seconds: float = 0.0
 
 

@@ -27,7 +27,7 @@ class ProfileKey:
     """What a profile holds for; equal keys, equal profile.
 
     Attributes:
-        model: :attr:`BaseModel.config_digest`: configuration, source and dtype.
+        model: :attr:`Identity.digest`: of configuration, source and dtype.
         device: kind of device, as ``plait.engine.devices.device_kind`` names it.
         threads: of the CPU; 0 on other devices.
     """

@@ -56,7 +56,7 @@ class AdapterStore:
             CheckpointError: its checkpoint is not that of this job; it is attached all the same.
         """
         self._specs[job.name] = job.adapter
-        self._origins[job.name] = origin = Origin.of(job, model=self._model.config_digest, data=data)
+        self._origins[job.name] = origin = Origin.of(job, model=self._model.identity.digest, data=data)
         sites = resolve_targets(job.adapter.target_modules, self._model.linears)
         weight_of = self._model.frozen_weight
         attach(self.bank, job.name, job.adapter, sites, seed=job.train.seed, weight_of=weight_of)

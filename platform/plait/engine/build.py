@@ -196,7 +196,7 @@ def build_coordinator(
         folder=folder,
         checkpoints=checkpoints,
         commit=commit,
-        profile=stored_profile(settings, model.config_digest),
+        profile=stored_profile(settings, model.identity.digest),
     )
 
 

@@ -119,11 +119,11 @@ class LocalWorker:
             case SaveCheckpoint(job, directory, cursor):
                 started = self._clock()
                 self._adapters.save(job, directory, cursor)
-                return [Saved(job, directory, cursor.step, exported=False, seconds=self._clock() - started)]
+                return [Saved(job, self._clock() - started)]
             case Export(job, directory, kept_step):
                 started = self._clock()
                 self._adapters.export(job, directory, kept_step)
-                return [Saved(job, directory, 0, exported=True, seconds=self._clock() - started)]
+                return [Saved(job, self._clock() - started)]
 
     # ---- jobs -----------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ def answer(
     while left:
         part = left[: min(most, batch_size([prompts[index] for index in left], room, capacity))]
         chosen = [prompts[index] for index in part]
-        new, detail = attempt(partial(generate, model, chosen, bank, max_new_tokens=room, capacity=capacity))
+        new, detail = attempt(partial(generate, model, chosen, bank, max_new_tokens=room))
         if new is not None:
             found |= dict(zip(part, new, strict=True))
             left = left[len(part) :]

@@ -89,11 +89,6 @@ class BaseModel:
     # ---- what it is -----------------------------------------------------------------------------------
 
     @property
-    def config_digest(self) -> str:
-        """Digest of configuration, source and dtype."""
-        return self.identity.digest
-
-    @property
     def layer_count(self) -> int:
         """Decoder layers."""
         return len(self._parts.layers)

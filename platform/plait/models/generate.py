@@ -90,15 +90,13 @@ def generate(
     bank: Bank | None,
     *,
     max_new_tokens: int,
-    capacity: int,
     stop: Collection[int] | None = None,
 ) -> list[tuple[int, ...]]:
-    """The greedy continuations of prompts, as many at once as ``capacity`` allows: their new tokens.
+    """New tokens of the greedy continuations of prompts, of any adapters in ``bank``, in one batch.
 
     Args:
         bank: None where no prompt has an adapter.
         max_new_tokens: a prompt also ends at the model's own limit.
-        capacity: most tokens of prompts and continuations in one batch.
         stop: tokens that end a continuation and are not part of it; None: the model's own.
 
     Raises:
@@ -108,23 +106,17 @@ def generate(
         if not 0 < len(prompt.tokens) < base.max_length:
             raise InputError(
                 f"a prompt of {len(prompt.tokens)} tokens",
-                f"A prompt must have at least one token and fewer than {base.max_length}, the model's limit.",
+                f"A prompt has at least one token and fewer than {base.max_length}, the model's limit.",
             )
     ending = frozenset(base.stop_tokens if stop is None else stop)
-    order = sorted(range(len(prompts)), key=lambda index: (prompts[index].adapter or "", index))
-    found: dict[int, list[int]] = {}
-    start = 0
-    while start < len(order):
-        waiting = order[start:]
-        chunk = waiting[: batch_size([prompts[index] for index in waiting], max_new_tokens, capacity)]
-        start += len(chunk)
-        texts = _continue([prompts[index] for index in chunk], base, bank, max_new_tokens, ending)
-        found |= dict(zip(chunk, texts, strict=True))
+    order = sorted(range(len(prompts)), key=lambda index: prompts[index].adapter or "")
+    texts = _continue([prompts[index] for index in order], base, bank, max_new_tokens, ending)
+    found = dict(zip(order, texts, strict=True))
     return [tuple(found[index]) for index in range(len(prompts))]
 
 
 def batch_size(prompts: Sequence[Prompt], max_new_tokens: int, capacity: int) -> int:
-    """How many of the first prompts :func:`generate` puts into one batch: at least one."""
+    """How many of the first prompts, at least one, stay within ``capacity`` tokens with what follows them."""
     tokens = accumulate(len(prompt.tokens) + max_new_tokens for prompt in prompts)
     return max(1, sum(1 for _ in takewhile(lambda total: total <= capacity, tokens)))
 

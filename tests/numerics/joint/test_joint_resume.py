@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_job_is_refused_with_the_difference(laboratory: 
     job = lab.group(steps=3)[0]
     _, states = interrupted(lab, [job], after=1)
     state = states[job.name]
-    own = Origin.of(job, model=lab.model.config_digest, data=lab.data(job).digest)
+    own = Origin.of(job, model=lab.model.identity.digest, data=lab.data(job).digest)
     cursor, _ = read_checkpoint(state, own)
     assert cursor.step == 1
     other = replace(job, train=replace(job.train, batch_size=7))
