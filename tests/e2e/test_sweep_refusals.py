@@ -17,7 +17,10 @@ Short = tuple[str, ...]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["adapter.target_modules=.*(q_proj|lm_head)"], ["lm_head", "decoder layers only", "all-linear"]),
+        (
+            ["adapter.target_modules='.*(q_proj|lm_head)'"],
+            ["lm_head", "decoder layers only", "all-linear"],
+        ),
         (["adapter.target_modules=[nothing],[q_proj]"], ["nothing", "q_proj"]),
         (["adapter.rank=1,2", "planner.memory_share=1e-9"], ["one job needs", "planner.memory_share"]),
         (["adapter.rank=1,2", "engine.capacity=16"], ["engine.capacity"]),
