@@ -159,6 +159,24 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "modl=tiny"], ["unknown key modl", "Did you mean model"]),
         (["sweep", "modle=tiny"], ["unknown key modle", "Did you mean model?"]),
         (["sweep", "modle=tiny,small"], ["modle is swept", "Did you mean model? It belongs to the run"]),
+        (["train", "learning_rate=1e-3"], ["unknown key learning_rate", "Did you mean train.lr?"]),
+        (["sweep", "learning_rate=1e-3,1e-4"], ["is swept", "Did you mean train.lr?"]),
+        (["sweep", "adapter.r=4"], ["unknown key adapter.r", "Did you mean adapter.rank?"]),
+        (["sweep", "adapter.r=4,8"], ["unknown key adapter.r", "Did you mean adapter.rank?"]),
+        (["sweep", "train_file=x"], ["unknown key train_file", "Did you mean data.path?"]),
+        (["sweep", "=5"], ["must be a string or a list"]),
+        (["sweep", "search.constraints=5"], ["search.constraints=5", "a mapping"]),
+        (["sweep", "hydra.sweep.dir='${nope}'"], ["'nope'", "hydra.sweep.dir"]),
+        (["sweep", "~search"], ["search"]),
+        (["sweep", f"{'x' * 100_000}=1"], ["File name too long", "characters)"]),
+        (["sweep", "model=tiny", f"search.name={'x' * 300}"], ["300 characters", "search.name"]),
+        (["sweep", "model=tiny", "data=jsonl", f"data.path={'x' * 300}"], ["File name too long"]),
+        (["sweep", "model=tiny", "tracking.root='~nosuchuser/x'"], ["~nosuchuser/x"]),
+        (["sweep", "engine.threads=100000000"], ["engine.threads=100000000", "between 1 and"]),
+        (
+            ["sweep", "search/stopping=threshold", "search.stopping.lower=3", "search.stopping.upper=2"],
+            ["search.stopping.lower=3", "must not be above"],
+        ),
         (["train", "lr=1e-3"], ["unknown key lr", "Did you mean train.lr? Available: adapter,"]),
         (["train", "adaptr.rank=3"], ["unknown key adaptr.rank", "Did you mean adapter.rank?"]),
         (["sweep", "search/stoping=asha"], ["search/stoping", "Did you mean search/stopping?"]),
@@ -208,7 +226,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["bench", "nothing"], ["plait bench nothing", "quickstart"]),
     ],
     ids=lambda value: (
-        " ".join(value) if isinstance(value, list) and value[0] in ("sweep", "train", "bench") else None
+        " ".join(value)[:80] if isinstance(value, list) and value[0] in ("sweep", "train", "bench") else None
     ),
 )
 def test_bad_input_ends_with_status_2_and_a_remedy(

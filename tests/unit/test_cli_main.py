@@ -85,6 +85,48 @@ def test_the_traceback_can_be_asked_for(
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "/data/x"), "plait: /data/x: No space left on device\n"),
+        (RecursionError("maximum recursion depth exceeded"), "plait: an input is nested too deeply\n"),
+        (UnicodeEncodeError("ascii", "é", 0, 1, "ordinal not in range"), "plait: 'ascii' codec can't encode"),
+        (RuntimeError("Could not determine home directory."), "Set HOME, or PLAIT_CACHE"),
+        (ConfigError("x" * 9_000_000, "y" * 9_000_000), "characters) …"),
+    ],
+)
+def test_what_a_machine_or_a_library_refuses_is_no_traceback(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("plait.cli.main.train", fails)
+    assert main(["train"]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert len(printed) < 10_000
+    assert "Traceback" not in printed
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Sequence[str]) -> int:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("plait.cli.main.train", fails)
+    with pytest.raises(RuntimeError, match="shapes"):
+        main(["train"])
+
+
+def test_an_output_of_ascii_ends_nothing() -> None:
+    program = "from plait.cli import main\nmain.overview = lambda: 'Pareto → é'\nmain.main(['help'])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "Pareto ? ?\n"
+
+
 def test_an_interrupt_while_nothing_trains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +150,11 @@ def test_an_interrupt_while_nothing_trains(
         ("plait train train.lr", ["train.lr="], []),
         ("plait sweep +sweeps=q", ["+sweeps=quickstart"], []),
         ("plait ui ", [], ["sweep"]),
+        ("plait control ", ["mine", "other"], ["sweep"]),
+        ("plait leaderboard m", ["mine"], ["other"]),
+        ("plait resume mine ", [], ["mine"]),
+        ("plait bench lorafusion/b", ["lorafusion/bubble_ratio"], ["quickstart"]),
+        ("plait bench quickstart adapter.r", ["adapter.rank="], ["quickstart"]),
         ("plait nonsense ", [], ["sweep"]),
     ],
 )
@@ -115,9 +162,13 @@ def test_completion(
     line: str,
     offered: list[str],
     not_offered: list[str],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name in ("mine", "other"):
+        (tmp_path / "plait-runs" / "searches" / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"]) == 0
     words = capsys.readouterr().out.split()

@@ -1,16 +1,12 @@
-"""What bad input leaves behind: nothing that the run made, and everything else as it was."""
+"""What `plait train` leaves in the folder of a run: nothing after bad input, and no password ever."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hydra.core.hydra_config import HydraConfig
+import yaml
 
 from plait.cli.main import main
-from plait.core.errors import ConfigError, PlaitError
-
-Act = Callable[[Path, Callable[[], None]], object]
+from plait.search.trials import SearchCommand, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -18,64 +14,50 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch,
-    *arguments: str,
-    act: Act = lambda *_: None,
-    error: PlaitError | None = None,
-) -> Path:
-    """Hydra begins a run and makes its folder; then ``act``, and an error, by default one of bad input."""
+def began(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Path:
+    """The folder of a run whose job is made, and not trained."""
     folders: list[Path] = []
 
-    def train(_config: Any, _words: Any, begin: Callable[[], None]) -> int:
-        folders.append(Path(HydraConfig.get().runtime.output_dir))
-        assert (folders[0] / ".hydra" / "config.yaml").exists()
-        act(folders[0], begin)
-        raise error or ConfigError("wrong")
+    def run(command: SearchCommand, _: object) -> int:
+        folders.append(command.directory)
+        assert not command.directory.exists(), "nothing is written before training begins"
+        command.make_job(Trial(0, {}))
+        return 0
 
-    monkeypatch.setattr("plait.cli.sweeping.train", train)
-    assert main(["train", *arguments]) != 0
+    monkeypatch.setattr("plait.search.launch.run_training", run)
+    assert main(["train", "model=tiny", *arguments]) == 0
     return folders[0]
 
 
-def test_nothing_of_the_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong", ["adapter.rank=0", "adapter.rank=1,2", "+nothing=1", "hydra/sweeper=basic"])
+def test_bad_input_leaves_nothing(wrong: str, tmp_path: Path) -> None:
     (tmp_path / "outputs" / "yesterday").mkdir(parents=True)
-    run(monkeypatch)
+    assert main(["train", wrong]) == 2
     assert [path.name for path in tmp_path.rglob("*")] == ["outputs", "yesterday"]
 
 
-def test_a_folder_that_the_user_chose_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = run(monkeypatch, "hydra.run.dir=here/now")
+def test_a_run_has_hydras_files_where_its_users_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = began(monkeypatch, "hydra.run.dir=here/now", "adapter.rank=3")
     assert own == tmp_path / "here" / "now"
-    assert (own / ".hydra" / "config.yaml").exists()
+    written = {path.stem: yaml.safe_load(path.read_text()) for path in (own / ".hydra").iterdir()}
+    assert set(written) == {"config", "hydra", "overrides"}
+    assert written["config"]["adapter"]["rank"] == 3
+    assert "hydra" not in written["config"]
+    assert written["overrides"] == ["model=tiny", "adapter.rank=3"]
+    assert written["hydra"]["hydra"]["runtime"]["output_dir"] == str(own)
 
 
-@pytest.mark.parametrize("name", ["optimization_results.yaml", "0/adapter.safetensors"])
-def test_a_run_that_wrote_something_stays_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(own: Path, _: object) -> None:
-        (own / name).parent.mkdir(exist_ok=True)
-        (own / name).touch()
-
-    left = {path.name for path in run(monkeypatch, act=write).rglob("*") if path.is_file()}
-    assert left == {"config.yaml", "hydra.yaml", "overrides.yaml", "plait.log", Path(name).name}
+def test_the_folder_of_the_run_is_known_to_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = began(monkeypatch, "description=${hydra:runtime.output_dir}")
+    assert yaml.safe_load((own / ".hydra" / "config.yaml").read_text())["description"].startswith("${hydra:")
 
 
-def test_a_log_with_words_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = run(monkeypatch, act=lambda own, _: (own / "plait.log").write_text("a warning\n"))
-    assert (own / "plait.log").exists()
+def test_hydras_folder_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not (began(monkeypatch, "hydra.output_subdir=null") / ".hydra").exists()
 
 
-def test_another_run_beside_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = run(monkeypatch, act=lambda own, _: (own.parent / "later").mkdir())
-    assert (own.parent / "later").is_dir()
-    assert not own.exists()
-
-
-def test_what_began_to_train_or_failed_otherwise_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (run(monkeypatch, act=lambda _, begin: begin()) / ".hydra").is_dir()
-    assert (run(monkeypatch, error=PlaitError("no bad input")) / ".hydra").is_dir()
+def test_no_password_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began(monkeypatch, "search.storage=postgresql://me:sEcret@host/db")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if "sEcret" in path.read_text()]

@@ -1,6 +1,8 @@
 """`plait ui` before it starts a server."""
 
+import os
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,21 @@ def test_a_port_in_use_names_another(tmp_path: Path) -> None:
             ui(["--root", str(tmp_path), "--port", str(port)])
     assert caught.value.value == f"http://127.0.0.1:{port} is taken"
     assert f"plait ui --port {port + 1}" in caught.value.remedy
+
+
+def test_a_file_of_the_current_folder_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlflow.py").write_text("print('not MLflow')")
+    served = command(tmp_path, 5000)
+    program = "import importlib.util as u; print(u.find_spec('mlflow').origin)"
+    done = subprocess.run(
+        [served.command[0], "-c", program],
+        env=os.environ | served.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert str(tmp_path) not in done.stdout
 
 
 def test_a_free_port_passes(tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ def test_a_groups_file_has_every_key_with_its_default(group: str, name: str) -> 
     assert all(isinstance(value, str) for value in default_params.values())
 
 
+def test_epochs_alone_need_no_word_about_steps() -> None:
+    def train(**changed: float) -> TrainSpec:
+        return build(TrainSpec, read_conf("train", "default") | changed, "train")
+
+    assert (train().steps, train().epochs) == (40, None)
+    assert (train(epochs=2).steps, train(epochs=2).epochs) == (None, 2.0)
+    assert (train(steps=7).steps, train(steps=7).epochs) == (7, None)
+
+
 @pytest.mark.parametrize(
     ("group", "name", "spec"), [("adapter", "lora", AdapterSpec), ("train", "default", TrainSpec)]
 )
@@ -103,7 +112,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
         ({"train": {"betas": [0.9]}}, "train.betas", "a list of 2"),
         ({"train": {"schedule": "cubic"}}, "train.schedule='cubic'", "constant, cosine, linear"),
         ({"train": {"lr": "fast"}}, "train.lr='fast'", "a number"),
-        ({"train": {"steps": None}}, "train.steps=", "Exactly one"),
+        ({"train": {"steps": 3, "epochs": 2}}, "train.steps=3, train.epochs=2", "Only one"),
         ({"train": {"seed": -1}}, "train.seed=-1", "between 0 and"),
         ({"data": {"source": "???"}}, "data.source is not set", "needs a value"),
         ({"data": {"source": "jsonl", "path": "???"}}, "data.path is not set", "needs a value"),

@@ -53,7 +53,6 @@ from plait.search.samplers import check_sampler
         pytest.param(lambda: TrainSpec(clip_norm=0.0), "train.clip_norm", id="clip"),
         pytest.param(lambda: TrainSpec(batch_size=0), "train.batch_size", id="batch"),
         pytest.param(lambda: TrainSpec(accumulation=0), "train.accumulation", id="accumulation"),
-        pytest.param(lambda: TrainSpec(steps=None), "train.steps", id="no budget"),
         pytest.param(lambda: TrainSpec(steps=3, epochs=1.0), "train.steps", id="two budgets"),
         pytest.param(lambda: TrainSpec(seed=-1), "train.seed", id="seed"),
         pytest.param(lambda: AdapterSpec(alpha=inf), "adapter.alpha", id="infinite alpha"),

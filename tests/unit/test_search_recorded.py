@@ -97,7 +97,7 @@ def test_any_text_is_a_value_that_hydra_reads_back(text: str) -> None:
     assert getattr(value, "text", value) == text
 
 
-@given(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1))
+@given(st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=20))
 def test_every_name_has_a_folder_of_its_own_below_the_root(name: str) -> None:
     folder = search_folder(Path("/root-of-all"), name)
     assert folder.parent == Path("/root-of-all/searches")
@@ -166,6 +166,15 @@ def test_resume_runs_the_kept_command_where_it_was_given(
     assert seen[-1][0][1:3] == [f"tracking.root={root}", f"tracking.uri='sqlite:///{root}/mlflow.db'"]
     assert resume(["one", "tracking.root=there/runs", "tracking.uri=http://other:1"]) == 130
     assert seen[-1][0][1:] == [f"tracking.root={root}", "tracking.uri=http://other:1", "search.name=one"]
+
+
+def test_the_command_of_another_user_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(tmp_path, "one")
+    monkeypatch.setattr("os.geteuid", lambda: (search_folder(tmp_path, "one") / FILE).stat().st_uid + 1)
+    monkeypatch.setattr("plait.cli.main.main", lambda _: pytest.fail("it was run"))
+    with pytest.raises(ConfigError, match="belongs to another user") as caught:
+        resume(["one", f"tracking.root={tmp_path}"])
+    assert "run it yourself: plait sweep adapter.rank=1,2" in caught.value.remedy
 
 
 def test_the_command_says_what_is_wrong(

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
-from plait.terminal.console import OUTPUT_CLOSED
+from plait.terminal.console import OUTPUT_CLOSED, OUTPUT_FAILED
 
 SEARCH = """
 from plait.terminal.console import SearchConsole
@@ -32,3 +33,16 @@ def test_a_search_continues_when_its_output_is_closed() -> None:
     assert process.stderr.read() == f"{OUTPUT_CLOSED}\n"
     process.stderr.close()
     assert process.wait() == 0
+
+
+def test_a_search_continues_when_its_output_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", SEARCH],
+            input="\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    assert done.stderr == f"{OUTPUT_FAILED.format('No space left on device')}\n"

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 
 import hydra
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_errors import explain
-from plait.core.errors import EXIT_DONE, ConfigError, InputError, PlaitError
-from plait.utils.paths import conf_dir
+from plait.core.errors import EXIT_DONE, FULL_ERROR, ConfigError, PlaitError
+from plait.core.settings import TrackingSettings
+from plait.utils.paths import conf_dir, search_names, sweeps_dir
 from plait.utils.spelling import did_you_mean
 
-FULL_ERROR = "HYDRA_FULL_ERROR"
 # With one of these Hydra shows something and runs nothing.
 SHOWS_ONLY = (
     *("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version"),
@@ -32,41 +34,30 @@ OPTIONS = (
 
 
 class Application:
-    """The task that Hydra runs: one job. Under multirun Plait's sweeper runs a search in its place.
+    """What Hydra is given to run: Plait's sweeper, its only user, runs a search in its place.
 
     Attributes:
         command: the command line, as one would type it.
         flags: options of the verb that are not Hydra's, with their values.
-        exit_status: of the run.
     """
 
     def __init__(self, command: Sequence[str], flags: Mapping[str, str]) -> None:
         self.command = tuple(word for word in command if word != "--multirun")
         self.flags = flags
         self.exit_status = EXIT_DONE
+        self.began = False  # until then, Hydra composes
         self.error: PlaitError | None = None
-        self.training = False
         self.__name__ = "plait"
 
-    def __call__(self, config: DictConfig) -> None:
-        """Train the one job of ``config``."""
-        from plait.cli.compose import remove_unused_folder
-        from plait.cli.sweeping import train
-
-        try:
-            self.exit_status = train(config, self.command, self._begin)
-        except PlaitError as error:  # Hydra would add lines of its own to an error that passes through it
-            self.error = error
-            if isinstance(error, InputError) and not self.training:
-                remove_unused_folder()
-
-    def _begin(self) -> None:
-        self.training = True
+    def __call__(self, _: DictConfig) -> None:
+        """Refuse another sweeper's job, afterwards: Hydra would add lines of its own to an error here."""
+        self.error = _other_sweeper(f"hydra/sweeper: {HydraConfig.get().sweeper._target_}")
 
     def sweep(self, config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
-        """Run the search of ``config``, as Plait's sweeper does under multirun; the exit status."""
+        """Run the search of ``config``; the exit status."""
         from plait.cli.sweeping import sweep
 
+        self.began = True
         self.exit_status = sweep(config, loader, arguments, self.command, self.flags)
         return self.exit_status
 
@@ -76,7 +67,6 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
 
     Args:
         program: the command's own words, such as "plait sweep"; shown in messages.
-        arguments: overrides and Hydra's flags.
         flags: those that are not Hydra's.
 
     Raises:
@@ -90,17 +80,22 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
             start()
         except HydraException as error:
             raise explain(error, arguments) from error
+        except OmegaConfBaseException as error:
+            raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
+        except ValueError as error:
+            if isinstance(error, PlaitError) or application.began:
+                raise
+            raise ConfigError(str(error), "Hydra cannot compose a configuration of these words.") from error
         if application.error is not None:
             raise application.error
     return application.exit_status
 
 
 def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
-    """Run the application under multirun: a search, or the verb "plan" or "profile" of one; the exit status.
+    """Run the application under multirun: a search, one job ("train"), or a plan or profile of a search.
 
     Args:
-        verb: also the configuration's ``mode``, unless it is "sweep".
-        arguments: overrides, Hydra's flags and the verb's own.
+        verb: also the configuration's ``mode``, unless it trains.
         own: the verb's own flags, and whether a value follows.
 
     Raises:
@@ -108,9 +103,20 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     """
     given, flags = split_flags(arguments, own or {})
     if shows_only(given):
-        return run(f"plait {verb}", show_space(given))
-    mode = [] if verb == "sweep" else [f"mode={verb}"]
+        return run(f"plait {verb}", given if verb == "train" else show_space(given))
+    for word in given:
+        if word.startswith("hydra/sweeper=") and word != "hydra/sweeper=plait":
+            raise _other_sweeper(word)
+    mode = [] if verb in ("sweep", "train") else [f"mode={verb}"]
     return run(f"plait {verb}", ["--multirun", *given, *mode], flags)
+
+
+def _other_sweeper(value: str) -> ConfigError:
+    return ConfigError(
+        value,
+        "Only Plait's own sweeper trains the adapters of a search together.",
+        "Leave hydra/sweeper out; search.sampler=grid tries every combination.",
+    )
 
 
 def split_flags(arguments: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], dict[str, str]]:
@@ -141,13 +147,24 @@ def complete(arguments: Sequence[str], verbs: Mapping[str, bool]) -> int:
     if any(argument.startswith("query=") for argument in arguments):
         line = os.environ.get("COMP_LINE", "plait ")
         words = line.split(" ")
-        if len(words) <= 2:
-            print(" ".join(sorted(verbs)))
+        verb = words[1] if words[2:] else ""
+        names = sorted(verbs) if not verb else _names(verb) if len(words) == 3 else []
+        if names or not verbs.get(verb):
+            print(" ".join(name for name in names if name.startswith(words[-1])))
             return EXIT_DONE
-        if not verbs.get(words[1]):
-            return EXIT_DONE
-        os.environ["COMP_LINE"] = " ".join([words[0], *words[2:]])
+        rest = [f"+sweeps={words[2]}", *words[3:]] if verb == "bench" else words[2:]
+        os.environ["COMP_LINE"] = " ".join([words[0], *rest])
     return run("plait", arguments)
+
+
+def _names(verb: str) -> list[str]:
+    """What stands first behind a verb: the name of a search or of a benchmark; none for other verbs."""
+    if verb == "bench":
+        folder = sweeps_dir()
+        return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
+    if verb in ("control", "export", "forget", "leaderboard", "report", "resume"):
+        return search_names(TrackingSettings().root)
+    return []
 
 
 def _check_options(program: str, arguments: Sequence[str]) -> None:

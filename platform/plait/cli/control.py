@@ -31,6 +31,7 @@ plait control NAME clone TRIAL KEY=VALUE ...       a copy of a trial; with --war
 """
 VERBS = ("status", "pause", "resume", "stop", "cancel", "add", "clone")
 WAIT_SECONDS = 30.0
+MOST_WAIT = 86_400.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -168,6 +169,13 @@ def _number(command: str, text: str) -> int:
     return int(digits)
 
 
+def _waiting(text: str) -> float:
+    """Seconds to wait, as an option gives them."""
+    if not 0 <= (seconds := float(text)) <= MOST_WAIT:  # what is not a number is in no range
+        raise argparse.ArgumentTypeError(f"{text}: it must be between 0 and {MOST_WAIT:g} seconds")
+    return seconds
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="plait control",
@@ -181,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warm", action="store_true", help="with clone: start from the trial's weights")
     parser.add_argument(
         "--wait",
-        type=float,
+        type=_waiting,
         default=WAIT_SECONDS,
         metavar="SECONDS",
         help=f"how long to wait for a storage that does not answer; default: {WAIT_SECONDS:g}",

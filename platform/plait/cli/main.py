@@ -9,19 +9,23 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 
 from plait.cli.verbs import find, verbs
-from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, PlaitError
+from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, FULL_ERROR, ConfigError, PlaitError, StorageError
 
 HELP = ("-h", "--help", "help")
 ALONE = (*HELP, "--version")  # what stands for itself, without a verb
 EXIT_BROKEN_PIPE = 141  # a shell's status for a command that SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
+SHOWN_FIRST, SHOWN_LAST = 4000, 400  # characters of a longer text in an error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `plait`; the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII must not end a search
     try:
         return _dispatch(given)
     except PlaitError as error:
@@ -34,6 +38,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _reader_left():
             raise
         return EXIT_BROKEN_PIPE
+    except (OSError, RecursionError, UnicodeError, RuntimeError) as error:
+        return report(refusal(error))
+
+
+def refusal(error: Exception) -> PlaitError:
+    """What the machine or a library refuses, as Plait's own errors are.
+
+    Raises:
+        Exception: ``error`` itself, where it is none of that but a fault in the program.
+    """
+    where = f"{FULL_ERROR}=1 shows where."
+    if isinstance(error, OSError) and error.strerror:
+        named = f"{error.filename}: " if error.filename is not None else ""
+        return StorageError(f"{named}{error.strerror}", "It cannot be read or written.", where)
+    if isinstance(error, RecursionError):
+        return ConfigError("an input is nested too deeply", "No file or value needs so many levels.", where)
+    if isinstance(error, UnicodeError):
+        return ConfigError(str(error), "Text must be valid in its encoding.", where)
+    if "home directory" in str(error):
+        remedy = "Set HOME, or PLAIT_CACHE and PLAIT_KERNELS_CACHE."
+        return StorageError(str(error), "Plait keeps what it converts below it.", remedy)
+    raise error
 
 
 def _interrupted(given: Sequence[str]) -> str:
@@ -94,13 +120,21 @@ def overview() -> str:
 
 def report(error: PlaitError) -> int:
     """Print an error as value, rule and remedy, with its traceback if HYDRA_FULL_ERROR=1; the exit status."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if os.environ.get(FULL_ERROR) == "1":
         traceback.print_exception(error)
-    print(f"plait: {error.value}", file=sys.stderr)
+    print(f"plait: {_short(error.value)}", file=sys.stderr)
     for part in (error.rule, error.remedy):
-        for line in part.splitlines():
+        for line in _short(part).splitlines():
             print(f"  {line}", file=sys.stderr)
     return error.exit_status
+
+
+def _short(text: str) -> str:
+    """A text of an error, without the middle of what nobody can read on a screen."""
+    left_out = len(text) - SHOWN_FIRST - SHOWN_LAST
+    if left_out <= 0:
+        return text
+    return f"{text[:SHOWN_FIRST]} … ({left_out:,} characters) … {text[-SHOWN_LAST:]}"
 
 
 def sweep(arguments: Sequence[str]) -> int:
@@ -134,7 +168,7 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def train(arguments: Sequence[str]) -> int:
-    """Train one adapter: a Hydra run."""
-    from plait.cli.app import run
+    """Train one adapter: a search with one trial."""
+    from plait.cli.app import run_sweep
 
-    return run("plait train", arguments)
+    return run_sweep("train", arguments)

@@ -12,8 +12,9 @@ from plait.cli.control import running
 from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, ConfigError
 from plait.core.settings import TrackingSettings
-from plait.search.recorded import URI, RecordedCommand, known_command, quoted, recorded_commands
+from plait.search.recorded import FILE, URI, RecordedCommand, known_command, quoted, recorded_commands
 from plait.utils.addresses import redact
+from plait.utils.paths import search_folder, user_path
 
 USAGE = """plait resume NAME [KEY=VALUE ...]
 
@@ -39,12 +40,29 @@ def main(arguments: Sequence[str]) -> int:
     if not names:
         _list(root)
         return EXIT_DONE
-    return _resume(known_command(root, names[0]), root, overrides)
+    command = known_command(root, names[0])
+    _check_owner(search_folder(root, names[0]) / FILE, command)
+    return _resume(command, root, overrides)
 
 
 def _root(overrides: Sequence[str]) -> Path:
     given = [each.partition("=")[2] for each in overrides if key_of(each) == ROOT]
-    return Path(given[-1] if given else TrackingSettings().root).expanduser().absolute()
+    return user_path(given[-1] if given else TrackingSettings().root).absolute()
+
+
+def _check_owner(file: Path, command: RecordedCommand) -> None:
+    """Refuse to run what another user recorded: it names files to read and folders to write.
+
+    Raises:
+        ConfigError: the file is another user's.
+    """
+    if file.stat().st_uid != os.geteuid():
+        words = redact(shlex.join(("plait", command.verb, *command.arguments)))
+        raise ConfigError(
+            f"plait resume {shlex.quote(command.name)}: {file} belongs to another user",
+            "Its command would run with your rights.",
+            f"If you trust it, run it yourself: {words}",
+        )
 
 
 def _list(root: Path) -> None:

@@ -1,12 +1,17 @@
 """From Hydra's configuration and overrides to a search: many trials for a multirun, one for `plait train`.
 
+A seam: loaded only once Hydra has composed a configuration, so that help and completion need no Optuna.
+
 ``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: its keys read from
 ``search`` by interpolation; where a plain value stands in its place, the user set it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +21,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import configure_log
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from plait.cli.compose import TrialComposer, check_folder, hydra_config, save_all, without_passwords
 from plait.config.build import Config, check_keys, job_of, plain, settings_of
-from plait.config.overrides import read_request
-from plait.core.errors import ConfigError, choices
+from plait.config.overrides import is_sweep, read_request
+from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
 from plait.search.objective import check_objectives
@@ -30,6 +33,7 @@ from plait.search.points import read_enqueued
 from plait.search.samplers import check_sampler
 from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
+from plait.utils.addresses import redact
 from plait.utils.paths import conf_dir
 
 # hydra.sweeper's key: search's key.
@@ -54,11 +58,10 @@ def sweep(
     words: Sequence[str],
     flags: Mapping[str, str],
 ) -> int:
-    """Run the search, or the benchmark, that a multirun asks for; the exit status.
+    """Run the search, the benchmark or the one job that a multirun asks for; the exit status.
 
     Args:
         config: as Hydra composed it without the swept keys.
-        loader: Hydra's, for the trials.
         arguments: the overrides, swept ones included.
         words: the command line, as one would type it.
         flags: the verb's own options, with their values.
@@ -67,6 +70,8 @@ def sweep(
         InputError: anything that is wrong with them.
     """
     _check_launcher(config)
+    if words[1:2] == ("train",):
+        return _train(config, arguments, words)
     composed = search_config(config, arguments)
     settings = settings_of(composed)
     search = settings.search
@@ -128,27 +133,22 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
     return run_benchmark(command, composed)
 
 
-def train(config: DictConfig, words: Sequence[str], begin: Callable[[], None]) -> int:
+def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -> int:
     """Train the one job of a configuration, as a search with a single trial; the exit status.
-
-    Args:
-        config: as Hydra composed it.
-        words: the command line, as one would type it.
-        begin: called when training begins.
 
     Raises:
         InputError: anything that is wrong with it.
     """
-    hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
+    if swept := [each for each in arguments if is_sweep(each)]:
         raise ConfigError(
-            f"hydra/sweeper: {hydra.sweeper._target_}",
-            "Only Plait's own sweeper trains the adapters of a search together.",
-            "Leave hydra/sweeper out; search.sampler=grid tries every combination.",
+            swept[0],
+            "`plait train` trains one adapter, with one value for each key.",
+            "Use `plait sweep` for several.",
         )
-    if hydra.output_subdir is not None:
-        without_passwords(Path(hydra.runtime.output_dir) / hydra.output_subdir)
-    composed = plain(config)
+    with hydra_config(config):
+        directory = Path(config.hydra.run.dir).absolute()
+    set_output(config, directory)
+    composed = search_config(config, arguments)
     settings = settings_of(composed)
     if composed["mode"] != "train":
         raise ConfigError(
@@ -158,9 +158,12 @@ def train(config: DictConfig, words: Sequence[str], begin: Callable[[], None]) -
         )
     base = job_of("base", composed)
     check_objectives(settings.search, (base,))
+    check_folder(directory)
 
     def make_job(trial: Trial) -> JobSpec:
-        begin()
+        with hydra_config(config):
+            write_job(config, directory)
+            configure_log(config.hydra.job_logging, config.hydra.verbose)
         return job_of(trial.name, composed)
 
     command = SearchCommand(
@@ -169,10 +172,10 @@ def train(config: DictConfig, words: Sequence[str], begin: Callable[[], None]) -
         base=base,
         make_job=make_job,
         probes=(base,),
-        config=OmegaConf.to_yaml(config, resolve=True),
+        config=OmegaConf.to_yaml(OmegaConf.create(composed)),
         command=tuple(words),
-        overrides=tuple(hydra.overrides.task),
-        directory=Path(hydra.runtime.output_dir),
+        overrides=tuple(arguments),
+        directory=directory,
     )
     from plait.search.launch import run_training
     from plait.terminal.console import SearchConsole
@@ -215,18 +218,134 @@ def _check_launcher(config: DictConfig) -> None:
 def _prepare_directory(config: DictConfig, directory: Path) -> None:
     """Make the folder of the whole search, with its configuration, and log into it."""
     with hydra_config(config):
-        with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
-            config.hydra.runtime.output_dir = str(directory)
+        set_output(config, directory)
         save_all(directory, {"multirun": config})
         configure_log(config.hydra.job_logging, config.hydra.verbose)
 
 
+@contextmanager
+def hydra_config(config: DictConfig) -> Iterator[None]:
+    """Sets Hydra's global configuration, which ``${hydra:...}`` reads, for a while."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
+
+
+class TrialComposer:
+    """Makes jobs of trials: each is the search's own configuration, ``fixed`` overrides, and the trial's."""
+
+    def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
+        self._loader = loader
+        self._master = master
+        self._fixed = list(fixed)
+
+    def job(self, trial: Trial) -> JobSpec:
+        """The job of a trial; its files are written to ``sweep.dir/subdir/.hydra``.
+
+        Raises:
+            ConfigError: a value of the trial is wrong.
+            StorageError: the files cannot be written.
+        """
+        composed = self._compose(trial.overrides, trial.number)
+        job = job_of(trial.name, self._plain(composed))
+        with hydra_config(composed):
+            directory = Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir)
+            write_job(composed, directory.absolute())
+        return job
+
+    def unwritten(self, trial: Trial) -> JobSpec:
+        """The job of a trial, without files.
+
+        Raises:
+            ConfigError: a value of the trial is wrong.
+        """
+        return job_of(trial.name, self._plain(self._compose(trial.overrides, trial.number)))
+
+    def probe(self, overrides: Sequence[str] = ()) -> JobSpec:
+        """The job that these overrides would give; writes nothing.
+
+        Raises:
+            ConfigError: a value is wrong.
+        """
+        return job_of("probe", self._plain(self._compose(overrides, 0)))
+
+    def _compose(self, overrides: Sequence[str], number: int) -> DictConfig:
+        composed = self._loader.load_sweep_config(self._master, [*self._fixed, *overrides])
+        with open_dict(composed):
+            composed.hydra.job.num = number
+            composed.hydra.job.id = f"{composed.hydra.job.name}-{number}"
+        return composed
+
+    @staticmethod
+    def _plain(composed: DictConfig) -> Config:
+        with hydra_config(composed):
+            return plain(composed)
+
+
+def write_job(config: DictConfig, directory: Path) -> None:
+    """Write a job's configuration where Hydra's users look for it, addresses without passwords.
+
+    Raises:
+        StorageError: the files cannot be written.
+    """
+    set_output(config, directory)
+    job = copy.deepcopy(config)
+    with read_write(job), open_dict(job):
+        del job["hydra"]
+    hydra = OmegaConf.masked_copy(config, "hydra")
+    files = {"config": job, "hydra": hydra, "overrides": config.hydra.overrides.task}
+    subdir = config.hydra.output_subdir
+    save_all(directory / (subdir or ""), files if subdir else {})
+
+
+def set_output(config: DictConfig, directory: Path) -> None:
+    """Set what ``${hydra:runtime.output_dir}`` stands for."""
+    with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
+        config.hydra.runtime.output_dir = str(directory)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can be made or written, without making it.
+
+    Raises:
+        StorageError: it cannot.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise _not_written(folder, f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK):
+        raise _not_written(folder, "Permission denied")
+
+
+def _not_written(folder: Path, reason: str) -> StorageError:
+    return StorageError(
+        f"{folder}: {reason}",
+        "Plait writes each trial's configuration there.",
+        "Free some space, or choose another folder with hydra.sweep.dir=FOLDER.",
+    )
+
+
+def save_all(folder: Path, files: dict[str, object]) -> None:
+    """Write configurations as YAML files, addresses without passwords.
+
+    Raises:
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, node in files.items():
+            (folder / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(node)), encoding="utf-8")
+    except OSError as error:
+        raise _not_written(folder, error.strerror or str(error)) from error
+
+
 def merge(sweeper: Mapping[str, Any], search: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """``search`` with what was set under ``hydra.sweeper``.
+    """``search`` with what was set under ``hydra.sweeper``, whose interpolations are not resolved.
 
     Args:
-        sweeper: the node as written, interpolations not resolved.
-        search: the node, resolved.
         given: keys of ``search`` that the command line sets.
 
     Raises:

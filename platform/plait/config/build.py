@@ -14,6 +14,7 @@ from plait.config.fields import MISSING, build, convert, unknown_key
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.settings import ClusterSettings, Mode, RunSettings
+from plait.utils.paths import search_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -77,6 +78,7 @@ def settings_of(config: Config) -> RunSettings:
 
     Raises:
         ConfigError: a key or value is wrong.
+        StorageError: ``tracking.root`` is no path, or the search's name too long for a folder.
     """
     check_keys(config)
     hints = get_type_hints(RunSettings)
@@ -89,7 +91,9 @@ def settings_of(config: Config) -> RunSettings:
         if name == "search":
             section = _search(section)
         groups[name] = build(hints[name], section, name)
-    return RunSettings(**groups)
+    settings = RunSettings(**groups)
+    search_folder(settings.tracking.root, settings.search.name or "-")  # raises where none can be
+    return settings
 
 
 def job_of(name: str, config: Config) -> JobSpec:
@@ -146,7 +150,12 @@ def _section(config: Config, name: str) -> dict[str, Any]:
 
 def _search(section: dict[str, Any]) -> dict[str, Any]:
     """What is given by dotted key, flat."""
-    flat = {key: flat_params(section.get(key) or {}) for key in ("params", "default_params", "constraints")}
+    flat = {}
+    for key in ("params", "default_params", "constraints"):
+        given = section.get(key) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"search.{key}={given!r}", f"search.{key} must be a mapping: KEY: VALUE.")
+        flat[key] = flat_params(given)
     points = section.get("enqueue") or []
     if isinstance(points, (list, tuple)):
         points = [flat_params(point) if isinstance(point, Mapping) else point for point in points]

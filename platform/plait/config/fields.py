@@ -6,7 +6,7 @@ error names the key, what was found and what would do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
@@ -14,10 +14,41 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
-from plait.utils.spelling import did_you_mean
+from plait.utils.spelling import alike
 
 T = TypeVar("T")
 MISSING = "???"
+# What TRL, transformers, PEFT, axolotl and Optuna call it, by the last word of a key.
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "train.lr"),
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs"), "train.epochs"),
+    **dict.fromkeys(("max_steps", "num_steps", "num_train_steps"), "train.steps"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "train.batch_size"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "train.accumulation"),
+    **dict.fromkeys(("warmup_ratio", "num_warmup_steps"), "train.warmup_steps"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "train.schedule"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "train.clip_norm"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "train.eval_every"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "train.betas"),
+    **dict.fromkeys(("adam_epsilon", "adam_eps"), "train.eps"),
+    "loraplus_lr_ratio": "train.lora_plus_ratio",
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "adapter.rank"),
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    **dict.fromkeys(("lora_target_modules", "lora_target_linear", "lora_modules"), "adapter.target_modules"),
+    "use_rslora": "adapter.rslora",
+    "use_dora": "adapter.variant",
+    **dict.fromkeys(("train_file", "dataset_path", "dataset_name", "train_data"), "data.path"),
+    **dict.fromkeys(("validation_file", "eval_file", "val_file", "test_file"), "data.validation_path"),
+    **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model"), "model.id"),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), "model.max_length"),
+    **dict.fromkeys(("torch_dtype", "bf16", "fp16"), "model.dtype"),
+    "gradient_checkpointing": "engine.checkpointing",
+    **dict.fromkeys(("output_dir", "logging_dir"), "tracking.root"),
+    "tracking_uri": "tracking.uri",
+    "experiment_name": "tracking.experiment",
+    "study_name": "search.name",
+}
 MOST = 1e300  # above it, whole numbers are no floats
 
 
@@ -55,10 +86,17 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
         known: what could stand in its place.
         elsewhere: further keys that may be meant, not listed.
     """
-    meant = did_you_mean(key, [*known, *elsewhere])
+    near = likely(key, [*known, *elsewhere])
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(
         f"unknown key {key}", "There is no such key.", f"{meant}Available: {choices(list(known))}."
     )
+
+
+def likely(key: str, known: Iterable[str]) -> list[str]:
+    """The keys that an unknown one most likely stands for: what other libraries call so, or alike ones."""
+    named = ELSEWHERE.get(key.rpartition(".")[2])
+    return [named] if named else alike(key, known)
 
 
 def convert(hint: Any, value: object, key: str) -> Any:

@@ -28,9 +28,9 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 
 from plait.config.build import JOB_GROUPS, JOB_SPECS, RUN_GROUPS, is_whole
+from plait.config.fields import likely
 from plait.core.errors import ConfigError, SearchError
 from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whole
-from plait.utils.spelling import alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
         )
     keys = [f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)]
     keys += [f"data.{key}" for key in data_keys]
-    near = alike(name, [*keys, *JOB_GROUPS, *RUN_GROUPS])
+    near = likely(name, [*keys, *JOB_GROUPS, *RUN_GROUPS])
     remedy = f"Did you mean {' or '.join(near)}?" if near else ""
     if any(each in RUN_GROUPS for each in near):
         remedy += " It belongs to the run; start one sweep for each of its values."

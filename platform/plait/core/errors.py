@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable that, set to 1, has errors show their tracebacks
 EXIT_DONE = 0
 EXIT_BAD_INPUT = 2
 EXIT_FAILED_JOBS = 3

@@ -24,6 +24,9 @@ BETAS = Rule(
 )
 
 
+USUAL_STEPS = 40  # of a job's optimiser, where neither steps nor epochs are given
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """One adapter: its shape and where it sits.
@@ -57,7 +60,8 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set.
+    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set: where
+    neither is given, ``USUAL_STEPS``.
 
     Attributes:
         lr: peak learning rate of A, and of B where ``lora_plus_ratio`` is 1.
@@ -83,7 +87,7 @@ class TrainSpec:
     clip_norm: Annotated[float | None, above(0)] = 1.0
     batch_size: Annotated[int, at_least(1)] = 4
     accumulation: Annotated[int, at_least(1)] = 1
-    steps: Annotated[int | None, at_least(1)] = 40
+    steps: Annotated[int | None, at_least(1)] = None
     epochs: Annotated[float | None, above(0)] = None
     eval_every: Annotated[int, at_least(0)] = 0
     seed: Seed = 0
@@ -92,11 +96,13 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         check(self, "train")
-        if (self.steps is None) == (self.epochs is None):
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", USUAL_STEPS)
+        if self.steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"train.steps={self.steps}, train.epochs={self.epochs}",
-                "Exactly one of the two must be set.",
-                "Set one of them and set the other to null.",
+                "Only one of the two may be set.",
+                "Leave one out, or set it to null.",
             )
 
     @property

