@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from plait.cli.results import sort_records, store_parser, store_settings
+from plait.cli.leaderboard import print_leaderboard, sort_records
+from plait.cli.results import store_parser, store_settings
 from plait.core.errors import ConfigError
 from plait.core.lifecycle import JobState
 from plait.core.settings import TrackingSettings
-from plait.terminal.leaderboard import print_leaderboard
 from plait.tracking import JobRecord, Location, SearchResult
 
 RECORDS = [

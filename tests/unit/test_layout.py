@@ -29,8 +29,6 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-# Packages with modules of one importer still to be mended; nothing is added here.
-ONE_IMPORTER = {"plait.cli", "plait.terminal"}
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
     "optuna": ("platform/plait/search/",),
@@ -179,7 +177,4 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_a_module_with_one_importer_says_why_it_is_a_seam() -> None:
-    alone = single_importers(CODE, import_graph(CODE))
-    assert {
-        module: by for module, by in alone.items() if ".".join(module.split(".")[:2]) not in ONE_IMPORTER
-    } == {}
+    assert single_importers(CODE, import_graph(CODE)) == {}

@@ -50,5 +50,5 @@ def test_names_of_other_libraries_stand_for_keys_that_there_are() -> None:
         assert name not in {each.rpartition(".")[2] for each in own}, "it would hide a key of Plait's own"
 
 
-def test_a_word_that_nobody_mistypes_is_not_looked_up() -> None:
+def test_an_endless_word_is_not_looked_up() -> None:
     assert did_you_mean("x" * 100_000, ["train.lr"]) == ""

@@ -21,7 +21,6 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
 )
-from plait.terminal.table import jobs_table
 from plait.terminal.text import (
     best_line,
     progress_line,
@@ -33,7 +32,7 @@ from plait.terminal.text import (
     status_line,
     status_rows,
 )
-from plait.terminal.view import Terminal, print_summary
+from plait.terminal.view import Terminal, jobs_table, print_summary
 from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs
 from plait.utils.durations import duration
 

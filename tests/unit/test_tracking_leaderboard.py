@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from job_results import ended
 from rich.console import Console
 
+from plait.cli.leaderboard import print_leaderboard, to_table
 from plait.core.errors import ConfigError
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import ModelSettings, RunSettings, SearchSettings, TrackingSettings
-from plait.terminal.leaderboard import print_leaderboard, to_table
 from plait.tracking.facts import run_parameters
 from plait.tracking.leaderboard import (
     JobRecord,

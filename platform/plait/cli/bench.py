@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from plait.cli.verbs import HELP
@@ -17,6 +16,7 @@ from plait.config.fields import build, unknown_key
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.figures import Benchmark, Figure, Report
 from plait.search.trials import SearchCommand
+from plait.terminal.console import filled, wide_console
 from plait.utils.benchmarks import BENCHMARKS, GROUP
 from plait.utils.paths import sweeps_dir
 from plait.utils.progress import shown
@@ -127,9 +127,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     with shown(name):
         report = benchmark(command.settings, suggest_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
-    console = Console()
-    # A table cut to 80 columns cannot be read in a log.
-    (console if console.is_terminal else Console(width=LOG_WIDTH)).print(figure_table(report))
+    wide_console(LOG_WIDTH).print(figure_table(report))
     if unmatched:
         raise ConfigError(
             f"published: {', '.join(unmatched)}",
@@ -191,13 +189,15 @@ def _published(composed: Config) -> list[Published]:
 
 def figure_table(report: Report) -> Table:
     """The figures as a table for the terminal."""
-    table = Table(title=report.name, caption="\n".join(report.assumptions) or None)
     rows = [_cells(figure) for figure in report.figures]
     columns = [at for at in range(len(HEADINGS)) if at < ALWAYS or any(row[at] for row in rows)]
-    for at in columns:
-        table.add_column(HEADINGS[at], justify="right" if HEADINGS[at] in ("ours", "published") else "left")
-    for row in rows:
-        table.add_row(*(row[at] for at in columns))
+    table = filled(
+        report.name,
+        [HEADINGS[at] for at in columns],
+        ([row[at] for at in columns] for row in rows),
+        left=set(HEADINGS) - {"ours", "published"},
+    )
+    table.caption = "\n".join(report.assumptions) or None
     return table
 
 

@@ -1,4 +1,7 @@
-"""Hydra's complaints in Plait's words: value, rule, remedy, with the right choices listed."""
+"""Hydra's complaints in Plait's words: value, rule, remedy, with the right choices listed.
+
+A seam: all that depends on how Hydra words its errors, which changes with its releases.
+"""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def report(error: PlaitError) -> int:
 
 
 def _short(text: str) -> str:
-    """A text of an error, without the middle of what nobody can read on a screen."""
+    """A text of an error, without the middle of what is too long for a screen."""
     left_out = len(text) - SHOWN_FIRST - SHOWN_LAST
     if left_out <= 0:
         return text

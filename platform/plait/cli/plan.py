@@ -26,6 +26,7 @@ from plait.search.study import suggest_jobs
 from plait.search.trials import SearchCommand
 from plait.simulate.forecast import Forecast
 from plait.simulate.timeline import chrome_trace, timeline_figure
+from plait.terminal.console import filled, plain, wide_console
 
 if TYPE_CHECKING:
     from plait.models.load import ModelShape
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 JSON = "--json"
 TIMELINE = "--timeline"
 KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
-LOG_WIDTH = 140  # columns where output is not a terminal
 UNKNOWN = "unknown"
 NO_PROFILE = "No profile yet: run `plait profile` for time estimates"
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
@@ -59,8 +59,7 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
     if JSON in flags:
         print(json.dumps(outlook.mapping(), indent=2))
         return EXIT_DONE
-    console = Console()
-    show(outlook, console if console.is_terminal else Console(width=LOG_WIDTH))
+    show(outlook, wide_console())
     return EXIT_DONE
 
 
@@ -203,63 +202,65 @@ def model_name(settings: ModelSettings) -> str:
 
 def show(outlook: Outlook, console: Console) -> None:
     """Print a plan: replicas, groups, totals with and without Plait, assumptions."""
-    console.print(f"{outlook.cluster}: {outlook.devices}", markup=False, highlight=False)
-    profile = f"profile: {outlook.profile}" if outlook.profile else NO_PROFILE
-    console.print(profile, markup=False, highlight=False)
+    plain(console, f"{outlook.cluster}: {outlook.devices}")
+    plain(console, f"profile: {outlook.profile}" if outlook.profile else NO_PROFILE)
     console.print(_replicas(outlook), _groups(outlook), _totals(outlook))
     if outlook.simulated:
         console.print(_simulated(outlook))
     if outlook.changes:
         console.print(_changes(outlook))
     for line in outlook.assumptions:
-        console.print(f"- {line}", markup=False, highlight=False)
+        plain(console, f"- {line}")
 
 
 def _replicas(outlook: Outlook) -> Table:
-    table = Table(title="Replicas")
-    for heading in ("replicas", "tp", "pp", "capacity", "layers per stage", "memory per device"):
-        table.add_column(heading, justify="right")
-    for each in outlook.replicas:
-        table.add_row(
-            str(each.count),
-            str(each.tp),
-            str(each.pp),
-            f"{each.capacity:,} tokens",
-            " ".join(map(str, each.layer_split)) or "all",
-            ", ".join(filter(None, (_bytes(each.predicted_bytes), each.bytes_source))),
-        )
-    return table
+    return filled(
+        "Replicas",
+        ("replicas", "tp", "pp", "capacity", "layers per stage", "memory per device"),
+        (
+            (
+                str(each.count),
+                str(each.tp),
+                str(each.pp),
+                f"{each.capacity:,} tokens",
+                " ".join(map(str, each.layer_split)) or "all",
+                ", ".join(filter(None, (_bytes(each.predicted_bytes), each.bytes_source))),
+            )
+            for each in outlook.replicas
+        ),
+    )
 
 
 def _groups(outlook: Outlook) -> Table:
-    table = Table(title="Groups")
-    table.add_column("wave", justify="right")
-    table.add_column("jobs", overflow="fold")
-    for heading in ("steps", "microbatches", "predicted seconds", "device-seconds", "memory per device"):
-        table.add_column(heading, justify="right")
-    for each in outlook.groups:
-        table.add_row(
-            str(each.wave),
-            " ".join(each.jobs),
-            f"{each.steps:,}",
-            f"{each.microbatches:,}",
-            _seconds(each.predicted_seconds),
-            _seconds(each.device_seconds),
-            _bytes(each.predicted_bytes),
-        )
-    return table
+    return filled(
+        "Groups",
+        ("wave", "jobs", "steps", "microbatches", "predicted seconds", "device-seconds", "memory per device"),
+        (
+            (
+                str(each.wave),
+                " ".join(each.jobs),
+                f"{each.steps:,}",
+                f"{each.microbatches:,}",
+                _seconds(each.predicted_seconds),
+                _seconds(each.device_seconds),
+                _bytes(each.predicted_bytes),
+            )
+            for each in outlook.groups
+        ),
+        left=("jobs",),
+    )
 
 
 def _totals(outlook: Outlook) -> Table:
     """Plait next to the same jobs without it."""
-    table = Table(title="Totals")
-    for heading in ("", "microbatches", "device-seconds", "saved with Plait"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
     beside, alone = outlook.device_seconds_side_by_side, outlook.device_seconds_alone
+    rows: list[Sequence[str]] = [
+        ("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
+    ]
     if beside is not None:
-        table.add_row("side by side", "", _seconds(beside), _saved(outlook, beside))
-    table.add_row("job by job", f"{outlook.microbatches_alone:,}", _seconds(alone), _saved(outlook, alone))
+        rows.append(("side by side", "", _seconds(beside), _saved(outlook, beside)))
+    rows.append(("job by job", f"{outlook.microbatches_alone:,}", _seconds(alone), _saved(outlook, alone)))
+    table = filled("Totals", ("", "microbatches", "device-seconds", "saved with Plait"), rows, left=("",))
     if outlook.gap is not None:
         table.caption = (
             f"Deployment within {100 * outlook.gap:.2f} % of the proven optimum: "
@@ -277,49 +278,44 @@ def _saved(outlook: Outlook, without: float | None) -> str:
 
 def _simulated(outlook: Outlook) -> Table:
     """The simulator's figures for each wave."""
-    table = Table(title="Simulated")
-    for heading in (
+    headings = (
         "wave", "tokens/s", "mean completion", "idle", "fill, drain, waits", "uneven stages",
         "uneven microbatches", "padding", "between stages",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+    )  # fmt: skip
+    rows = []
     for each in outlook.simulated:
         bubble = each.bubble
         parts = (bubble.total, bubble.fill_and_drain, bubble.imbalance, bubble.raggedness, each.padding_share)
-        table.add_row(
-            str(each.wave),
-            f"{each.tokens_per_second:,.0f}",
-            _seconds(each.mean_completion),
-            *(f"{round(100 * part, 2) + 0.0:.2f} %" for part in parts),  # rounding alone may leave a -0
-            f"{each.communication_bytes / 2**30:,.2f} GiB",
+        rows.append(
+            (
+                str(each.wave),
+                f"{each.tokens_per_second:,.0f}",
+                _seconds(each.mean_completion),
+                *(f"{round(100 * part, 2) + 0.0:.2f} %" for part in parts),  # rounding alone may leave a -0
+                f"{each.communication_bytes / 2**30:,.2f} GiB",
+            )
         )
-    return table
+    return filled("Simulated", headings, rows)
 
 
 def _changes(outlook: Outlook) -> Table:
     """Whether each later wave gets a deployment of its own."""
-    table = Table(title="Deployment changes")
-    for heading in (
-        "before wave",
-        "steps",
-        "step now",
-        "replicas",
-        "step after",
-        "saved",
-        "worth it after",
-    ):
-        table.add_column(heading, justify="right")
-    for each in outlook.changes:
-        table.add_row(
-            str(each.wave),
-            f"{each.steps:,}",
-            "does not fit" if each.step_seconds is None else _seconds(each.step_seconds),
-            _then(each),
-            ("" if each.replicas else "at least ") + _seconds(each.new_step_seconds),
-            "required" if each.saved is None else _seconds(each.saved),
-            "" if each.break_even is None else f"{each.break_even:,} steps",
-        )
-    return table
+    return filled(
+        "Deployment changes",
+        ("before wave", "steps", "step now", "replicas", "step after", "saved", "worth it after"),
+        (
+            (
+                str(each.wave),
+                f"{each.steps:,}",
+                "does not fit" if each.step_seconds is None else _seconds(each.step_seconds),
+                _then(each),
+                ("" if each.replicas else "at least ") + _seconds(each.new_step_seconds),
+                "required" if each.saved is None else _seconds(each.saved),
+                "" if each.break_even is None else f"{each.break_even:,} steps",
+            )
+            for each in outlook.changes
+        ),
+    )
 
 
 def _then(change: ChangeOutlook) -> str:

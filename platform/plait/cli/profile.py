@@ -8,8 +8,7 @@ loaded only where this verb runs.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from plait.cli.plan import check_cluster, described, draw_workload
+from plait.cli.plan import check_cluster, described, draw_workload, model_name, say
 from plait.core.errors import EXIT_DONE, CapacityError, ConfigError
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
@@ -30,6 +29,7 @@ from plait.planning.model_memory import model_memory
 from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
 from plait.search.checks import check_jobs, check_model
 from plait.search.trials import SearchCommand
+from plait.terminal.console import filled, plain, wide_console
 from plait.utils.paths import cache_dir
 
 if TYPE_CHECKING:
@@ -43,12 +43,9 @@ STEPS = 8  # global batches of each job that are simulated
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
 MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
-LOG_WIDTH = 140  # columns where output is not a terminal
 
 
-def compare_configurations(
-    command: SearchCommand, console: Console, *, as_json: bool, say: Callable[[str], None]
-) -> int:
+def compare_configurations(command: SearchCommand, console: Console, *, as_json: bool) -> int:
     """Compare a described cluster's configurations for a search's jobs and print them; the exit status.
 
     Raises:
@@ -90,44 +87,37 @@ def compare_configurations(
         print(json.dumps(facts | {"configurations": rows}, indent=2))
         return EXIT_DONE
     console.print(_table(found, profile))
-    console.print(
-        f"profile: {profile.model}, {profile.dtype}: {profile.source}", markup=False, highlight=False
-    )
-    if checkpointing:
-        console.print(
-            f"- {RECOMPUTED}",
-            markup=False,
-            highlight=False,
-        )
+    plain(console, f"profile: {profile.model}, {profile.dtype}: {profile.source}")
     for line in (
+        *((RECOMPUTED,) if checkpointing else ()),
         f"Throughput is simulated over the first {STEPS} steps of {len(names)} jobs of this search.",
         f"Memory is computed from {profile.model}'s sizes for Plait's own engine with this search's largest "
         "adapter and the heaviest samples; tensor parallelism is assumed to divide all of it.",
     ):
-        console.print(f"- {line}", markup=False, highlight=False)
+        plain(console, f"- {line}")
     return EXIT_DONE
 
 
 def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
-    table = Table(
-        title=f"Configurations of {profile.devices.count} × {profile.devices.kind}, {profile.model}"
+    table = filled(
+        f"Configurations of {profile.devices.count} × {profile.devices.kind}, {profile.model}",
+        ("tp", "pp", "replicas", "capacity", "published", "memory per device", "tokens/s", ""),
+        (
+            (
+                str(each.configuration.tp),
+                str(each.configuration.pp),
+                str(each.replicas),
+                f"{each.configuration.max_tokens:,}",
+                "ran" if each.published else "",
+                "unknown" if each.predicted_bytes is None else f"{each.predicted_bytes / 2**30:.1f} GiB",
+                "" if each.tokens_per_second is None else f"{each.tokens_per_second:,.0f}",
+                each.reason or ("< best" if place == 0 else ""),
+            )
+            for place, each in enumerate(found[:SHOWN])
+        ),
     )
-    for heading in ("tp", "pp", "replicas", "capacity", "published", "memory per device", "tokens/s", ""):
-        table.add_column(heading, justify="right")
     if len(found) > SHOWN:
         table.caption = f"The first {SHOWN} of {len(found)}; --json prints all of them."
-    for place, each in enumerate(found[:SHOWN]):
-        rate, size = each.tokens_per_second, each.predicted_bytes
-        table.add_row(
-            str(each.configuration.tp),
-            str(each.configuration.pp),
-            str(each.replicas),
-            f"{each.configuration.max_tokens:,}",
-            "ran" if each.published else "",
-            "unknown" if size is None else f"{size / 2**30:.1f} GiB",
-            "" if rate is None else f"{rate:,.0f}",
-            each.reason or ("< best" if place == 0 else ""),
-        )
     return table
 
 
@@ -138,8 +128,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
         InputError: anything that is wrong with it, as `plait sweep` would say.
     """
     as_json, weights = JSON in flags, WITHOUT_WEIGHTS not in flags
-    console = Console()
-    console = console if console.is_terminal else Console(width=LOG_WIDTH)
+    console = wide_console()
     if command.settings.cluster.kind != "local":
         if not weights:
             raise ConfigError(
@@ -147,7 +136,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
                 "For a described cluster, profiles are always computed without weights.",
                 f"Leave {WITHOUT_WEIGHTS} out.",
             )
-        return compare_configurations(command, console, as_json=as_json, say=_say)
+        return compare_configurations(command, console, as_json=as_json)
     made = profile_here(command.settings, command.probes, weights=weights)
     path = _keep(made.profile)
     if as_json:
@@ -155,7 +144,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
         return EXIT_DONE
     show(made, console)
     kept = "not saved: a measured profile exists" if path is None else f"saved to {path}"
-    console.print(kept, markup=False, highlight=False)
+    plain(console, kept)
     return EXIT_DONE
 
 
@@ -201,18 +190,18 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
         config = cast("LlamaConfig", model_config(settings.model, cache=cache_dir()))
         return profile_without_weights(
             config,
-            _name(settings),
+            model_name(settings.model),
             key,
             options,
             most=most,
             available=available,
-            say=_say,
+            say=say,
         )
     _check_weights_fit(shape.parameters * ELEMENT_BYTES[settings.model.dtype], available)
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     model = load_model(settings.model, cache=cache_dir(), device=device)
-    return profile_device(model, key, options, most=most, available=available, say=_say)
+    return profile_device(model, key, options, most=most, available=available, say=say)
 
 
 def mapping(made: Made) -> dict[str, Any]:
@@ -236,11 +225,10 @@ def show(made: Made, console: Console) -> None:
     """Print a profile: coefficients, errors, the choice of capacity."""
     profile = made.profile
     key = profile.key
-    console.print(
+    plain(
+        console,
         f"{profile.model}, {key.dtype}, on {key.device}: kernels {key.kernels}, checkpointing "
         f"{str(key.checkpointing).lower()}, threads {key.threads}; adapters on {', '.join(profile.targets)}",
-        markup=False,
-        highlight=False,
     )
     console.print(_memory(profile))
     if profile.time is not None:
@@ -249,75 +237,70 @@ def show(made: Made, console: Console) -> None:
 
 
 def _memory(profile: Profile) -> Table:
-    table = Table(title="Memory above weights and adapters, in bytes (the highest phase counts)")
-    table.add_column("phase")
     coefficients = {name: asdict(phase.coefficients) for name, phase in profile.memory.phases.items()}
     shown = list(next(iter(coefficients.values())))
-    for name in shown:
-        table.add_column("fixed" if name == "fixed" else f"each {name}", justify="right")
-    for phase, values in coefficients.items():
-        table.add_row(phase, *(f"{values[name]:,.1f}" for name in shown))
-    return table
+    return filled(
+        "Memory above weights and adapters, in bytes (the highest phase counts)",
+        ("phase", *("fixed" if name == "fixed" else f"each {name}" for name in shown)),
+        ((phase, *(f"{values[name]:,.1f}" for name in shown)) for phase, values in coefficients.items()),
+        left=("phase",),
+    )
 
 
 def _time(made: Made) -> Table:
     time = made.profile.time
     assert time is not None
-    table = Table(title="Seconds of a microbatch, forward and backward")
-    for heading in ("part", "fixed", "each token", "each token²", "each labelled token", "forward's share"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
     layer, head = time.layer[1], time.head[1]
-    table.add_row(
-        "one layer",
-        f"{layer.fixed:.3e}",
-        f"{layer.token:.3e}",
-        f"{layer.square:.3e}",
-        "",
-        f"{time.forward_share:.3f}",
+    of_layer = f"{layer.fixed:.3e}", f"{layer.token:.3e}", f"{layer.square:.3e}", ""
+    return filled(
+        "Seconds of a microbatch, forward and backward",
+        ("part", "fixed", "each token", "each token²", "each labelled token", "forward's share"),
+        (
+            ("one layer", *of_layer, f"{time.forward_share:.3f}"),
+            (
+                *("head and loss", f"{head.fixed:.3e}", "", "", f"{head.labelled:.3e}"),
+                f"{time.head_forward_share:.3f}",
+            ),
+        ),
+        left=("part",),
     )
-    table.add_row(
-        "head and loss", f"{head.fixed:.3e}", "", "", f"{head.labelled:.3e}", f"{time.head_forward_share:.3f}"
-    )
-    return table
 
 
 def _errors(made: Made) -> Table:
     """Mean and largest error of each fit, on what it saw and on what it did not."""
-    table = Table(title="Relative errors")
-    table.add_column("fit")
-    for heading in ("points", "mean", "largest"):
-        table.add_column(heading, justify="right")
     seen = {f"memory, {name}": phase.fit for name, phase in made.profile.memory.phases.items()}
     seen |= {"seconds, layers": made.layer_fit, "seconds, head and loss": made.head_fit}
-    rows = [(name, fit.errors) for name, fit in seen.items() if fit is not None]
-    rows.append(("memory, held out", made.memory_errors))
-    if made.time_errors:
-        rows.append(("seconds, held out", made.time_errors))
+    found = {name: fit.errors for name, fit in seen.items() if fit is not None}
+    found |= {"memory, held out": made.memory_errors, "seconds, held out": made.time_errors}
     if made.profile.depth_error is not None:
-        rows.append(("memory, extrapolated from 2 and 3 layers", (made.profile.depth_error,)))
-    for name, errors in rows:
-        sizes = [abs(error) for error in errors]
-        table.add_row(
-            name, str(len(sizes)), f"{100 * sum(sizes) / len(sizes):.3f} %", f"{100 * max(sizes):.3f} %"
-        )
-    return table
+        found["memory, extrapolated from 2 and 3 layers"] = (made.profile.depth_error,)
+    sizes = {name: [abs(error) for error in errors] for name, errors in found.items() if errors}
+    return filled(
+        "Relative errors",
+        ("fit", "points", "mean", "largest"),
+        (
+            (name, str(len(own)), f"{100 * sum(own) / len(own):.3f} %", f"{100 * max(own):.3f} %")
+            for name, own in sizes.items()
+        ),
+        left=("fit",),
+    )
 
 
 def _capacities(made: Made) -> Table:
-    how = made.profile.how
-    table = Table(title=f"Capacity ({how}); {made.available / 2**30:.2f} GiB may be used")
-    for heading in ("capacity", "tokens/s", "peak bytes", "fits", "chosen"):
-        table.add_column(heading, justify="right")
-    for choice in made.profile.capacities:
-        rate = choice.tokens_per_second
-        table.add_row(
-            f"{choice.capacity:,}",
-            "unknown" if rate is None else f"{rate:,.0f}",
-            f"{choice.predicted_bytes / 2**30:.2f} GiB",
-            "yes" if choice.fits else "no",
-            "<" if choice.capacity == made.profile.capacity else "",
-        )
-    return table
+    return filled(
+        f"Capacity ({made.profile.how}); {made.available / 2**30:.2f} GiB may be used",
+        ("capacity", "tokens/s", "peak bytes", "fits", "chosen"),
+        (
+            (
+                f"{choice.capacity:,}",
+                "unknown" if choice.tokens_per_second is None else f"{choice.tokens_per_second:,.0f}",
+                f"{choice.predicted_bytes / 2**30:.2f} GiB",
+                "yes" if choice.fits else "no",
+                "<" if choice.capacity == made.profile.capacity else "",
+            )
+            for choice in made.profile.capacities
+        ),
+    )
 
 
 def _check_weights_fit(weights: int, available: int) -> None:
@@ -327,11 +310,3 @@ def _check_weights_fit(weights: int, available: int) -> None:
             f"{available / 2**30:.2f} GiB may be used (planner.memory_share of the device's memory).",
             f"Use a smaller model, or {WITHOUT_WEIGHTS} to compute its memory alone.",
         )
-
-
-def _name(settings: RunSettings) -> str:
-    return str(settings.model.id or settings.model.path or settings.model.kind)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

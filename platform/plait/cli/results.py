@@ -6,18 +6,16 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
+from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
-    from plait.tracking import JobRecord, SearchResult
+    pass
 
 
 def ui(arguments: Sequence[str]) -> int:
@@ -41,59 +39,10 @@ def leaderboard(arguments: Sequence[str]) -> int:
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of the objective")
     parser.add_argument("--reverse", action="store_true", help="with --sort: largest first")
     known = parser.parse_args(arguments)
-    from rich.console import Console
+    from plait.cli.leaderboard import show
 
-    from plait.terminal.leaderboard import print_leaderboard
-
-    result = _search(store_settings(known), known.name)
-    order = None
-    if known.sort:
-        result = replace(result, records=sort_records(result.records, known.sort, reverse=known.reverse))
-        order = f"by {known.sort}, {'largest' if known.reverse else 'smallest'} first"
-    print_leaderboard(result, known.format, Console(), order=order)
+    show(store_settings(known), known.name, known.format, known.sort, reverse=known.reverse)
     return EXIT_DONE
-
-
-def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
-    """A search from the store; from its study while the store is unavailable."""
-    from plait.tracking import AwayError, load_search
-
-    try:
-        return load_search(settings, name)
-    except AwayError as error:
-        from plait.search.tracked import board_of_study
-
-        found = None
-        with suppress(StorageError):  # the study's database may be away, too: then report the store
-            found = board_of_study(settings, name) if name else None
-        if found is None:
-            raise
-        print(f"{error.value}. Showing what the search's study holds:", file=sys.stderr)
-        return found
-
-
-def sort_records(
-    records: Sequence[JobRecord], column: str, *, reverse: bool = False
-) -> tuple[JobRecord, ...]:
-    """The records sorted by a column, given by its name or its heading; those without a value come last.
-
-    Raises:
-        ConfigError: there is no such column.
-    """
-    from plait.terminal.leaderboard import heading
-    from plait.tracking.leaderboard import columns
-
-    names, rows = columns(records)
-    if column not in names:
-        column = next((name for name in names if heading(name) == column), column)
-    if column not in names:
-        raise ConfigError(f"--sort {column}", "Unknown column.", f"Available: {choices(names)}.")
-    at = names.index(column)
-    paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
-    present = [(value, record) for value, record in paired if value is not None]
-    number = all(isinstance(value, (int, float)) for value, _ in present)
-    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=reverse)
-    return tuple(record for _, record in [*present, *(pair for pair in paired if pair[0] is None)])
 
 
 def export(arguments: Sequence[str]) -> int:

@@ -1,15 +1,18 @@
-"""The console of a search: the search outlives whatever reads its output."""
+"""Consoles: that of a search, which outlives whatever reads its output, and those that show tables."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
+from rich.table import Table
 
+LOG_WIDTH = 140  # columns where output is not a terminal
 OUTPUT_CLOSED = "The output was closed. The search continues without it."
 OUTPUT_FAILED = "The output cannot be written ({}). The search continues without it."
 
@@ -21,6 +24,32 @@ def leave_terminal() -> None:
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(descriptor).st_mode):
                 os.dup2(nowhere, descriptor)
+
+
+def wide_console(width: int = LOG_WIDTH) -> Console:
+    """A console for tables: one cut to 80 columns cannot be read in a log."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def plain(console: Console, text: str) -> None:
+    """Print a line as it is, without markup."""
+    console.print(text, markup=False, highlight=False)
+
+
+def filled(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
+) -> Table:
+    """A table with its rows; columns that ``left`` names are of words, the others of figures."""
+    table = Table(title=title)
+    for heading in headings:
+        words = heading in left
+        table.add_column(
+            heading, justify="left" if words else "right", overflow="fold" if words else "ellipsis"
+        )
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class SearchConsole(Console):

@@ -1,4 +1,4 @@
-"""A search and its jobs as text: pure functions of the board."""
+"""A search and its jobs as text. A seam: pure functions of the leaderboard, tested without a terminal."""
 
 from __future__ import annotations
 

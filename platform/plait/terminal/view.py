@@ -1,16 +1,28 @@
-"""The terminal's view of a running search: a live table, or plain lines where output is not a terminal."""
+"""The terminal's view of a running search: a live table, or plain lines where output is not a terminal.
+
+A seam: loaded only where a search trains. Drawn between training steps, so the table is laid out here and not
+by rich's, which takes several times as long.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
 from plait.core.lifecycle import JobResult, JobState
@@ -25,8 +37,6 @@ from plait.core.messages import (
     Notice,
 )
 from plait.terminal.console import leave_terminal
-from plait.terminal.eta import Pace
-from plait.terminal.table import jobs_table
 from plait.terminal.text import (
     all_trained,
     best_evaluation,
@@ -35,7 +45,10 @@ from plait.terminal.text import (
     lowest_loss,
     number,
     progress_line,
+    rung_text,
+    setting,
     settings_line,
+    shown_first,
     status_rows,
 )
 from plait.tracking.leaderboard import JobRecord, Leaderboard
@@ -49,16 +62,30 @@ CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
 TOGETHER = (JobEvaluated, JobGenerated, JobResult)
 USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown where none varies
+STYLES = {
+    JobState.QUEUED: "dim",
+    JobState.RUNNING: "cyan",
+    JobState.PAUSED: "blue",
+    JobState.ORPHANED: "blue",
+    JobState.FINISHED: "green",
+    JobState.PRUNED: "yellow",
+    JobState.STOPPED: "yellow",
+    JobState.FAILED: "red",
+}
+MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows all of them
+BEFORE_RATE = 2  # parameters that come before the rate where not all of them fit
+WIDEST = 20  # characters of a parameter's value or name
+STATE = 10  # characters, so that the columns do not move
+GAP = "  "
+HEADING = Style(bold=True)
+DECAY = 0.99  # of an iteration's weight with each that follows it
+LEAST_ITERATIONS = 5  # before the remaining time is estimated
 
 
 class Terminal:
     """Shows a search while it runs. A context manager; the live view ends with it.
 
-    Args:
-        board: the tracker's, which handles each event first.
-        console: where to write; decides between live view and plain lines.
-        clock: seconds, never going back; also measures what a drawing costs.
-        line_seconds: time between two progress lines, where output is not a terminal.
+    ``board`` handles each event first; ``console`` decides between live view and plain lines.
     """
 
     def __init__(
@@ -247,12 +274,7 @@ def _ended_line(result: JobResult, record: JobRecord | None) -> str:
 
 def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]) -> None:
     """Print how a search ended: the best trial with its parameters and its adapter, or the Pareto front, and
-    the failed trials.
-
-    Args:
-        console: where to write.
-        board: all jobs.
-        facts: further lines, label to value, such as the tracking address.
+    the failed trials; then further facts by label.
     """
     best = board.best()
     lines: list[tuple[str, str]] = []
@@ -278,3 +300,163 @@ def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]
     width = max(len(label) for label, _ in lines)
     for label, value in lines:
         console.print(f"{label:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    title: str
+    cells: Sequence[str]
+    right: bool = True
+    least: int = 0  # characters
+
+    @property
+    def width(self) -> int:
+        return max(self.least, *map(cell_len, (self.title, *self.cells)))
+
+    def fill(self, text: str, width: int) -> str:
+        space = " " * (width - cell_len(text))
+        return space + text if self.right else text + space
+
+
+def jobs_table(board: Leaderboard, rows: int, width: int) -> Segments:
+    """At most ``rows`` jobs, running ones first. A last line counts the others; parameters that do not fit
+    are not shown."""
+    records = shown_first(board.jobs.values())
+    shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
+    columns = _columns(board, shown, width)
+    widths = [column.width for column in columns]
+    pairs = list(zip(columns, widths, strict=True))
+    out = [Segment(GAP.join(each.fill(each.title, wide) for each, wide in pairs), HEADING), Segment.line()]
+    for at, record in enumerate(shown):
+        name, state, *others = (each.fill(each.cells[at], wide) for each, wide in pairs)
+        style = Style.parse(STYLES[record.state])
+        out += [Segment(name + GAP), Segment(state, style), Segment(GAP + GAP.join(others)), Segment.line()]
+    if len(shown) < len(records):
+        states = Counter(record.state for record in records[len(shown) :])
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        more = f"… {len(records) - len(shown)} more"
+        out += [Segment(f"{more:<{widths[0]}}{GAP}"), Segment(counts, Style(dim=True)), Segment.line()]
+    return Segments(out)
+
+
+def _columns(board: Leaderboard, shown: Sequence[JobRecord], width: int) -> list[_Column]:
+    """The columns that are always shown, then the rate and the parameters as far as there is room."""
+    rungs = [] if board.rungs_of is None else [_Column("rung", [rung_text(board, each) for each in shown])]
+    always = [
+        _Column("job", [each.name for each in shown], right=False),
+        _Column("state", [each.state for each in shown], right=False, least=STATE),
+        _Column("step", [f"{each.step}/{each.steps}" if each.steps else "" for each in shown]),
+        *rungs,
+        _Column("loss", [number(each.loss) for each in shown]),
+        _Column("eval loss", [number(each.eval_loss) for each in shown]),
+    ]
+    rate = _Column("tokens/s", [_rate(each) for each in shown])
+    keys = board.varying()[:MOST_PARAMETERS]
+    parameters = [
+        _Column(_short(key.split(".", 1)[-1]), [_value(each, key) for each in shown]) for key in keys
+    ]
+    room = width - sum(each.width + len(GAP) for each in always) + len(GAP)
+    fits: list[_Column] = []
+    for column in (*parameters[:BEFORE_RATE], rate, *parameters[BEFORE_RATE:]):
+        if column.width + len(GAP) <= room:
+            room -= column.width + len(GAP)
+            fits.append(column)
+    return always + [each for each in (rate, *parameters) if any(each is one for one in fits)]
+
+
+def _rate(record: JobRecord) -> str:
+    return f"{record.tokens_per_s:,.0f}" if record.live and record.tokens_per_s is not None else ""
+
+
+def _value(record: JobRecord, key: str) -> str:
+    return _short(setting(record.parameters[key])) if key in record.parameters else ""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
+
+
+class Pace:
+    """Recent seconds for one optimiser step of one job; time in which all jobs were paused is not counted.
+
+    The time a search still needs follows from it and from what remains of the jobs. ``board`` handles each
+    event first.
+    """
+
+    def __init__(self, board: Leaderboard, clock: Callable[[], float]) -> None:
+        self._board = board
+        self._clock = clock
+        self._training: set[str] = set()  # in this process: the board also has those of others
+        self._last: float | None = None  # end of the last iteration; None if no job has trained since
+        self._iterations = 0
+        self._interrupted = False
+        self._seconds = self._steps = 0.0
+
+    def handle(self, event: Event) -> None:
+        """Learn from an event."""
+        if isinstance(event, JobAdmitted):
+            self._last = self._last if self._training else None
+            self._training.add(event.job.name)
+        elif isinstance(event, (JobPaused, JobResult)):
+            self.lose(event.job)
+            self._interrupted |= isinstance(event, JobResult) and event.state == JobState.PAUSED
+        elif isinstance(event, GroupStep):
+            now = self._clock()
+            seconds = event.seconds if self._last is None else now - self._last
+            self._seconds = DECAY * self._seconds + seconds
+            self._steps = DECAY * self._steps + len(event.jobs)
+            self._iterations += 1
+            self._last = now
+
+    def lose(self, job: str) -> None:
+        """Stop counting a job: it no longer trains here."""
+        self._training.discard(job)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Wall-clock seconds that the whole search still needs; None before they can be estimated."""
+        if self._iterations < LEAST_ITERATIONS or self._interrupted:
+            return None
+        left = steps_left(list(self._board.jobs.values()), self._board.trials)
+        return None if left is None else left * self._seconds / self._steps
+
+
+def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
+    """Optimiser steps that are still to come, estimated from the jobs that have ended.
+
+    A job is expected to get as far as the average of those that ended beyond its present step; a trial that
+    is not suggested yet, as far as the average of all. Where none has ended, each takes all its steps.
+
+    Args:
+        trials: least number of trials in all.
+
+    Returns:
+        None before the first job has started.
+    """
+    plans = [job.steps for job in jobs if _planned(job)]
+    if not plans:
+        return None
+    usual = fmean(plans)
+    ends = sorted(_share(job, usual) for job in jobs if job.ended)
+    sums = [0.0, *accumulate(reversed(ends))]  # of the furthest ones
+
+    def expected(share: float) -> float:
+        further = len(ends) - bisect_right(ends, share)
+        return (sums[further] / further if further else 1.0) - share
+
+    begun = sum((job.steps or usual) * expected(_share(job, usual)) for job in jobs if not job.ended)
+    to_come = fmean(ends) if ends else 1.0
+    return begun + (max(trials, len(jobs)) - len(jobs)) * usual * to_come
+
+
+def _planned(job: JobRecord) -> bool:
+    """Whether ``steps`` is the job's budget. For a job that an earlier process ended it is the last step it
+    took, and 0 for one that has not started."""
+    return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == JobState.FINISHED))
+
+
+def _share(job: JobRecord, usual: float) -> float:
+    """The share of its budget that a job has done; of the usual budget where its own is not known."""
+    if job.state == JobState.FINISHED:
+        return 1.0
+    return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))

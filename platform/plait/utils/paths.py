@@ -26,7 +26,7 @@ def user_path(path: str | Path) -> Path:
         found.stat()
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-            return found  # missing or not readable: whoever uses it says so
+            return found  # missing or not readable: the caller says so
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StorageError(f"{path}: {reason}", "There can be no such file or folder.") from error
     return found

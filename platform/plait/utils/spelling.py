@@ -7,7 +7,7 @@ from difflib import SequenceMatcher, get_close_matches
 
 ALIKE = 0.6  # of difflib's ratio, where letters alone do not tell
 LETTERS_AN_EDIT = 4  # of a word, for each that may be wrong
-LONGEST = 200  # letters of a word that is looked up: time grows with them, and nobody mistypes so
+LONGEST = 200  # letters of a word that is looked up: time grows with them, and no typing error is that long
 LEAST_BEGUN = 3  # letters of a name that tell which is meant
 
 

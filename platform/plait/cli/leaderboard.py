@@ -1,14 +1,21 @@
-"""The leaderboard of a search, printed: as a table for the terminal, as CSV or as JSON."""
+"""`plait leaderboard`: a search's adapters as a table for the terminal, as CSV or as JSON.
+
+A seam: help does not wait for MLflow, which this imports.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
-from plait.core.errors import ConfigError, choices
+from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.lifecycle import JobState
+from plait.core.settings import TrackingSettings
 from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
 
@@ -18,13 +25,62 @@ LEAST_REASON = 40  # characters: in a column of fewer it would break into many l
 LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
 
 
+def show(settings: TrackingSettings, name: str | None, form: str, sort: str | None, *, reverse: bool) -> None:
+    """Print a search as "table", "csv" or "json", the best first or sorted by a column.
+
+    Raises:
+        ConfigError: no such search, form or column.
+    """
+    result, order = _search(settings, name), None
+    if sort:
+        result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
+        order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
+    print_leaderboard(result, form, Console(), order=order)
+
+
+def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
+    """A search from the store; from its study while the store is unavailable."""
+    from plait.tracking import AwayError, load_search
+
+    try:
+        return load_search(settings, name)
+    except AwayError as error:
+        from plait.search.tracked import board_of_study
+
+        found = None
+        with suppress(StorageError):  # the study's database may be away, too: then report the store
+            found = board_of_study(settings, name) if name else None
+        if found is None:
+            raise
+        print(f"{error.value}. Showing what the search's study holds:", file=sys.stderr)
+        return found
+
+
+def sort_records(
+    records: Sequence[JobRecord], column: str, *, reverse: bool = False
+) -> tuple[JobRecord, ...]:
+    """The records sorted by a column, given by its name or its heading; those without a value come last.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    names, rows = columns(records)
+    if column not in names:
+        column = next((name for name in names if heading(name) == column), column)
+    if column not in names:
+        raise ConfigError(f"--sort {column}", "Unknown column.", f"Available: {choices(names)}.")
+    at = names.index(column)
+    paired = [(row[at], record) for row, record in zip(rows, records, strict=True)]
+    present = [(value, record) for value, record in paired if value is not None]
+    number = all(isinstance(value, (int, float)) for value, _ in present)
+    present.sort(key=lambda pair: pair[0] if number else str(pair[0]), reverse=reverse)
+    return tuple(record for _, record in [*present, *(pair for pair in paired if pair[0] is None)])
+
+
 def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
     """Print a search's jobs as "table", "csv" or "json", in the order in which ``result`` has them.
 
     Args:
-        result: the search.
-        form: which of the three.
-        console: where to.
         order: what the title says of the order; None: best first.
 
     Raises:
