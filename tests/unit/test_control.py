@@ -35,7 +35,7 @@ from plait.search.identity import identify
 from plait.search.orders import ORDERS, POLL_SECONDS, Mode, Orders, StudyOrders
 from plait.search.ownership import Owner
 from plait.search.recorded import RecordedCommand, write_command
-from plait.search.storage import Patience, from_anywhere, open_storage
+from plait.search.storage import Patience, SharedStudy, from_anywhere, open_storage
 from plait.search.stored import stored_study
 from plait.search.study import StudyTrials
 from plait.search.suggest import SPACE as SPACE_KEPT
@@ -111,7 +111,7 @@ def study_orders(storage: BaseStorage, answers: int = 1_000_000) -> StudyOrders:
     lost: list[str] = []
     study.set_user_attr = lossy  # type: ignore[method-assign]
     patience = Patience(sleep=lambda _: None)
-    return StudyOrders(study, patience, patience)
+    return StudyOrders(SharedStudy(study, patience))
 
 
 @pytest.mark.parametrize("answers", [0, 1, 2, 3])
@@ -140,9 +140,9 @@ def test_a_worker_hears_of_orders_within_seconds_and_reads_one_attribute_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study, now = optuna.create_study(), [100.0]
-    worker = StudyOrders(study, Patience(), lambda action: action(), clock=lambda: now[0])
+    worker = StudyOrders(SharedStudy(study), clock=lambda: now[0])
     assert worker.poll() == Orders()
-    user = StudyOrders(study, Patience(), lambda action: action())
+    user = StudyOrders(SharedStudy(study))
     user.set_mode("paused")
     with monkeypatch.context() as patch:  # 1,000 iterations between two polls read nothing at all
         patch.setattr(StudyOrders, "_stored", lambda _: pytest.fail("it was read"))
@@ -159,7 +159,7 @@ def test_a_worker_hears_of_orders_within_seconds_and_reads_one_attribute_seldom(
 def test_what_is_no_order_orders_nothing(content: object) -> None:
     study = optuna.create_study()
     study.set_user_attr(ORDERS, content)
-    orders = StudyOrders(study, Patience(), lambda action: action())
+    orders = StudyOrders(SharedStudy(study))
     assert orders.read() == Orders()
     orders.set_mode("stopping")
     assert orders.read() == Orders("stopping")

@@ -12,7 +12,7 @@ from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.rungs import RungRecord
 from plait.search.stopper import StudyRungs
 from plait.search.stopping import make_pruner
-from plait.search.storage import Patience
+from plait.search.storage import SharedStudy
 
 ONE = SearchSettings(stopping=StoppingSettings(kind="asha"))
 ANOTHER = SearchSettings(stopping=StoppingSettings(kind="asha", metric="train/loss"))
@@ -28,7 +28,7 @@ def made(search: SearchSettings) -> optuna.Study:
 
 
 def rungs(study: optuna.Study, search: SearchSettings) -> StudyRungs:
-    return StudyRungs(study, search, Patience(), lambda action: action())
+    return StudyRungs(SharedStudy(study), search)
 
 
 @pytest.mark.parametrize("search", [ONE, ANOTHER, SEVERAL], ids=["objective", "another metric", "several"])

@@ -112,6 +112,7 @@ def test_a_search_outlives_an_outage_at_the_end_of_any_lock(
             raise AWAY
 
     monkeypatch.setattr("plait.search.study.study_lock", lock)
+    monkeypatch.setattr("plait.search.storage.study_lock", lock)
     search = halving(trials=4, parallel=2)
     undisturbed = Bench(tmp_path / "undisturbed", search)
     undisturbed.run()

@@ -197,7 +197,7 @@ def test_nobody_takes_a_trial_while_another_holds_the_study(tmp_path: Path, addr
     """Drawing waits for the lock, in another process."""
     trials = opened(tmp_path, address)
     with ThreadPoolExecutor(1) as pool:
-        with trials.exclusive():
+        with trials.shared.exclusive():
             waiting = pool.submit(Other, tmp_path, address)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=4)

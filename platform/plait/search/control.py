@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 from uuid import uuid4
 
 from optuna.study import Study
@@ -27,14 +26,13 @@ from plait.search.locks import trains_here
 from plait.search.orders import Mode, StudyOrders
 from plait.search.points import read_point
 from plait.search.recorded import RecordedCommand
-from plait.search.storage import Patience, passes, quiet, study_lock
+from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
 from plait.utils.paths import search_folder
 
 NEAREST = 5  # trials that are named in place of one that will not do
 SHAPE = ("adapter.rank", "adapter.target_modules")
-Result = TypeVar("Result")
 
 _MODES: Mapping[str, tuple[Mode, str]] = {
     "pause": (
@@ -66,7 +64,8 @@ class SearchControl:
         self._folder = search_folder(root, recorded.name)
         self._patience = Patience(stop=lambda: time.monotonic() >= until)
         self._study = self._patience(lambda: _opened(recorded, root, wait=time.monotonic() < until))
-        self._orders = StudyOrders(self._study, self._patience, self._locked)
+        self._shared = SharedStudy(self._study, self._patience)
+        self._orders = StudyOrders(self._shared)
 
     @property
     def mode(self) -> str:
@@ -150,7 +149,7 @@ class SearchControl:
             SearchError: there is no such trial, it has no weights, or a value is outside what is searched.
         """
         self._check_target("clone", number)
-        trial = self._patience(lambda: self._study.get_trials(deepcopy=False))[number]
+        trial = self._patience(self._shared.trials)[number]
         request, weights = uuid4().hex, None
         if warm:
             for override in overrides:
@@ -170,7 +169,7 @@ class SearchControl:
     ) -> str:
         searched, priority = self._priority(overrides)
         point = {**values, **read_point(self._space, searched)}
-        number = self._locked(
+        number = self._shared.locked(
             lambda: enqueue(self._study, point, request=request, warm_from=weights, priority=priority)
         )
         preempts = "" if priority is None else ", or a trial of lower priority is preempted"
@@ -196,13 +195,6 @@ class SearchControl:
 
     def _check_target(self, verb: str, number: int) -> None:
         check_target(verb, number, [trial.state for trial in self.standing().trials], self._name)
-
-    def _locked(self, action: Callable[[], Result]) -> Result:
-        def attempt() -> Result:
-            with study_lock(self._study._storage, self._name):
-                return action()
-
-        return self._patience(attempt)
 
 
 def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:

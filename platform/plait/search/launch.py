@@ -264,7 +264,7 @@ class _Launch:
         source, begun = self._source, None
         if self._tracked.run_id:
             begun = Begun(self._tracked.run_id, source.finished())
-        with source.patience.holding(lambda: source.exclusive("run")):
+        with source.shared.holding("run"):
             rungs_of = None if stopper is None else stopper.rungs_of
             run_id = tracker.start_search(self._facts(), begun, rungs_of)
             source.link(run_id, str(tracker.location))
@@ -298,7 +298,7 @@ class _Launch:
         """What is said of the whole search: by one process at a time, so that the last one has the others'
         jobs, too, and not while others train. Whether it was."""
         try:
-            with self._source.patience.holding(lambda: self._source.exclusive("run")):
+            with self._source.shared.holding("run"):
                 if not self._others():
                     tracker.conclude(self._source.finished())
                     figures.publish(final=True)

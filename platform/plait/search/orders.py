@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from optuna.study import Study
-
-from plait.search.storage import Patience
+from plait.search.storage import SharedStudy
 
 ORDERS = "plait.orders"  # study: the orders, as plain data
 POLL_SECONDS = 2.0  # between two reads of them by a worker
@@ -51,29 +49,19 @@ class StudyOrders:
     """A study's orders.
 
     Args:
-        patience: repeats what a storage that is unavailable could not do.
-        locked: does something under the study's lock, with patience.
         clock: seconds, rising.
     """
 
-    def __init__(
-        self,
-        study: Study,
-        patience: Patience,
-        locked: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._study = study
-        self._patience = patience
-        self._locked = locked
+    def __init__(self, shared: SharedStudy, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shared = shared
         self._clock = clock
-        self._ended_before = self._patience(self._stored).ended
+        self._ended_before = self._shared.patience(self._stored).ended
         self._polled = Orders()
         self._next_poll = -math.inf
 
     def read(self) -> Orders:
         """What holds now; ``ended`` counts since this process opened the study."""
-        orders = self._patience(self._stored)
+        orders = self._shared.patience(self._stored)
         return replace(orders, ended=orders.ended - self._ended_before)
 
     def poll(self) -> Orders:
@@ -106,7 +94,7 @@ class StudyOrders:
         )
 
     def _stored(self) -> Orders:
-        return orders_in(self._study.user_attrs.get(ORDERS))
+        return orders_in(self._shared.study.user_attrs.get(ORDERS))
 
     def _change(self, change: Callable[[Orders], Orders]) -> None:
         """Change what is there at this moment; a repetition after a lost answer changes no more."""
@@ -115,6 +103,6 @@ class StudyOrders:
             before = self._stored()
             after = change(before)
             if after != before:
-                self._study.set_user_attr(ORDERS, asdict(after))
+                self._shared.study.set_user_attr(ORDERS, asdict(after))
 
-        self._locked(attempt)
+        self._shared.locked(attempt)

@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.lifecycle import JobState
 from plait.engine.checkpoints import newest_step
 from plait.search.attributes import OWNER, STATE, state_of
 from plait.search.locks import LifeLock, holder_lives, remove_dead
-from plait.search.storage import Patience
+from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -192,7 +191,6 @@ class Claims:
 
     Args:
         workers: this process among others; None: it is the only one.
-        patience: for a storage that is away.
         saved: where the checkpoints of a trial are.
 
     Attributes:
@@ -201,14 +199,13 @@ class Claims:
 
     def __init__(
         self,
-        study: Study,
+        shared: SharedStudy,
         workers: Workers | None,
-        patience: Patience,
         saved: Callable[[FrozenTrial], Path | None],
     ) -> None:
-        self._study = study
+        self._shared = shared
+        self._patience = shared.patience
         self._workers = workers
-        self._patience = patience
         self._saved = saved
         self.own: set[int] = set()
         self._known_dead: set[str] = set()  # names of workers
@@ -219,26 +216,26 @@ class Claims:
     @property
     def others(self) -> int:
         """How many trials other processes train."""
-        trials = self._patience(self._trials)
+        trials = self._patience(self._shared.trials)
         return len(self._not_own(trials)) - len(self._patience(lambda: self.orphans(trials)))
 
     @property
     def orphaned(self) -> set[str]:
         """Names of the trials whose worker is dead and that no other has adopted yet."""
-        left = self._patience(lambda: self.orphans(self._trials()))
+        left = self._patience(lambda: self.orphans(self._shared.trials()))
         return {Trial(item.number).name for item in left if state_of(item) != JobState.PAUSED}
 
     def to_resume(self) -> int:
         """How many trials earlier processes left; :meth:`dead_workers` tells of those left from here on."""
-        self._patience(lambda: self.notice(self._trials()))
+        self._patience(lambda: self.notice(self._shared.trials()))
         self._dead = []
-        return len(self._patience(lambda: self.orphans(self._trials())))
+        return len(self._patience(lambda: self.orphans(self._shared.trials())))
 
     def adopted(self) -> set[int]:
         """Numbers of the trials that other workers have adopted from this one, each once."""
 
         def look() -> set[int]:
-            trials = self._trials()
+            trials = self._shared.trials()
             self.notice(trials)
             return {number for number in self.own if not self.signed(trials[number])}
 
@@ -262,7 +259,7 @@ class Claims:
 
     def sign(self, item: FrozenTrial) -> None:
         """Write this process down as the one that trains a trial."""
-        storage = self._study._storage
+        storage = self._shared.study._storage
         if self._workers is not None:
             storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
         if STATE in item.user_attrs:  # it was paused
@@ -277,7 +274,7 @@ class Claims:
         running = self._not_own(trials)
         if self._workers is None or not running:
             return running
-        attributes = self._study.user_attrs
+        attributes = self._shared.study.user_attrs
         owners: dict[Owner | None, bool] = {}
         for item in running:
             owner = trainer_of(item)
@@ -298,6 +295,3 @@ class Claims:
 
     def _not_own(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
         return [item for item in trials if item.state == TrialState.RUNNING and item.number not in self.own]
-
-    def _trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)

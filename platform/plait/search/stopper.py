@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-import optuna
 from optuna.pruners import BasePruner
-from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.jobs import JobSpec
@@ -24,7 +22,7 @@ from plait.engine.steps import DataOrder
 from plait.search.objective import Observed
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
-from plait.search.storage import Patience
+from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import TrialRungs
 
@@ -37,30 +35,24 @@ class StudyRungs:
     """The rung table in a study.
 
     Args:
-        patience: repeats what a storage that is unavailable could not do.
-        locked: does something under the study's lock, with patience.
         own: whether a trial is still this process's own: nothing is written to one that another adopted.
     """
 
     def __init__(
         self,
-        study: Study,
+        shared: SharedStudy,
         settings: SearchSettings,
-        patience: Patience,
-        locked: Callable[[Callable[[], int]], int],
         own: Callable[[FrozenTrial], bool] = lambda _: True,
     ) -> None:
-        self._study = study
+        self._shared = shared
         self._own = own
-        self._patience = patience
-        self._locked = locked
         first, *further = (each.metric for each in settings.objectives)
         metric = rung_metric(settings).metric if settings.stopping.active else first
         self._intermediate = not further and metric == first
 
     def records(self) -> dict[int, RungRecord]:
         """All suggested trials, by number; those that are enqueued may never be."""
-        trials = self._patience(lambda: self._study.get_trials(deepcopy=False))
+        trials = self._shared.patience(self._shared.trials)
         return {
             trial.number: RungRecord(
                 self._values(trial), trial.state.is_finished(), int(trial.user_attrs.get(PASSED, 0))
@@ -78,18 +70,18 @@ class StudyRungs:
         """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
 
         def attempt() -> int:
-            kept: dict[str, int] = self._study.user_attrs.get(COHORTS, {})
+            kept: dict[str, int] = self._shared.study.user_attrs.get(COHORTS, {})
             if rule not in kept:
-                self._study.set_user_attr(COHORTS, kept | {rule: size})
+                self._shared.study.set_user_attr(COHORTS, kept | {rule: size})
             return kept.get(rule, size)
 
-        return self._locked(attempt)
+        return self._shared.locked(attempt)
 
     def measure(self, number: int, step: int, value: float) -> None:
         """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
 
         def attempt() -> None:
-            frozen, live = self._live(number)
+            frozen, live = self._shared.live(number)
             if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
                 return
             if self._intermediate:
@@ -97,25 +89,21 @@ class StudyRungs:
             else:
                 live.set_user_attr(RUNGS, frozen.user_attrs.get(RUNGS, {}) | {str(step): value})
 
-        self._patience(attempt)
+        self._shared.patience(attempt)
 
     def let_past(self, number: int, step: int) -> None:
         """Keep that an asynchronous rule let a trial past a rung."""
 
         def attempt() -> None:
-            frozen, live = self._live(number)
+            frozen, live = self._shared.live(number)
             if self._own(frozen):
                 live.set_user_attr(PASSED, step)
 
-        self._patience(attempt)
+        self._shared.patience(attempt)
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         """Whether a pruner of Optuna would end the trial now, from what is recorded at this moment."""
-        return self._patience(lambda: pruner.prune(self._study, self._live(number)[0]))
-
-    def _live(self, number: int) -> tuple[FrozenTrial, optuna.trial.Trial]:
-        frozen = self._study.get_trials(deepcopy=False)[number]
-        return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
+        return self._shared.patience(lambda: pruner.prune(self._shared.study, self._shared.live(number)[0]))
 
 
 class Stopper:

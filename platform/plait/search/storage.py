@@ -17,6 +17,8 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study
+from optuna.trial import FrozenTrial
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
@@ -342,3 +344,37 @@ class Patience:
                 ) from error
             self._sleep(min(SLICE, seconds))
             seconds -= SLICE
+
+
+class SharedStudy:
+    """A study that several processes read and write, in a storage that may be unavailable for a while."""
+
+    def __init__(self, study: Study, patience: Patience | None = None) -> None:
+        self.study = study
+        self.patience = patience or Patience()
+
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, by number."""
+        return self.study.get_trials(deepcopy=False)
+
+    def live(self, number: int) -> tuple[FrozenTrial, optuna.trial.Trial]:
+        """A trial as it is now, and the object through which it is changed."""
+        frozen = self.trials()[number]
+        return frozen, optuna.trial.Trial(self.study, frozen._trial_id)
+
+    def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
+        """What only one process of this study does at a time; ``what`` as of :func:`study_lock`."""
+        return study_lock(self.study._storage, self.study.study_name, what)
+
+    def holding(self, what: str) -> AbstractContextManager[None]:
+        """The same, waiting for the storage; what is done inside is done once."""
+        return self.patience.holding(lambda: self.exclusive(what))
+
+    def locked(self, action: Callable[[], Result]) -> Result:
+        """The result of an action under the study's lock, waiting for the storage."""
+
+        def attempt() -> Result:
+            with self.exclusive():
+                return action()
+
+        return self.patience(attempt)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import optuna
@@ -48,13 +47,11 @@ from plait.search.ownership import Claims, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
-from plait.search.storage import Patience, in_memory, quiet, study_lock
+from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
 from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
 from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
 from plait.tracking.tables import TABLES
-
-Result = TypeVar("Result")
 
 
 class StudyTrials:
@@ -70,6 +67,7 @@ class StudyTrials:
         prior_storage: of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
+        shared: the study, for what is asked of it as a whole.
         claims: who trains which trial.
         revision: rises when a trial is suggested, enqueued or ended here.
         token: tells this study from an earlier one of its name.
@@ -93,7 +91,7 @@ class StudyTrials:
     ) -> None:
         check_sampler(settings, space)
         points = read_enqueued(settings, space)
-        self.patience = patience or Patience()
+        patience = patience or Patience()
         self.revision = 0
         self._settings = settings
         self._space = space
@@ -103,23 +101,24 @@ class StudyTrials:
         self._folder = None if folder is None else folder(name)
         self._usual_priority = int(identity.problem.get(PRIORITY_KEY, 0))
         earlier = prior_storage or storage
-        self._study = self.patience(
+        self._study = patience(
             lambda: open_study(name, settings, space, identity, storage, earlier, self._folder)
         )
         self._workers = None if self._folder is None else Workers(self._folder / WORKERS, self._beat)
-        self.token = str(self.patience(lambda: self._study.user_attrs[TOKEN]))
+        self.shared = SharedStudy(self._study, patience)
+        self.token = str(patience(lambda: self._study.user_attrs[TOKEN]))
         self._paused: set[int] = set()  # numbers of its trials that the study calls paused
         self._kept = Kept(self._folder, self.token)
-        self.claims = Claims(self._study, self._workers, self.patience, self._kept.resume_from)
+        self.claims = Claims(self.shared, self._workers, self._kept.resume_from)
         self.states_folder = self._kept.states
-        self.patience(lambda: keep_space(self._study, space))
-        self.orders = StudyOrders(self._study, self.patience, self._locked)
-        self.rungs = StudyRungs(self._study, settings, self.patience, self._locked, self.claims.signed)
-        self.prior = self.patience(self._warm_start)
+        self.shared.patience(lambda: keep_space(self._study, space))
+        self.orders = StudyOrders(self.shared)
+        self.rungs = StudyRungs(self.shared, settings, self.claims.signed)
+        self.prior = self.shared.patience(self._warm_start)
         self._suggester = Suggester(self._study, settings, space, self.prior)
-        self.patience(self._tidy_up)
+        self.shared.patience(self._tidy_up)
         if points:
-            self._locked(lambda: self._enqueue_all(points))
+            self.shared.locked(lambda: self._enqueue_all(points))
         if self._workers is not None:
             self._workers.start()
 
@@ -136,12 +135,12 @@ class StudyTrials:
     @property
     def total(self) -> int:
         """How many trials there are to be: as asked for, at most one for each point, and those beyond."""
-        return total_of(self.patience(self._trials), self._settings, self._space)
+        return total_of(self._all(), self._settings, self._space)
 
     @property
     def over(self) -> int:
         """How many have ended, with those that were dropped and replaced by new ones."""
-        return sum(item.state.is_finished() for item in self.patience(self._trials))
+        return sum(item.state.is_finished() for item in self._all())
 
     @property
     def failed(self) -> int:
@@ -151,21 +150,17 @@ class StudyTrials:
     @property
     def exhausted(self) -> bool:
         """Whether every point of the space has been tried."""
-        return points_left(self.patience(self._trials), self._space) == 0
-
-    def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
-        """What only one process of this study does at a time; ``what`` as of ``study_lock``."""
-        return study_lock(self._storage, self.name, what)
+        return points_left(self._all(), self._space) == 0
 
     def link(self, run_id: str, store: str) -> None:
         """Keep the search's MLflow run, below which each trial's run bears the trial's number, and in which
         store it is."""
         for key, fact in ((RUN_ID, run_id), (TRACKED, (run_id, store))):
-            self.patience(partial(self._study.set_user_attr, key, fact))
+            self.shared.patience(partial(self._study.set_user_attr, key, fact))
 
     def check_material(self, material: Mapping[str, str]) -> None:
         """Data and model are those that the search began with; errors as ``signature.check_material``."""
-        with self.exclusive():
+        with self.shared.exclusive():
             check_material(self._study, material)
 
     # ---- suggesting and adopting ---------------------------------------------------------------------------
@@ -178,7 +173,7 @@ class StudyTrials:
             new: whether any but orphaned ones are asked for.
             above: only trials of a higher priority than this, as far as it is known beforehand.
         """
-        trial = self._locked(lambda: self._ask(new, above))
+        trial = self.shared.locked(lambda: self._ask(new, above))
         if trial is not None:  # only now: a failed attempt leaves no owner behind
             self.claims.own.add(trial.number)
             self.revision += 1
@@ -188,12 +183,12 @@ class StudyTrials:
         """Let a trial with these values come next; its number. Arguments as ``attributes.enqueue``."""
         request = request or uuid4().hex  # one for all attempts
         self.revision += 1
-        return self._locked(lambda: enqueue(self._study, values, request=request, **facts))
+        return self.shared.locked(lambda: enqueue(self._study, values, request=request, **facts))
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
-        trials = self._trials()
+        trials = self.shared.trials()
         if self._suggester.complete(trials):  # a process was killed as it suggested them
-            trials = self._trials()
+            trials = self.shared.trials()
         self.claims.notice(trials)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self.claims.orphans(trials), *waiting]
@@ -203,11 +198,11 @@ class StudyTrials:
         if first is not None and (first.state == TrialState.RUNNING or first is not waiting[0]):
             if first.state == TrialState.WAITING:  # Optuna would begin the one that waits longest
                 self._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING)
-            return self._take(self._trials()[first.number])
+            return self._take(self.shared.trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
             return None
         number = self._suggester.begin(trials, waiting[0].number if waiting else len(trials))
-        return self._take(self._trials()[number])
+        return self._take(self.shared.trials()[number])
 
     def _priority(self, item: FrozenTrial) -> int:
         return priority_of(item, self._usual_priority)
@@ -215,31 +210,31 @@ class StudyTrials:
     def _take(self, item: FrozenTrial) -> Trial:
         """Sign a trial, and suggest what values it lacks."""
         self.claims.sign(item)
-        self._suggester.complete(self._trials())
-        return self._trial(self._trials()[item.number])
+        self._suggester.complete(self.shared.trials())
+        return self._trial(self.shared.trials()[item.number])
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
         """Let the points of the settings come first. Those added to a search that has drawn all its trials
         come on top of them."""
         for point in points:
-            trials = self._trials()
+            trials = self.shared.trials()
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
             enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
     def _warm_start(self) -> tuple[EarlierTrial, ...]:
         if self._settings.prior is None:
             return ()
-        with self.exclusive():
+        with self.shared.exclusive():
             return earlier_trials(self._study, self._settings, self._space, self._prior_storage)
 
     # ---- reporting -----------------------------------------------------------------------------------------
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Keep an intermediate value; of a step that was reported before, the first stands."""
-        self.patience(lambda: self._report(trial, step, value))
+        self.shared.patience(lambda: self._report(trial, step, value))
 
     def _report(self, trial: Trial, step: int, value: float) -> None:
-        frozen, live = self._live(trial)
+        frozen, live = self.shared.live(trial.number)
         several = len(self._settings.objectives) > 1  # Optuna takes intermediate values of one objective only
         if (
             self.claims.signed(frozen)
@@ -256,12 +251,12 @@ class StudyTrials:
         """
         self.claims.own.discard(trial.number)
         self.revision += 1
-        if self._locked(lambda: self._tell(trial, result)):
+        if self.shared.locked(lambda: self._tell(trial, result)):
             self._kept.clear(trial, failed=result.state == JobState.FAILED)
 
     def _tell(self, trial: Trial, result: JobResult) -> bool:
         """Whether the trial is this process's own, and is over now."""
-        frozen, live = self._live(trial)
+        frozen, live = self.shared.live(trial.number)
         if not self.claims.signed(frozen):
             return False
         if frozen.state.is_finished():  # told by an attempt whose answer got lost
@@ -287,16 +282,16 @@ class StudyTrials:
         facts: dict[str, str] = {STATE: JobState.PAUSED}
         if checkpoint is not None:
             facts[CHECKPOINT] = str(checkpoint.absolute())
-        self.patience(lambda: self._note(trial, facts))
+        self.shared.patience(lambda: self._note(trial, facts))
 
     def resume(self, trial: Trial) -> None:
         """Keep that a paused trial runs again; of one that was not paused there is nothing to keep."""
         if trial.number in self._paused:
             self._paused.discard(trial.number)
-            self.patience(lambda: self._note(trial, {STATE: JobState.RUNNING}))
+            self.shared.patience(lambda: self._note(trial, {STATE: JobState.RUNNING}))
 
     def _note(self, trial: Trial, facts: Mapping[str, str]) -> None:
-        frozen, live = self._live(trial)
+        frozen, live = self.shared.live(trial.number)
         if self.claims.signed(frozen):
             for key, fact in facts.items():
                 live.set_user_attr(key, fact)
@@ -309,7 +304,7 @@ class StudyTrials:
     def finished(self) -> list[JobResult]:
         """Results of all trials that have ended, in this run and in earlier ones; without those that were
         dropped."""
-        over = [item for item in self.patience(self._trials) if item.state.is_finished()]
+        over = [item for item in self._all() if item.state.is_finished()]
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
         return [result_of(item) for item in over]
@@ -321,15 +316,8 @@ class StudyTrials:
 
     # ---- reading -------------------------------------------------------------------------------------------
 
-    def _locked(self, action: Callable[[], Result]) -> Result:
-        def attempt() -> Result:
-            with self.exclusive():
-                return action()
-
-        return self.patience(attempt)
-
-    def _trials(self) -> list[FrozenTrial]:
-        return self._study.get_trials(deepcopy=False)
+    def _all(self) -> list[FrozenTrial]:
+        return self.shared.patience(self.shared.trials)
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
         values = {each.name: frozen.params[each.name] for each in self._space.dimensions}
@@ -341,18 +329,14 @@ class StudyTrials:
 
     def trial_states(self) -> list[JobState]:
         """The states of all trials, by number."""
-        return [state_of(item) for item in self.patience(self._trials)]
-
-    def _live(self, trial: Trial) -> tuple[FrozenTrial, optuna.trial.Trial]:
-        frozen = self._trials()[trial.number]
-        return frozen, optuna.trial.Trial(self._study, frozen._trial_id)
+        return [state_of(item) for item in self._all()]
 
     def _tidy_up(self) -> None:
         """Remove what was kept for trials that are over; try failed ones again where that was asked for."""
-        self._kept.tidy_up(self._trials())
+        self._kept.tidy_up(self.shared.trials())
         if self._settings.failed == "retry":
-            with self.exclusive():
-                self._retry(self._trials())
+            with self.shared.exclusive():
+                self._retry(self.shared.trials())
 
     def _retry(self, trials: list[FrozenTrial]) -> None:
         tried = {item.user_attrs.get(RETRY_OF) for item in trials}

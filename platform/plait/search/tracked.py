@@ -114,7 +114,7 @@ def catch_up(
     try:
         if notices := send_left(tracking, source.name):
             return notices, False
-        with source.patience.holding(lambda: source.exclusive("run")):
+        with source.shared.holding("run"):
             run_id = conclude(tracking, source.name, source.token, results)
             if run_id is None:
                 return [], True
