@@ -98,9 +98,10 @@ def test_suggestions_differ_where_points_cannot_be_counted(sampler: str) -> None
 
 
 def test_a_sampler_that_repeats_itself_where_points_cannot_be_counted_is_not_asked_for_ever() -> None:
-    """The seed of its own is the same for every trial."""
+    """Its own seed is the same for every trial: what it suggests stays."""
     found = drawn(source(CONTINUOUS, sampler="random", sampler_options={"seed": 1}, trials=3))
     assert len(found) == 3
+    assert len({point(trial) for trial in found}) == 1
 
 
 class Stubborn(optuna.samplers.RandomSampler):
