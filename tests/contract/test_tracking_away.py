@@ -1,5 +1,4 @@
-"""A search that goes on while its store is unavailable: what it writes reaches the store later, in "
-"order, once."""
+"""A search continues while its store is unavailable; its records reach the store later, in order, once."""
 
 import json
 import os

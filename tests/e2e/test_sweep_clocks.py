@@ -1,5 +1,4 @@
-"""A whole search while the clocks jump: states by the minute, a storage that is unavailable, times of "
-"runs."""
+"""A whole search while the clocks jump: states by the minute, an unavailable storage, times of runs."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Plain data that all else speaks in: jobs, plans, settings, messages, states. Imports nothing of plait."""
+"""Plain data for all other packages: jobs, plans, settings, messages, states. Imports nothing of
+plait."""

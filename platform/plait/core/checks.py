@@ -20,7 +20,7 @@ LARGEST = 2**53  # of whole numbers: above it they are not exact as floats, and 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a value must be, in words that follow "must be", and the function that tells."""
+    """What a value must be, in words that follow "must be", and the function that checks it."""
 
     words: str
     holds: Callable[[Any], bool]

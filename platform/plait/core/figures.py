@@ -1,4 +1,4 @@
-"""What a benchmark gives: figures, each beside the published one where there is one."""
+"""The result of a benchmark: figures, each with the published figure if there is one."""
 
 from __future__ import annotations
 

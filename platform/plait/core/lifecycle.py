@@ -14,7 +14,7 @@ from typing import Any
 
 
 class JobState(StrEnum):
-    """Where a job stands. The value is the word that every view, tag and report shows.
+    """The state of a job. The value is the word that every view, tag and report shows.
 
     ``PAUSED``: left its slot by order, at a rung, for a job of higher priority or since its process was
     interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the

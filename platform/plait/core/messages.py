@@ -1,4 +1,4 @@
-"""What coordinator and workers say to each other: picklable, frozen, no tensors.
+"""Messages between the coordinator and the workers: picklable, frozen, without tensors.
 
 The coordinator (pure Python) decides; a worker owns the tensors (:class:`plait.engine.worker.Worker`).
 Search, tracking and terminal read events only.
@@ -169,7 +169,7 @@ class JobLoss:
 
 @dataclass(frozen=True, slots=True)
 class ObservedPeak:
-    """What a microbatch took in memory.
+    """The memory that a microbatch used.
 
     Attributes:
         static: bytes of tensors that were there before and stay: weights and all attached adapters.
@@ -187,7 +187,7 @@ class ObservedPeak:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchDone:
-    """One microbatch went through; ``peak`` is None where it was not observed."""
+    """One microbatch is done; ``peak`` is None if it was not observed."""
 
     index: int
     losses: tuple[JobLoss, ...]
@@ -330,14 +330,14 @@ class JobSaved:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that the user should know; nothing ends by it."""
+    """Something that the user should know. No job ends because of it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One iteration of a group: what went through together.
+    """One iteration of a group.
 
     Attributes:
         iteration: of this process, from 1.
@@ -365,7 +365,7 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class ModelFitted:
-    """The model of seconds or of bytes was fitted to what training has shown so far.
+    """The model of seconds or of bytes was fitted to the observations so far.
 
     Attributes:
         target: "seconds" of an iteration, or "bytes" of a microbatch's peak above the static ones.

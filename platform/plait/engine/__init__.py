@@ -1,1 +1,1 @@
-"""Training of jobs together: the coordinator decides, workers own the tensors, messages go between them."""
+"""Trains jobs together: the coordinator decides, workers own the tensors, and they exchange messages."""

@@ -1,7 +1,7 @@
 """The adapters that one worker holds: attached, saved, kept at their best, exported.
 
-A seam: how a worker runs microbatches is its own affair (:mod:`plait.engine.local_worker` does it on one
-device); what becomes of an adapter's tensors before and after is here, for all of them.
+A seam: each kind of worker runs microbatches in its own way (:mod:`plait.engine.local_worker` does it on one
+device); what happens to an adapter's tensors before and after is here, for all of them.
 """
 
 from __future__ import annotations

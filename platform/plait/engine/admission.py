@@ -28,7 +28,7 @@ LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one job asks for.
+    """What one job needs.
 
     Attributes:
         adapter_bytes: exact: weights, gradients, moments, copies.

@@ -2,12 +2,11 @@
 
 A checkpoint is a folder with ``checkpoint.safetensors`` (weights and both moments, float32) and
 ``checkpoint.json`` (job, model, data, cursor, and digests of both). It is complete or absent: it is written
-beside its place and renamed into it, and read only when the digests agree. Random state is not in it, for
-there is none: data order and dropout masks follow from seed and step.
+beside its place and renamed into it, and read only when the digests agree. It contains no random
+state, because there is none: data order and dropout masks depend on seed and step.
 
-A seam: any worker writes and reads these, and :mod:`plait.engine.checkpoints`, which needs no torch, says
-    when
-and where.
+A seam: any worker writes and reads these, and :mod:`plait.engine.checkpoints`, decides when and
+where, without torch.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _ORDER = ("seed", "batch_size", "accumulation")  # of TrainSpec: what gives a st
 
 
 class OriginError(CheckpointError):
-    """A checkpoint is whole, but belongs to another adapter, data order, model or data."""
+    """The checkpoint is complete, but belongs to another adapter, data order, model or data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a checkpoint belongs to: a job resumes rightly only with the same."""
+    """What a checkpoint belongs to. A job may only resume from a checkpoint of the same origin."""
 
     adapter: dict[str, Any]
     order: dict[str, Any]

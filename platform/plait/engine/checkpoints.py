@@ -1,7 +1,7 @@
-"""When the checkpoints of live jobs are taken, where they are, and which are kept. No tensor is touched here.
+"""Decides when checkpoints are taken, where they are, and which are kept. It does not touch tensors.
 
-A checkpoint is taken at the start of an iteration: by then everything that happened before has been handed to
-its followers, and ``commit`` makes that durable before the checkpoint is published. So a checkpoint
+A checkpoint is taken at the start of an iteration: by then all earlier events have been passed on,
+and ``commit`` makes that durable before the checkpoint is published. So a checkpoint
 on disk means that every step up to it is recorded: after a crash none is missing, and what is trained again
 is recorded once.
 

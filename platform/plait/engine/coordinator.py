@@ -1,7 +1,7 @@
 """The coordinator: decides which jobs train, what goes through the model together, and when each steps.
 
-Pure Python. It owns no tensor: it sends commands to a worker, which it knows by
-:class:`~plait.engine.worker.Worker` alone, and turns what comes back into events.
+Pure Python. It owns no tensor: it sends commands to a worker, through the
+protocol :class:`~plait.engine.worker.Worker`, and turns the answers into events.
 """
 
 from __future__ import annotations

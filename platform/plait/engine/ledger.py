@@ -1,4 +1,4 @@
-"""Sends commands to a worker and books what comes back: losses, failures and every nanosecond.
+"""Sends commands to a worker and accounts for the answers: losses, failures and every nanosecond.
 
 Every nanosecond of the device belongs to one job, and the sums are exact: whole nanoseconds, because sums of
 floating-point shares drift away from the total.
@@ -44,7 +44,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one command brought, by job. Where it ran out of memory, only the time spent counts."""
+    """The result of one command, by job. If it ran out of memory, only the time spent counts."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Ledger:
-    """The way to the worker. A microbatch's seconds are shared out to its jobs by their tokens.
+    """Sends commands to the worker. The time of a microbatch is divided among its jobs by tokens.
 
     A job pays for all that the worker does for it: to attach and save it, a step that is not taken.
     """

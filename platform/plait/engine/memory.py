@@ -1,10 +1,10 @@
 """Memory of the worker's device: peaks of microbatches, phase by phase, and what running out looks like.
 
-On CUDA the allocator tells the peak, for nothing. On a CPU live tensor storage is counted, operation by
-operation (:mod:`plait.cost.peaks`); the resident size of the process would tell of the allocator
-and of everything else in it. Counting slows a microbatch down, so there only a sample is counted.
+On CUDA the allocator reports the peak at no cost. On a CPU live tensor storage is counted, operation by
+operation (:mod:`plait.cost.peaks`); the resident size of the process would include the allocator
+and everything else in it. Counting slows a microbatch down, so there only a sample is counted.
 
-A seam: what a device tells of its memory differs by its kind, and every worker asks here.
+A seam: each kind of device reports its memory differently, and every worker uses this module.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What every iteration of a group will take, predicted before it runs and learnt from what it took.
+"""Predicts the time and memory of each iteration of a group, and learns from the measurements.
 
 Seconds: non-negative least squares on relative error over what an iteration consists of. Bytes:
 the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
 on. Both start from a stored profile where there is one, and are fitted again as observations come in: when
 depends on their number alone, never on the clock.
 
-A seam: what is learned from training, apart from what is decided; seconds change no decision, and bytes only
-by way of admission.
+A seam: learning from training is kept apart from decisions. Seconds do not influence any decision, and
+bytes only admission.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PEAKS_FILE = "peaks.json"  # below the search's folder: a restart starts from th
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What an iteration is expected to take.
+    """The expected time and memory of an iteration.
 
     Attributes:
         seconds: None where nothing is known yet.

@@ -1,8 +1,8 @@
-"""What each optimiser step of a job takes, as a pure function of its number: samples and learning rate.
+"""The samples and the learning rate of each optimiser step of a job, as pure functions of its number.
 
 The training samples form an endless stream: one seeded permutation of the split after another. A global
 batch is the next slice of that stream, so it may hold the end of one epoch and the start of the next.
-Packing has no say in it, and any step can be reached without walking through those before it. The rate is
+It does not depend on the packing, and any step can be computed without the ones before it. The rate is
 constant, or decays linearly or by a cosine, after a linear warm-up.
 """
 

@@ -66,7 +66,7 @@ class ActivationShape:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker says of itself: its model and its device.
+    """What a worker reports about its model and its device.
 
     Attributes:
         shape: sizes that memory depends on.

@@ -1,1 +1,1 @@
-"""Plans of whole searches before anything trains: what runs where, and what it will take."""
+"""Plans of whole searches before anything trains: what runs where, and how much time and memory it needs."""

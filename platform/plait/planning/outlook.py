@@ -1,4 +1,5 @@
-"""The result of `plait plan`, as plain data. What nothing was measured for is None, never a guess."""
+"""The result of `plait plan`, as plain data. A value that cannot be predicted from a measurement is None,
+never a guess."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search will put through the model: its jobs' global batches, without a model."""
+"""The global batches of a search's jobs, computed without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study keeps with itself and each trial beside Optuna's own: attributes, and folders on disk."""
+"""What Plait stores with a study and its trials: attributes, and folders on disk."""
 
 from __future__ import annotations
 

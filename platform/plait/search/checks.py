@@ -1,6 +1,6 @@
-"""What can be known to be wrong before the base model loads, each at the earliest moment.
+"""Finds errors before the base model loads, each as early as possible.
 
-A search that has not begun leaves nothing behind by bad input.
+A search that fails these checks leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is known and loaded before the model.
+    """What has been checked and loaded before the model.
 
     Attributes:
         material: digests of model and data, by what they were asked for as.

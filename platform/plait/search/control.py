@@ -1,8 +1,8 @@
-"""Steers a search through its study, from any process that reaches the study's storage.
+"""Controls a search through its study, from any process that reaches the study's storage.
 
 Orders are an attribute of the study, which workers read every few seconds and obey at their next iteration.
-Added trials are enqueued in it. So nothing depends on who runs where: what is asked of a search that does not
-run is done when it resumes, and what was written survives a crash of either side.
+Added trials are enqueued in it. So it does not matter which process runs on which host: orders for a search
+that is not running are carried out when it resumes, and they survive a crash of either side.
 
 The seam to `plait control`, which turns words into these orders: it is imported only when one is given, since
 Optuna takes its time to load.
@@ -46,7 +46,7 @@ _MODES: Mapping[str, tuple[Mode, str]] = {
 
 
 class SearchControl:
-    """One search as its user steers it.
+    """One search, as its user controls it.
 
     Args:
         wait: seconds to wait for a storage that is unavailable.

@@ -34,7 +34,7 @@ EXPERIMENT = "tracking.experiment"
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What there is of a search.
+    """Everything that a search has left.
 
     Attributes:
         size: of the folder, bytes.

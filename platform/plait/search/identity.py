@@ -1,8 +1,8 @@
 """What makes two searches the same search: a pure function of the space and of the settings.
 
-Left out, since they change where and how fast a search runs but not what it looks for: ``tracking``,
-``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many at once (more
-trials resume the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
+Some settings do not count, since they change where and how fast a search runs but not its result:
+``tracking``, ``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many
+at once (more trials resume the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
 """
 
 from __future__ import annotations

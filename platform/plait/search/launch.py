@@ -53,7 +53,7 @@ LOOK_SECONDS = 5.0  # between two looks at what other processes added to the sea
 
 
 class Screen(Protocol):
-    """What a person sees of a search: the search knows no terminal."""
+    """Shows a search to its user; the search itself does not import a terminal."""
 
     def say(self, text: str) -> None:
         """One line."""
@@ -359,7 +359,7 @@ class _Launch:
 
 @dataclass(slots=True)
 class Attend:
-    """Called before every iteration: what the search's user orders, and what its views learn from the study.
+    """Called before every iteration: carries out the user's orders and updates the views from the study.
 
     Attributes:
         say: shows a line to the user.

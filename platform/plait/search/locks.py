@@ -39,7 +39,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 class LifeLock:
-    """Held for as long as this process lives: others see by it that it does.
+    """Held while this process lives, so that others know it is alive.
 
     Args:
         path: a file of this process alone.

@@ -132,7 +132,7 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a trial came to.
+    """The objectives of a trial, or why one is missing.
 
     Attributes:
         values: of the objectives, all finite; none where one is missing.

@@ -20,7 +20,7 @@ ENDING: tuple[Mode, ...] = ("stopping", "cancelling")  # after these no further 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What holds until it is withdrawn, for every worker of the search.
+    """The orders that are in force for every worker of the search.
 
     Attributes:
         stops: numbers of the trials that are to end.

@@ -1,9 +1,9 @@
 """Which processes train a study's trials, and which of them are dead.
 
-A process on this host is dead when the lock on its file is free: at once, and without any clock. One on
-another host counts up a number in the study; it is dead when that number has stood still in several looks
-that lie a beat apart by this process's own rising clock. Wall clocks may jump, and a storage may be away:
-while none can look, no worker is called dead.
+A process on this host is dead when the lock on its file is free: at once, and without any clock. A process
+on another host increases a counter in the study; it is dead when the counter has not changed in several
+looks, one beat apart by this process's monotonic clock. Wall clocks may jump, and a storage may be
+unavailable: no worker is called dead while the study cannot be read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lives_here(owner: Owner | None) -> bool:
 
 
 class Workers:
-    """This process among those that train a study's trials.
+    """The processes that train a study's trials, seen from this one.
 
     Args:
         folder: for the workers' files on this host.

@@ -1,4 +1,4 @@
-"""What a search came to; as lines to print, and as the file that users of the Optuna sweeper know."""
+"""The result of a search: as lines to print, and as the file that users of the Optuna sweeper know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search loop: slots are filled with trials, events go round, results go to tracking and study.
+"""The search loop: it fills slots with trials, passes events on, and reports results to tracking and study.
 
 The search and the packing are one loop: a slot that falls free is filled at the next iteration of the running
 group. Trials that wait at a rung leave their slots to new ones, and resume before further ones are suggested.
@@ -93,7 +93,7 @@ class Recorder(Protocol):
 
 
 class View(Protocol):
-    """Shows a search while it trains; asked after the recorder, whose leaderboard it draws."""
+    """Shows a search while it trains; called after the recorder, whose leaderboard it draws."""
 
     def __enter__(self) -> Self:
         """Begin to show it."""
@@ -154,7 +154,7 @@ class RunningTrial:
 
 
 class Suggestions:
-    """What may still come of a search: whether there is a trial to suggest, and whether too many have failed.
+    """What remains of a search: whether there is another trial to suggest, and whether too many have failed.
 
     Answers of the trial source are kept as long as nothing changes: each reads all trials of the study, which
     takes milliseconds, over a network tens of them, in the thread that trains. What other workers did is seen

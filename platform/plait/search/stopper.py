@@ -107,7 +107,7 @@ class StudyRungs:
 
 
 class Stopper:
-    """Measures at rungs, keeps what was measured, and asks the rule.
+    """Takes the values at rungs, stores them, and asks the rule.
 
     Args:
         asynchronous: the rule's decisions depend on the order of arrival, so that they must be kept.

@@ -1,5 +1,5 @@
-"""Where a study is kept (journal file, SQLite, database by URL), its lock, and waiting while it is "
-"unavailable."""
+"""Opens the storage of a study (journal file, SQLite, database by URL), locks it, and waits while it is
+down."""
 
 from __future__ import annotations
 
@@ -240,8 +240,7 @@ Result = TypeVar("Result")
 
 
 def passes(error: BaseException | None) -> bool:
-    """Whether an error says that the storage is unavailable, and not that something is wrong with the "
-    "request."""
+    """Whether an error means that the storage is unavailable, and not that the request was wrong."""
     match error:
         case None:
             return False
@@ -267,7 +266,7 @@ def _not_ours(error: OSError) -> StorageError:
 
 
 class Patience:
-    """Repeats what a storage could not do until it can. What is repeated must bear it.
+    """Repeats calls that a storage could not answer until it can. The calls must be safe to repeat.
 
     Args:
         say: called when the waiting begins and when it ends.

@@ -1,4 +1,5 @@
-"""What a stored study says of a search: states, results, objectives, how much each searched key matters."""
+"""Reads a search from its stored study: states, results, objectives, and the importance of each searched
+key."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
 
 
 class NoStudyError(StorageError):
-    """There is no study of this name, or its file is gone."""
+    """There is no study of this name, or its file is missing."""
 
 
 def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:

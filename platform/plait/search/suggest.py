@@ -168,7 +168,7 @@ def _not_taken(settings: SearchSettings, error: Exception) -> SearchError:
 
 
 class Untried(BaseSampler):
-    """Asks a sampler again where a trial has its combination already; at last it chooses one that is left.
+    """Asks the sampler again if another trial has the same combination; finally it chooses one that is left.
 
     Training is deterministic, so that the same combination would be the same adapter. Where none is left,
     since an enqueued trial fixes some values, the first suggestion stays.

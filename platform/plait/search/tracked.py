@@ -1,5 +1,5 @@
-"""Where a search is recorded: asked of its study, so that it can resume while the tracking store is "
-"unavailable."""
+"""Where a search is recorded. The study knows, so a search can resume while the tracking store is
+unavailable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from plait.tracking.location import sqlite_in
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """How a search begins as far as its store is concerned.
+    """Where a search is recorded, and whether its store answers.
 
     Attributes:
         run_id: MLflow's id of the search's run, where it was recorded in this store before; "" elsewhere.

@@ -1,13 +1,13 @@
 """Everything Plait keeps in MLflow: losses, throughput, adapters, leaderboard.
 
-A loss goes from the worker to MLflow through these modules, each of which hands it to the next:
+A loss goes from the worker to MLflow through these modules:
 
-    engine/coordinator.py   a step of a job is complete: JobProgress
-    search/run.py           every event of the engine, in order
-    tracking/tracker.py     which run it belongs to, and whether its step is written
-    tracking/event_log.py   on disk, once, until the store has it
-    tracking/writer.py      in the background, several together
-    tracking/mlflow_store.py  the one place that talks to MlflowClient
+    engine/coordinator.py     puts it into a JobProgress when the job's step is complete
+    search/run.py             takes the engine's events in order
+    tracking/tracker.py       decides which run it belongs to, and whether this step is written
+    tracking/event_log.py     keeps it on disk until the store has it
+    tracking/writer.py        sends many records together, in the background
+    tracking/mlflow_store.py  writes it to the store; the only module that calls MlflowClient
 """
 
 import os

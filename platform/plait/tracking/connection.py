@@ -36,7 +36,7 @@ LOST = (2002, 2003, 2006, 2013)  # MySQL's numbers for connections that fail
 
 
 class AwayError(StorageError):
-    """Nothing answers at the address, or not now: it may later."""
+    """The store does not answer now; it may answer later."""
 
 
 def check_tracking(settings: TrackingSettings) -> Location:

@@ -1,4 +1,4 @@
-"""The event log: what the tracking store is to get waits here, on disk, until the store has it.
+"""The event log: records for the tracking store stay here, on disk, until the store has them.
 
 Each process appends to its own log; the writer reads the log and notes how much of it the store has. So
 nothing is lost when the process is killed, or when the store cannot be reached at its end: the next process

@@ -1,7 +1,7 @@
 """Figures of a search: made by whatever package offers them, while the search runs and when it has ended.
 
 A package offers them by an entry point of the group ``plait.figures`` that names a :class:`Publish`. Plait
-itself knows of none: without such a package a search has no figures and lacks nothing else.
+itself contains none: without such a package a search has no figures, and everything else works.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ Cell = str | int | float | None
 
 @dataclass(slots=True)
 class JobRecord:
-    """One job as far as events have reported.
+    """What events have reported about one job.
 
     Attributes:
         trial: Optuna's number of the trial.

@@ -1,4 +1,4 @@
-"""The MLflow store: the few calls that Plait makes of it, on one experiment, and runs as records of jobs.
+"""The MLflow store: the few calls that Plait makes, on one experiment, and runs as records of jobs.
 
 What a running search writes goes through :class:`StoreSender`, in the writer's thread.
 """

@@ -1,4 +1,4 @@
-"""The search's own run in MLflow: its beginning, its curves, what it says of all jobs, and its last word.
+"""The search's own run in MLflow: its start, its curves, its tables of all jobs, and its final state.
 
 Each process of a search knows its own jobs and, of the others', what the store had when it last looked. What
 it writes while it trains is its own view; when all trials have ended, the study knows them all, and the last

@@ -46,7 +46,7 @@ READ_SHARE = 0.005  # of the time may go into them
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """What there is from the start of a search to its close."""
+    """The state of a tracker between the start and the end of a search."""
 
     search: str
     log: EventLog

@@ -1,9 +1,9 @@
 """The one background thread that talks to MLflow, so that training never waits for it.
 
-Records wait in the event log and leave it only when the store has taken them. A store that does not answer is
-tried again, later and later; what waits is kept. A store that is slow for the number of runs is written to
-less often, more at a time. What the store refuses for good (a changed parameter, a run that was deleted)
-is set aside, so that it does not hold up the rest.
+Records wait in the event log until the store has them. If the store does not answer, the writer tries again
+after longer and longer pauses. If the store is slow for the number of runs, the writer sends more records
+less often. Records that the store rejects for good (a changed parameter, a deleted run) are set aside, so
+that they do not hold up the rest.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Writer:
 
 @dataclass(slots=True)
 class _Gathered:
-    """What is to be done with one run, from one OpenRun to the next."""
+    """The requests for one run, from one OpenRun to the next."""
 
     run: str
     opened: OpenRun | None = None
