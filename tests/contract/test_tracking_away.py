@@ -23,6 +23,7 @@ from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import (
     AwayError,
     Begun,
+    Peers,
     SearchFacts,
     Tracker,
     conclude,
@@ -256,7 +257,7 @@ def test_two_workers_begin_without_the_store(settings: TrackingSettings, store: 
     train(first, 1, 3)
     train(second, 2)
     end(first, 1)
-    first.others = lambda: True
+    first.peers = lambda: Peers(training=True)
     first.end_search()
     first.close()
     assert first.notices

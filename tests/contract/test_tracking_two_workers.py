@@ -17,7 +17,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.terminal.text import status_line
-from plait.tracking import JobRecord, SearchFacts, Tracker, conclude, load_search, locate, send_left
+from plait.tracking import JobRecord, Peers, SearchFacts, Tracker, conclude, load_search, locate, send_left
 from plait.tracking.mlflow_store import Store
 
 OBJECTIVES = SearchSettings(
@@ -98,7 +98,9 @@ def test_two_that_end_at_the_same_time(
             if trial != 0:
                 begin(tracker, trial)
             end(tracker, trial)
-        tracker.over = lambda: {item.job for item in results()}  # both have told the study of all
+        tracker.peers = lambda: Peers(
+            ended={item.job for item in results()}
+        )  # both have told the study of all
     for at in order:
         both[at].end_search()
     for at in reversed(order):  # as each has sent what it has, so it writes of the whole
@@ -134,7 +136,7 @@ def test_what_a_killed_worker_left_does_not_take_the_place_of_the_whole(
     for trial in (1, 2, 3):
         begin(other, trial)
         end(other, trial)
-    other.over = lambda: {item.job for item in results()}
+    other.peers = lambda: Peers(ended={item.job for item in results()})
     other.end_search()
     other.close()
     other.conclude(results())
@@ -213,7 +215,7 @@ def test_one_process_at_a_time_writes_the_searchs_own_curves(settings: TrackingS
         for tracker, name in ((first, "trial-0000"), (second, "trial-0001")):
             tracker.handle(GroupStep("g0", at, (name,), 1, 100, 0.5, None, 200))
     end(first, 0)
-    first.others = lambda: True
+    first.peers = lambda: Peers(training=True)
     first.end_search()
     first.close()
     second.handle(GroupStep("g0", 4, ("trial-0001",), 1, 100, 0.5, None, 200))
@@ -234,7 +236,7 @@ def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: Tr
     first.lose("trial-0000")
     assert "trial-0000" not in first.board.jobs
     first.commit()
-    first.others = lambda: True
+    first.peers = lambda: Peers(training=True)
     first.end_search()
     first.close()
     second.flush()
@@ -305,7 +307,7 @@ def test_a_trial_whose_worker_is_gone_waits_whatever_the_store_says(settings: Tr
     killed.flush()
     die(killed)
     other = Tracker(settings)
-    other.orphaned = lambda: {"trial-0000"}
+    other.peers = lambda: Peers(orphaned={"trial-0000"})
     other.start_search(SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s"))
     states = {name: record.state for name, record in other.board.jobs.items()}
     assert states == {"trial-0000": "orphaned", "trial-0001": "finished"}

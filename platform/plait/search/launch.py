@@ -42,7 +42,7 @@ from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
 from plait.search.warm_start import describe_prior
-from plait.tracking import Begun, SearchFacts, Tracker, locate
+from plait.tracking import Begun, Peers, SearchFacts, Tracker, locate
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
@@ -235,7 +235,7 @@ class _Launch:
         """Train, record and report; whether the search's run says all of the search now."""
         settings, source, data = self._settings, self._source, prepared.data
         folder = search_folder(settings.tracking.root, source.name)
-        tracker = Tracker(settings.tracking, others=self._others, over=self._over, orphaned=self._orphaned)
+        tracker = Tracker(settings.tracking, peers=self._peers)
         with tracker:
             coordinator = build_coordinator(
                 settings, data.catalogue, folder, source.states_folder, tracker.commit
@@ -299,7 +299,7 @@ class _Launch:
         jobs, too, and not while others train. Whether it was."""
         try:
             with self._source.shared.holding("run"):
-                if not self._others():
+                if not self._peers().training:
                     tracker.conclude(self._source.finished())
                     figures.publish(final=True)
                     return True
@@ -307,26 +307,14 @@ class _Launch:
             tracker.notices.append(error.value)
         return False
 
-    def _others(self) -> bool:
-        """Whether other processes train trials of this search, as far as one can see."""
+    def _peers(self) -> Peers:
+        """What the study knows of the search's processes, as far as it answers."""
         try:
-            return self._source.claims.others > 0
+            training = self._source.claims.others > 0  # asked first: what ends meanwhile counts as ended
+            ended = {item.job for item in self._source.finished()}
+            return Peers(training, ended, self._source.claims.orphaned)
         except StorageError:
-            return False
-
-    def _over(self) -> set[str]:
-        """Names of the trials that are over, as far as one can see."""
-        try:
-            return {item.job for item in self._source.finished()}
-        except StorageError:
-            return set()
-
-    def _orphaned(self) -> set[str]:
-        """Names of the trials whose worker is dead, as far as one can see."""
-        try:
-            return self._source.claims.orphaned
-        except StorageError:
-            return set()
+            return Peers()
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

@@ -33,7 +33,7 @@ from plait.tracking.results import (
     stored_runs,
 )
 from plait.tracking.search_run import Begun, conclude, left_unsent, send_left
-from plait.tracking.tracker import Tracker
+from plait.tracking.tracker import Peers, Tracker
 from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "JobRecord",
     "Leaderboard",
     "Location",
+    "Peers",
     "SearchFacts",
     "SearchResult",
     "Tracker",

@@ -55,6 +55,21 @@ class _Started:
     tables: SearchTables
 
 
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What the study knows of the processes of a search; by default there is this one alone.
+
+    Attributes:
+        training: others train jobs of the search.
+        ended: jobs that have ended, in any process.
+        orphaned: jobs whose worker is dead.
+    """
+
+    training: bool = False
+    ended: Collection[str] = ()
+    orphaned: Collection[str] = ()
+
+
 class Tracker:
     """Writes a search to MLflow, in the background.
 
@@ -65,9 +80,7 @@ class Tracker:
     Args:
         clock: seconds since 1970; stamps points and runs. Where it is set back, stamps wait for it.
         rising: seconds that only rise; measures how long the search takes.
-        others: whether other processes train jobs of the search.
-        over: jobs that have ended, in any process.
-        orphaned: jobs whose worker is dead.
+        peers: asked of the study; by the writer's thread, too.
 
     Attributes:
         board: what is known of every job.
@@ -84,14 +97,12 @@ class Tracker:
         *,
         clock: Callable[[], float] = time.time,
         rising: Callable[[], float] = time.monotonic,
-        others: Callable[[], bool] = lambda: False,
-        over: Callable[[], Collection[str]] = tuple,
-        orphaned: Callable[[], Collection[str]] = tuple,
+        peers: Callable[[], Peers] = Peers,
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
         self.board = Leaderboard("minimize", 0)
-        self.others, self.over, self.orphaned = others, over, orphaned
+        self.peers = peers
         self.notices: list[str] = []
         self.away: AwayError | None = None
         self._settings = settings
@@ -144,7 +155,7 @@ class Tracker:
             for result in begun.ended:
                 self.board.take_result(result)
         self._take_others(found.jobs)
-        orphan(self.board.jobs.values(), self.orphaned())
+        orphan(self.board.jobs.values(), self.peers().orphaned)
         if not found.made:
             log.append(SetStatus(log.head.parent, "RUNNING", self._now()))
         log.tags(log.head.parent, tags)
@@ -189,9 +200,9 @@ class Tracker:
             return
         self._state = state
         log, run = self._started.log, self._started.run
-        shared, over = self.others(), self.over()  # in this order: what ends meanwhile counts as over
+        peers = self.peers()
         for record in list(self.board.jobs.values()):
-            mine = record.name in self._own or not (shared or record.name in over)
+            mine = record.name in self._own or not (peers.training or record.name in peers.ended)
             if mine and record.state in (JobState.RUNNING, JobState.ORPHANED):
                 left = JobState.PAUSED if record.state == JobState.RUNNING else record.state
                 log.state(record.name, left, "The search was interrupted.")
@@ -201,7 +212,7 @@ class Tracker:
         self._started.tables.finish()
         run.refresh(self.run_id, now=True)
         run.write_point({})
-        if not shared:
+        if not peers.training:
             log.state(log.head.parent, state, reason)
         log.commit()
 
@@ -223,7 +234,7 @@ class Tracker:
 
     def _stored_jobs(self) -> list[JobRecord]:
         records = self._connection.store().jobs(self._log.head.parent_id)
-        orphan(records, self.orphaned())
+        orphan(records, self.peers().orphaned)
         return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
