@@ -5,68 +5,56 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+from forked import Forked
 from mlflow import MlflowClient
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.search.storage import open_storage
 
-HERE = Path(__file__).resolve()
 KILLS = int(os.environ.get("PLAIT_FAULTS", "5"))
 SEED = 20261121
 STEPS = 32
 TRIALS = 8
 KILLED = -9
-NOTHING = {"log": "log", "seconds": None, "until": "", "grown": None, "operations": None}
-Lives = Callable[[Sequence[dict[str, Any]]], list[tuple[int, float]]]
-
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="counts processor time by /proc")
 
 
-@pytest.fixture(scope="module")
-def lives(plait_cache: Path) -> Iterator[Lives]:
-    """Lets searches live for a while in their own processes, forked from one that has imported everything."""
-    paths = [str(HERE.parents[2] / name) for name in ("platform", "kernels", "dashboards", "tests/support")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1",
-        "PLAIT_CACHE": str(plait_cache),
-        "PYTHONWARNINGS": "ignore",
-    }
-    environment.pop("MLFLOW_TRACKING_URI", None)
-    nursery = subprocess.Popen(
-        [sys.executable, str(HERE.with_name("nursery.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    requests, answers = nursery.stdin, nursery.stdout
+def whole_life(arguments: Sequence[str], folder: Path) -> Forked:
+    """A search that lives to its end."""
+    search = Forked(arguments, folder)
+    assert search.end() == 0, search.output
+    return search
 
-    def together(lives: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-        whole = [NOTHING | life for life in lives]
-        requests.write(json.dumps(whole, default=str) + "\n")
-        requests.flush()
-        return [(status, lived) for status, lived in json.loads(answers.readline())]
 
-    yield together
-    requests.close()
-    nursery.wait()
+def killed(search: Forked, when: Callable[[], bool]) -> bool:
+    """Kill a search at a moment, unless it is killed or ends by itself before; whether it was killed."""
+    search.until(lambda: search.status() is not None or when())
+    status = search.status()
+    if status is None:
+        status = search.kill()
+    assert status in (0, KILLED), search.output
+    return status == KILLED
+
+
+def printed(search: Forked, text: str) -> Callable[[], bool]:
+    """Whether it has printed a text."""
+    return lambda: text in search.output
+
+
+def lived(search: Forked, seconds: float) -> Callable[[], bool]:
+    """Whether it has used so many seconds of the processor."""
+    return lambda: search.lived >= seconds
 
 
 @pytest.fixture
@@ -169,38 +157,32 @@ def window(start: float, training: float, kills: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(3600 if KILLS > 5 else 300)
 def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
-    lives: Lives, place: Callable[[str], Path]
+    place: Callable[[str], Path],
 ) -> None:
     """In turn at random moments of its processor time, while it starts, trains, saves, tells or ends, and
     right before a random one of its operations on the disk, between which its promises lie."""
     arguments = command("search/stopping=successive_halving", "search.stopping.cohort=4")
     whole, broken = place("whole"), place("broken")
 
-    def live(folder: Path, **more: Any) -> tuple[int, float]:
-        (life,) = lives([{"arguments": arguments, "folder": folder} | more])
-        return life
+    def lives(last: int | None = None) -> Forked:
+        return Forked(arguments, broken, last=last)
 
-    status, complete = live(whole)
-    assert status == 0, (whole / "log").read_text()
+    complete = whole_life(arguments, whole).lived
     operations = int((whole / "operations").read_text())
     most = max(operations // 8, 2 * operations // KILLS)
-    status, start = live(broken, until="trial-0000 started")
-    assert status == KILLED, (broken / "log").read_text()
+    first = lives()
+    assert killed(first, printed(first, "trial-0000 started")), first.output
+    start = first.lived
     latest = window(start, complete - start, KILLS)
     draw = random.Random(SEED)
     moments: list[float] = []
     while len(moments) < KILLS:
-        if len(moments) % 2:
-            status, lived = live(broken, operations=draw.randint(1, most))
-        else:
-            status, lived = live(broken, seconds=draw.uniform(0.0, latest))
-        assert status in (0, KILLED), (broken / "log").read_text()
-        if status == KILLED:
-            moments.append(lived)
-    status, _ = live(broken)
-    assert status == 0, (broken / "log").read_text()
+        life = lives(draw.randint(1, most) if len(moments) % 2 else None)
+        if killed(life, lived(life, draw.uniform(0.0, latest) if life.last is None else math.inf)):
+            moments.append(life.lived)
+    assert lives().end() == 0
     count = compare(broken, whole)
-    log = (broken / "log").read_text()
+    log = (broken / "sweep.log").read_text()
     print(
         f"{len(moments)} kills, half of them before one of the first {most} operations on the disk of "
         f"{operations}, between {min(moments):.2f} and {max(moments):.2f} s of processor time (start "
@@ -211,17 +193,15 @@ def test_a_search_that_is_killed_again_and_again_ends_as_one_that_is_not(
 
 
 @pytest.mark.slow
-def test_a_first_start_that_is_killed_while_the_store_is_made(lives: Lives, tmp_path: Path) -> None:
+def test_a_first_start_that_is_killed_while_the_store_is_made(tmp_path: Path) -> None:
     """MLflow makes its tables in dozens of steps: killed in the midst of them, the same command goes on."""
     (tmp_path / "plait-runs").mkdir()
     arguments = command("search.trials=2", "train.steps=2")
-    draft = "plait-runs/.mlflow.db.new"
-    ((status, _),) = lives([{"arguments": arguments, "folder": tmp_path, "grown": (draft, 60_000)}])
-    assert status == KILLED, (tmp_path / "log").read_text()
-    assert (tmp_path / draft).stat().st_size >= 60_000
+    draft = tmp_path / "plait-runs" / ".mlflow.db.new"
+    first = Forked(arguments, tmp_path)
+    assert killed(first, lambda: draft.exists() and draft.stat().st_size >= 60_000), first.output
     assert not (tmp_path / "plait-runs" / "mlflow.db").exists()
-    ((status, _),) = lives([{"arguments": arguments, "folder": tmp_path}])
-    assert status == 0, (tmp_path / "log").read_text()
+    whole_life(arguments, tmp_path)
     _, runs, _ = runs_of(tmp_path)
     assert [run.info.status for run in runs.values()] == ["FINISHED"] * 2
     assert sorted(path.name for path in (tmp_path / "plait-runs").glob("*mlflow.db*")) == ["mlflow.db"]
@@ -238,36 +218,30 @@ PHASES = {
 
 
 @pytest.mark.slow
-def test_kills_in_each_phase(lives: Lives, place: Callable[[str], Path]) -> None:
+def test_kills_in_each_phase(place: Callable[[str], Path]) -> None:
     """Of a search whose trials wait for nobody, gone on with by name alone."""
     whole, broken = place("whole"), place("broken")
-    (ended,) = lives([{"arguments": command("search.trials=4"), "folder": whole}])
-    assert ended[0] == 0, (whole / "log").read_text()
     arguments = command("search.trials=4")
+    whole_life(arguments, whole)
     for phase, last in PHASES.items():
-        (ended,) = lives([{"arguments": arguments, "folder": broken, "until": last}])
-        if phase == "the next one starts" and ended[0] == 0:
-            break  # it had started before the kill that came first
-        assert ended[0] == KILLED, (phase, (broken / "log").read_text())
+        search = Forked(arguments, broken)
+        if not killed(search, printed(search, last)):  # it had started before the kill that came first
+            assert (phase, search.status()) == ("the next one starts", 0), search.output
         arguments = ["resume", "mine"]
-    (ended,) = lives([{"arguments": ["resume", "mine"], "folder": broken}])
-    assert ended[0] == 0, (broken / "log").read_text()
+    whole_life(["resume", "mine"], broken)
     assert compare(broken, whole) > 4 * STEPS
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_trials_and_one_takes_over_from_the_other(
-    lives: Lives, place: Callable[[str], Path]
-) -> None:
+def test_two_workers_share_the_trials_and_one_adopts_those_of_the_other(place: Callable[[str], Path]) -> None:
     """No trial is trained twice, there is one run for the search, and what the killed one had goes on."""
     whole, shared = place("whole"), place("shared")
-    (ended,) = lives([{"arguments": command(), "folder": whole}])
-    assert ended[0] == 0, (whole / "log").read_text()
-    one = {"arguments": command(), "folder": shared, "log": "one", "until": "step 24: eval loss"}
-    two = {"arguments": command(), "folder": shared, "log": "two"}
-    (first, _), (second, _) = lives([one, two])
+    whole_life(command(), whole)
+    workers = [Forked(command(), shared, log) for log in ("one", "two")]
+    assert killed(workers[0], printed(workers[0], "step 24: eval loss")), workers[0].output
+    status = workers[1].end()
     said = {name: (shared / name).read_text() for name in ("one", "two")}
-    assert (first, second) == (KILLED, 0), said
+    assert status == 0, said
     started = {
         name: {word for line in text.splitlines() if " started (" in line for word in line.split()[:1]}
         for name, text in said.items()

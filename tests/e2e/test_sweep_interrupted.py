@@ -1,47 +1,31 @@
 """Ctrl-C with the real engine: the command line that is printed ends as an undisturbed search does."""
 
-import os
 import shlex
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from forked import Forked
 from mlflow import MlflowClient
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 Trials = Callable[..., list[FrozenTrial]]
 
 
 def interrupted(arguments: Sequence[str]) -> list[str]:
-    """Run `python -m plait -m` as a process of its own, with a SIGINT when training begins; the words of the
-    command line that it prints to go on with."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("platform", "kernels")),
-        "PYTHONUNBUFFERED": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "plait", "-m", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "trial-0001 started" in line:
-            process.send_signal(signal.SIGINT)
-    assert process.wait() == 130, "".join(lines)
-    (command,) = (shlex.split(line.split("resume with", 1)[1]) for line in lines if "resume with" in line)
+    """Run `plait sweep` as a process of its own, with a SIGINT when training begins; the words of the command
+    line that it prints to resume with."""
+    sweep = Forked(["sweep", *arguments])
+    sweep.until("trial-0001 started")
+    sweep.signal(signal.SIGINT)
+    assert sweep.end() == 130, sweep.output
+    lines = [line for line in sweep.output.splitlines() if "resume with" in line]
+    (command,) = (shlex.split(line.split("resume with", 1)[1]) for line in lines)
     return command
 
 

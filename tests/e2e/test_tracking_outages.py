@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from forked import Forked
 from mlflow import MlflowClient
 from mlflow_server import MlflowServer, free_port
 from postgresql import postgresql_server
@@ -24,60 +24,16 @@ from plait.search.storage import open_storage
 from plait.tracking.event_log import free_logs
 from plait.utils.addresses import with_driver
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, TRIALS = 40, 4
-WAIT_SECONDS = 200
-
-
-class Sweep:
-    """`plait sweep` in a process of its own."""
-
-    def __init__(self, arguments: Sequence[str], **environment: str) -> None:
-        paths = os.pathsep.join(str(ROOT / name) for name in ("platform", "kernels", "dashboards"))
-        self.lines: list[str] = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "plait", "-m", *arguments],
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def until(self, text: str) -> None:
-        """Read what it prints up to a line that has a text."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.lines.append(line)
-            if text in line:
-                return
-        raise AssertionError("".join(self.lines))
-
-    def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
-
-    def end(self) -> int:
-        """Its exit status, once it has ended by itself."""
-        rest, _ = self._process.communicate(timeout=WAIT_SECONDS)
-        self.lines.append(rest)
-        return self._process.returncode
-
-    def kill(self) -> None:
-        """End it whatever it does."""
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., Sweep]]:
+def begin() -> Iterator[Callable[..., Forked]]:
     """Begins a sweep, of which nothing is left after the test."""
-    begun: list[Sweep] = []
+    begun: list[Forked] = []
 
-    def make(arguments: Sequence[str], **environment: str) -> Sweep:
-        begun.append(Sweep(arguments, **environment))
+    def make(arguments: Sequence[str], **environment: str) -> Forked:
+        begun.append(Forked(["sweep", *arguments], log=f"sweep-{len(begun)}.log", environment=environment))
         return begun[-1]
 
     yield make
@@ -142,7 +98,7 @@ def waiting(folder: Path) -> int:
 def test_a_server_that_comes_and_goes_and_a_search_that_is_killed(
     folder: Path,
     short: tuple[str, ...],
-    begin: Callable[..., Sweep],
+    begin: Callable[..., Forked],
     server: MlflowServer,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -213,7 +169,7 @@ def test_a_first_start_without_its_server_is_refused_and_begins_nothing(
 
 @pytest.mark.slow
 def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
-    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep], server: MlflowServer
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Forked], server: MlflowServer
 ) -> None:
     """A request that nobody answers would be waited for, and tried again, for hours."""
     patient = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10000", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "9"}
@@ -232,7 +188,7 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_nothing(
-    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep], capsys: pytest.CaptureFixture[str]
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Forked], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It has the runs. Training goes on without it; what it did not get, it gets from the same command."""
     with postgresql_server() as server:
@@ -261,7 +217,7 @@ def test_a_database_that_is_stopped_and_started_holds_up_nothing_and_misses_noth
 @pytest.mark.slow
 @pytest.mark.postgres
 def test_a_study_in_a_database_that_is_stopped_and_started_waits_for_it(
-    folder: Path, short: tuple[str, ...], begin: Callable[..., Sweep]
+    folder: Path, short: tuple[str, ...], begin: Callable[..., Forked]
 ) -> None:
     """With rungs it is asked between any two iterations."""
     rungs = ("search/stopping=threshold", "search.stopping.metric=train/loss", "search.stopping.upper=100")
@@ -303,7 +259,7 @@ def fill(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_the_middle_is_told_and_the_search_goes_on_when_there_is_room(
-    short: tuple[str, ...], small_disk: Path, begin: Callable[..., Sweep]
+    short: tuple[str, ...], small_disk: Path, begin: Callable[..., Forked]
 ) -> None:
     local = f"sqlite:///{small_disk / 'mlflow.db'}"
     arguments = search(short, local)

@@ -1,0 +1,141 @@
+"""Searches in processes of their own, forked from one that has imported everything: imports take longest."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from disk_operations import Operations
+
+HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "mlflow.store.tracking.sqlalchemy_store",
+        "plait.engine.local_worker",
+        "plait.search.launch",
+        "plait_dashboards.figures",
+        "reasoning_gym",
+        "transformers",
+    ]
+)
+
+
+def _run(
+    arguments: Sequence[str], folder: str, log: str, environment: Mapping[str, str], last: int | None
+) -> None:
+    """What happens in the process; never returns."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    operations = Operations(last)
+    status = 1
+    try:
+        from plait.cli.main import main
+
+        status = main(list(arguments))
+        Path("operations").write_text(str(operations.count))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Forked:
+    """`plait ...` in a process of its own, with its output in a file that others may have written to.
+
+    Args:
+        arguments: what follows `plait` on the command line.
+        folder: in which it runs.
+        log: name of the file of its output there.
+        environment: variables besides those of this process.
+        last: it is killed right before so many operations on the disk. Where it lives to its end, the file
+            ``operations`` of the folder has their number.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        folder: Path | None = None,
+        log: str = "sweep.log",
+        environment: Mapping[str, str] | None = None,
+        last: int | None = None,
+    ) -> None:
+        folder = folder or Path.cwd()
+        self.log = folder / log
+        self.last = last
+        self.lived = 0.0  # seconds of the processor that it has used, as far as status() saw
+        self._start = self._read = self.log.stat().st_size if self.log.exists() else 0
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        self._process: Any = FORKS.Process(
+            target=_run, args=(list(arguments), str(folder), log, dict(variables), last)
+        )
+        self._process.start()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._bytes(self._start).decode()
+
+    def status(self) -> int | None:
+        """Its exit status, or its signal as a negative number; None while it lives."""
+        with suppress(OSError):
+            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            self.lived = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self._process.join(0)
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def until(self, what: str | Callable[[], bool]) -> None:
+        """Wait for a text in what it prints from here on, or for something else that comes while it lives."""
+        end = time.monotonic() + HANGS
+        while not (self._printed(what) if isinstance(what, str) else what()):
+            assert time.monotonic() < end, self.output
+            if self.status() is not None:
+                assert self._printed(what) if isinstance(what, str) else what(), self.output
+                return
+            time.sleep(0.005)
+
+    def _printed(self, text: str) -> bool:
+        """Whether a text is in what has not been read; then up to the end of its line that counts as read."""
+        before, found, after = self._bytes(self._read).partition(text.encode())
+        if found:
+            self._read += len(before) + len(found) + len(after.partition(b"\n")[0])
+        return bool(found)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self._process.pid, number)
+
+    def end(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        self.until(lambda: self.status() is not None)
+        status = self.status()
+        assert status is not None
+        return status
+
+    def kill(self) -> int:
+        """End it whatever it does; its exit status."""
+        self._process.kill()
+        return self.end()
+
+    def _bytes(self, start: int) -> bytes:
+        if not self.log.exists():
+            return b""
+        with self.log.open("rb") as file:
+            file.seek(start)
+            return file.read()
