@@ -253,6 +253,7 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
         ("{'a': 'http://u:p@h','b': 'x@y'}", "{'a': 'http://u:***@h','b': 'x@y'}"),
         ("plait sweep a=http://127.0.0.1:5000 b=c@d", "plait sweep a=http://127.0.0.1:5000 b=c@d"),
         ("sqlite:////data/a:b@c.db", "sqlite:////data/a:b@c.db"),
+        ("a=postgresql://u:p@h/d,b=http://v:q@i/e", "a=postgresql://u:***@h/d,b=http://v:***@i/e"),
     ],
 )
 def test_passwords_do_not_show(text: str, shown: str) -> None:

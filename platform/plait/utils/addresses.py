@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 HIDDEN = "***"
 SERVERS = ("http", "https")
-# A character of an address within a text: no blank, and no quote that closes it.
-_PART = r"""(?:(?!://)[^\s"'<>]|["'](?=["']*[^\s"'<>,;)\]}]))"""
+# A character of an address within a text: no blank, no quote that closes it, no start of another address.
+_PART = r"""(?:(?![A-Za-z][\w+.-]*://|://)[^\s"'<>]|["'](?=["']*[^\s"'<>,;)\]}]))"""
 _ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*)://(?!/)({_PART}*)")
 _BLANK_IN_PASSWORD = re.compile(
     r"(://[^\s/:@'\"]+):(?!\d{1,5}(?:[/?#\s]|$))(?=\S)[^@\n'\"]*\s[^@\n'\"]*@(?=[\w.\[-])"
