@@ -18,7 +18,7 @@ from plait.cost.profiles import cluster_profile
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
 from plait.planner.buckets import dynamic_buckets, fixed_buckets
-from plait.planner.deployment import best_equal_replicas, deploy, weigh_change
+from plait.planner.deployment import best_equal_replicas, deploy
 from plait.planner.dispatch import device_seconds
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait_bench.lobra import Assumption, Task, compare, costs_of, expected_counts
@@ -151,11 +151,3 @@ def test_search_keeps_a_replica_for_the_longest_sequence() -> None:
     found = deploy(costs, [300, 40, 1], 24, most_enumerated=0)
     assert any(kind.cost.configuration.max_tokens == 16384 for kind in found.kinds)
     assert found.bound <= found.makespan
-
-
-def test_change_pays_only_where_steps_are_left_for_it() -> None:
-    change = weigh_change(current_seconds=12.0, new_seconds=10.0, steps_left=100, restart_seconds=180.0)
-    assert (change.pays, change.saved, change.break_even) == (True, 20.0, 90)
-    assert not weigh_change(current_seconds=12.0, new_seconds=10.0, steps_left=90, restart_seconds=180.0).pays
-    never = weigh_change(current_seconds=10.0, new_seconds=10.0, steps_left=9, restart_seconds=1.0)
-    assert (never.pays, never.break_even) == (False, None)

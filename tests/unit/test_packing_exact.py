@@ -219,7 +219,7 @@ def test_the_clock_stays_said_when_another_limit_strikes_later(
     limits = PackingLimits(rounds=0, exact_samples=100)
 
     def ended(limit: Limit) -> Solution:
-        return Solution("unknown", None, -math.inf, (), limit, 0)
+        return Solution("unknown", None, -math.inf, (), limit)
 
     monkeypatch.setattr(packing_exact, "fits", lambda *_, **__: (None, ended("time")))
     monkeypatch.setattr(packing_exact, "emptiest", lambda *_, **__: (None, ended("nodes")))

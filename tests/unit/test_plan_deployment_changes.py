@@ -1,5 +1,7 @@
 """Later waves of a plan: kept on the deployment so far, changed where that pays, or where they must be."""
 
+import math
+
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import LayerTime, TimeModel
 from plait.planning.described import Expected, deploy_before
@@ -22,6 +24,7 @@ def test_a_change_is_made_where_it_pays_and_where_it_must_be() -> None:
     assert outlook.saved is not None
     assert changed.makespan < outlook.step_seconds
     assert abs(outlook.saved - (10_000 * (outlook.step_seconds - changed.makespan) - 180.0)) < 1e-6
+    assert outlook.break_even == math.ceil(180.0 / (outlook.step_seconds - changed.makespan))
     kept, outlook = deploy_before(2, first, _wave((400, 10, 0), 1), 180.0)
     assert not outlook.changed
     assert outlook.replicas is None  # no deployment could pay for the restart in one step

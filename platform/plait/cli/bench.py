@@ -108,10 +108,6 @@ def listing(entries: Sequence[Named]) -> str:
 def run_benchmark(command: SearchCommand, composed: Config) -> int:
     """Run the benchmark ``bench.run`` on the search's jobs and print its figures; the exit status.
 
-    Args:
-        command: the search whose jobs are used.
-        composed: the configuration, with ``bench.run`` and ``bench.options``.
-
     Raises:
         ConfigError: no such benchmark, or an unknown key of ``bench``.
     """

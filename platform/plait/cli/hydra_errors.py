@@ -31,12 +31,7 @@ _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
 
 
 def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
-    """The same complaint as a ConfigError.
-
-    Args:
-        error: what Hydra raised.
-        arguments: the command line, to find out what keys there are in its place.
-    """
+    """The same complaint as a ConfigError, with the keys that there are in this command line's place."""
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
         if unknown := _unknown_function(str(error.override)):

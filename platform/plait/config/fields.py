@@ -55,10 +55,7 @@ MOST = 1e300  # above it, whole numbers are no floats
 def build(cls: type[T], values: Mapping[str, object], path: str) -> T:
     """An instance of the dataclass ``cls``; keys that ``values`` leaves out keep their defaults.
 
-    Args:
-        cls: a dataclass whose fields have type hints.
-        values: its fields by name.
-        path: the config key of the whole, such as "train".
+    ``path`` is the config key of the whole, such as "train".
 
     Raises:
         ConfigError: an unknown key, a missing value or a value of another type; and what ``cls`` raises.
@@ -79,13 +76,8 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
-    """The error for a key that does not exist, with the nearest right one first.
-
-    Args:
-        key: as given.
-        known: what could stand in its place.
-        elsewhere: further keys that may be meant, not listed.
-    """
+    """The error for a key that does not exist, with the nearest right one first. Those ``elsewhere``
+    may be meant, too, and are not listed."""
     near = likely(key, [*known, *elsewhere])
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(

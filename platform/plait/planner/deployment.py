@@ -85,21 +85,6 @@ class Deployment:
         return ", ".join(f"{configuration}×{count}" for configuration, count in self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Whether to leave a deployment for another, when jobs have joined or left.
-
-    Attributes:
-        pays: the seconds saved over the steps that are left exceed the restart.
-        saved: seconds saved in all, the restart taken off; negative where it costs.
-        break_even: steps after which the restart has paid for itself; None where it never does.
-    """
-
-    pays: bool
-    saved: float
-    break_even: int | None
-
-
 def deploy(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
@@ -151,16 +136,6 @@ def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], dev
         )
     expected, kinds = min(found, key=lambda item: item[0].makespan)
     return Deployment(kinds, expected, min(expected.bound, expected.makespan))
-
-
-def weigh_change(
-    *, current_seconds: float, new_seconds: float, steps_left: int, restart_seconds: float
-) -> Change:
-    """Compare the expected seconds of a step now and after a restart over the steps that are left."""
-    gained = current_seconds - new_seconds
-    saved = gained * steps_left - restart_seconds
-    break_even = int(-(-restart_seconds // gained)) if gained > 0 else None
-    return Change(saved > 0, saved, break_even)
 
 
 def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> float:

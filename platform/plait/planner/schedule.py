@@ -182,23 +182,17 @@ class _Room(NamedTuple):
     capacity: int
 
 
-class ScheduleBuilder:
-    """Lays turns out into one schedule; replicas advance side by side, round by round.
-
-    Args:
-        capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
-        merging: whether work moves forward into the microbatch before it.
-        filling: whether parts of microbatches do, where whole ones do not fit.
-    """
+class _Builder:
+    """Lays turns out into one schedule; replicas advance side by side, round by round."""
 
     def __init__(
         self,
         stages: Mapping[int, int],
         *,
         capacity: int | Mapping[int, int],
-        tile: int = 1,
-        merging: bool = True,
-        filling: bool = True,
+        tile: int,
+        merging: bool,
+        filling: bool,
     ) -> None:
         self._stages = dict(stages)
         self._capacity = dict.fromkeys(stages, capacity) if isinstance(capacity, int) else dict(capacity)
@@ -208,10 +202,7 @@ class ScheduleBuilder:
         self._due: list[_Due] = []
 
     def add(self, order: Sequence[Turn], number: int) -> None:
-        """Append the next turn, ``order[number]``; the following ones are those that merging spares.
-
-        Every job's turns must come in the order of its steps.
-        """
+        """Append the next turn, ``order[number]``; the following ones are those that merging spares."""
         turn = order[number]
         # merging may reach one microbatch back
         begin = {replica: max(0, len(stream) - 1) for replica, stream in self._streams.items()}
@@ -300,8 +291,14 @@ def build_schedule(
     merging: bool = True,
     filling: bool = True,
 ) -> tuple[ScheduleItem, ...]:
-    """The schedule of all turns; see :class:`ScheduleBuilder`."""
-    builder = ScheduleBuilder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
+    """The schedule of all turns; every job's come in the order of its steps.
+
+    Args:
+        capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
+        merging: whether work moves forward into the microbatch before it.
+        filling: whether parts of microbatches do, where whole ones do not fit.
+    """
+    builder = _Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):
         builder.add(turn_list, number)
     return builder.schedule()

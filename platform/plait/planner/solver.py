@@ -120,14 +120,6 @@ class Solution:
     bound: float
     values: tuple[float, ...]
     limit_hit: Limit | None
-    nodes: int
-
-    @property
-    def gap(self) -> float:
-        """(objective − bound) / |objective|; inf where there are no values."""
-        if self.objective is None or math.isinf(self.bound):
-            return INFINITY
-        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-12)
 
 
 def solve(program: Program, limits: Limits | None = None, start: Sequence[float] | None = None) -> Solution:
@@ -171,7 +163,7 @@ def solve(program: Program, limits: Limits | None = None, start: Sequence[float]
         model.optimize()
         return _read(model, variables, program)
     except Warning:  # SCIP raises a bare Warning where it has no solution to show
-        return Solution("unknown", None, -INFINITY, (), _LIMITS.get(model.getStatus()), 0)
+        return Solution("unknown", None, -INFINITY, (), _LIMITS.get(model.getStatus()))
 
 
 def _set_limits(model: Any, limits: Limits) -> None:
@@ -197,14 +189,14 @@ def _add_start(model: Any, variables: Sequence[Any], start: Sequence[float]) -> 
 
 def _read(model: Any, variables: Sequence[Any], program: Program) -> Solution:
     """The model's state after optimize() as a :class:`Solution`."""
-    scip_status, nodes = model.getStatus(), int(model.getNTotalNodes())
+    scip_status = model.getStatus()
     limit = _LIMITS.get(scip_status)
     if scip_status in ("infeasible", "inforunbd"):
-        return Solution("infeasible", None, INFINITY, (), None, nodes)
+        return Solution("infeasible", None, INFINITY, (), None)
     bound = float(model.getDualbound())
     bound = -INFINITY if abs(bound) >= model.infinity() else bound
     if not model.getNSols():
-        return Solution("unknown", None, bound, (), limit, nodes)
+        return Solution("unknown", None, bound, (), limit)
     best = model.getBestSol()
     raw = (model.getSolVal(best, variable) for variable in variables)
     values = tuple(
@@ -212,8 +204,6 @@ def _read(model: Any, variables: Sequence[Any], program: Program) -> Solution:
         for value, whole in zip(raw, program.integer, strict=True)
     )
     if program.violation(values) > FEASIBLE:
-        return Solution("unknown", None, bound, (), limit, nodes)
+        return Solution("unknown", None, bound, (), limit)
     proved = scip_status == "optimal" or limit == "gap"
-    return Solution(
-        "optimal" if proved else "feasible", program.objective(values), bound, values, limit, nodes
-    )
+    return Solution("optimal" if proved else "feasible", program.objective(values), bound, values, limit)

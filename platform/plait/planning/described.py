@@ -12,14 +12,7 @@ from plait.core.settings import RunSettings
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, ReplicaCost, even_split
 from plait.planner.buckets import dynamic_buckets
-from plait.planner.deployment import (
-    Change,
-    Deployment,
-    best_equal_replicas,
-    deploy,
-    relaxation_bound,
-    weigh_change,
-)
+from plait.planner.deployment import Deployment, best_equal_replicas, deploy, relaxation_bound
 from plait.planner.dispatch import ReplicaKind, dispatch, spread
 from plait.planner.dispatch_step import Replicas, plan_step
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
@@ -94,32 +87,27 @@ def deploy_before(
     if kept is None:
         new = wave.deploy()
         return new, ChangeOutlook(number, wave.steps, None, str(new), new.makespan, None, None, changed=True)
-    change = _weigh(kept, kept.bound, wave, restart_seconds)
     planned, seconds = None, kept.bound
-    if change.pays:
+    if _saved(kept, seconds, wave, restart_seconds) > 0:
         planned = wave.deploy()
         seconds = kept.makespan if planned.shape == kept.shape else planned.makespan
-        change = _weigh(kept, seconds, wave, restart_seconds)
+    saved, gained = _saved(kept, seconds, wave, restart_seconds), kept.makespan - seconds
     outlook = ChangeOutlook(
         wave=number,
         steps=wave.steps,
         step_seconds=kept.makespan,
         replicas=None if planned is None else str(planned),
         new_step_seconds=seconds,
-        saved=change.saved,
-        break_even=change.break_even,
-        changed=change.pays,
+        saved=saved,
+        break_even=int(-(-restart_seconds // gained)) if gained > 0 else None,
+        changed=saved > 0,
     )
-    return planned if planned is not None and change.pays else kept, outlook
+    return planned if planned is not None and saved > 0 else kept, outlook
 
 
-def _weigh(kept: Deployment, new_seconds: float, wave: Expected, restart_seconds: float) -> Change:
-    return weigh_change(
-        current_seconds=kept.makespan,
-        new_seconds=new_seconds,
-        steps_left=wave.steps,
-        restart_seconds=restart_seconds,
-    )
+def _saved(kept: Deployment, new_seconds: float, wave: Expected, restart_seconds: float) -> float:
+    """Seconds that a new deployment saves over the wave's steps, the restart taken off."""
+    return (kept.makespan - new_seconds) * wave.steps - restart_seconds
 
 
 def side_by_side(workload: Workload, profile: ClusterProfile) -> float:

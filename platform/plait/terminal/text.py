@@ -65,12 +65,8 @@ def all_trained(board: Leaderboard) -> bool:
 
 
 def status_parts(board: Leaderboard, left: float | None) -> list[str]:
-    """The status of the whole search, most important part first.
-
-    Args:
-        board: all jobs.
-        left: remaining seconds, if they can be estimated.
-    """
+    """The status of the whole search, most important part first. ``left`` are the remaining
+    seconds, if they can be estimated."""
     total = max(board.trials, len(board.jobs))
     states = Counter(job.state for job in board.jobs.values())
     ended = len(board.jobs) - sum(states[state] for state in ORDER)
@@ -88,13 +84,13 @@ def status_parts(board: Leaderboard, left: float | None) -> list[str]:
 
 
 def status_line(board: Leaderboard, left: float | None) -> str:
-    """The status of the whole search in one line; arguments as of :func:`status_parts`."""
+    """The status of the whole search in one line."""
     return " · ".join(status_parts(board, left))
 
 
 def progress_line(board: Leaderboard, left: float | None) -> str:
     """The status with the losses, where no table shows them."""
-    return " · ".join([*status_parts(board, left), *losses(board)])
+    return " · ".join([status_line(board, left), *losses(board)])
 
 
 def status_rows(board: Leaderboard, left: float | None, width: int) -> list[str]:
