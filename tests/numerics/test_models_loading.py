@@ -175,6 +175,16 @@ def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tm
         load_model(settings, cache=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "content", ["null", "[]", '{"model_type": 5}', '{"model_type": "llama", "hidden_size": "x"}']
+)
+def test_a_malformed_configuration_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError):
+        load_model(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path)
+
+
 def _cut_short(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])

@@ -273,6 +273,8 @@ def test_samples_that_cannot_be_trained_on_are_refused(rows, options, words, tmp
         pytest.param(b"", ["is empty"], id="empty"),
         pytest.param(b"\n  \n", ["is empty"], id="blank"),
         pytest.param(b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "column"], id="not-json"),
+        pytest.param(b'{"text": ' + b"1" * 10_000 + b"}", ["line 1: not JSON", "4300 digits"], id="digits"),
+        pytest.param(b"[" * 100_000 + b"]" * 100_000, ["line 1: not JSON", "recursion"], id="deep"),
         pytest.param(b'[{"text": "a"}]', ["line 1: list instead of an object"], id="array"),
         pytest.param(b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"], id="fields"),
         pytest.param(b'{"text": "\xff"}', ["byte 10 is not UTF-8"], id="encoding"),

@@ -114,9 +114,10 @@ def _examples(
 def _parse(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of endless numbers and of endless nesting
+        place = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise DataError(
-            f"{where}: not JSON ({error.msg} at column {error.colno})",
+            f"{where}: not JSON ({place})",
             "Each line must be one JSON object.",
             "Correct the line; write a JSON array as one object per line.",
         ) from error
