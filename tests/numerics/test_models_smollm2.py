@@ -55,7 +55,7 @@ def test_peaks_here_are_predicted_within_two_percent(cache: Path, checkpointing:
     """Twelve small probes; held out: four ragged microbatches of several adapters, measured here too."""
     model, options = load_model(ModelSettings(), cache=cache), ProbeOptions(checkpointing=checkpointing)
     rng = np.random.default_rng(3)
-    grid, held = probe_grid(256), [drawn_probe(rng, 256) for _ in range(4)]
+    grid, held = probe_grid(96), [drawn_probe(rng, 96) for _ in range(4)]
     observed = observe_device(model, [*grid, *held], options)
     fitted = MemoryModel.fitted(observed[: len(grid)], logit_rows=CHUNK_LOGITS // model.vocabulary)
     errors = np.abs(fitted.errors(observed[len(grid) :]))
