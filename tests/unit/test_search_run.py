@@ -405,6 +405,8 @@ def test_each_metric_is_judged_by_its_last_value() -> None:
         "job/completion_seconds": 4.0,
     }
     assert {metric: seen.value("a", metric) for metric in METRICS} == expected
+    seen.handle(JobResult("a", JobState.FINISHED, eval_loss=8.0))  # it trained elsewhere
+    assert {metric: seen.value("a", metric) for metric in METRICS} == expected | {"eval/loss": 8.0}
     assert seen.value("b", "eval/loss") is None
 
 

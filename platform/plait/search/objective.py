@@ -169,9 +169,10 @@ class Observed:
                 self._set(event.job, "eval/accuracy", event.accuracy)
             case JobResult():
                 self._set(event.job, "eval/loss", event.eval_loss)
-                self._set(event.job, "train/tokens", event.tokens)
-                self._set(event.job, "cost/device_seconds", event.device_seconds)
-                self._set(event.job, "job/completion_seconds", event.completion_seconds)
+                if event.completion_seconds is not None:  # else it did not train here, and these are 0
+                    self._set(event.job, "train/tokens", event.tokens)
+                    self._set(event.job, "cost/device_seconds", event.device_seconds)
+                    self._set(event.job, "job/completion_seconds", event.completion_seconds)
 
     def value(self, job: str, metric: str) -> float | None:
         """The last value, or None where there is none."""

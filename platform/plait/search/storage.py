@@ -19,7 +19,8 @@ from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from plait.core.errors import StorageError
@@ -54,14 +55,22 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
 def missing_file(storage: str | None, root: Path) -> Path | None:
     """The file that :func:`open_storage` would create; None where it creates none."""
     if storage is None:
-        path = root / JOURNAL
-    elif "://" not in storage:
-        path = user_path(storage)
-    elif storage.startswith(SQLITE):
-        path = Path(storage.removeprefix(SQLITE))
+        path: Path | None = root / JOURNAL
     else:
+        path = _sqlite_file(storage) if "://" in storage else user_path(storage)
+    return None if path is None or path.exists() else path
+
+
+def _sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite database; None for another one, one in memory, and a URI of SQLite's own."""
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
         return None
-    return None if path.exists() else path
+    file = parsed.database or ""
+    if parsed.get_backend_name() != "sqlite" or file in ("", ":memory:") or file.startswith("file:"):
+        return None
+    return Path(file)
 
 
 def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
@@ -88,7 +97,7 @@ def from_anywhere(storage: str | None) -> str | None:
         return None
     scheme = SQLITE if storage.startswith(SQLITE) else ""
     file = storage.removeprefix(scheme)
-    if "://" in file or file in ("", ":memory:"):
+    if "://" in file or file in ("", ":memory:") or file.startswith("file:"):
         return storage
     path = Path(file) if scheme else user_path(file)
     return f"{scheme}{path.absolute()}"
@@ -153,6 +162,16 @@ def _journal(path: Path) -> BaseStorage:
             f"search.storage: {path}",
             f"Optuna cannot use it as a journal: {error}",
             "Set a writable path: search.storage=PATH.",
+        ) from error
+    except (
+        AssertionError,
+        LookupError,
+        TypeError,
+    ) as error:  # of lines not its own
+        raise StorageError(
+            f"search.storage: {path}",
+            "The file has lines that Optuna does not write into a journal.",
+            "Use another file, or move this one: search.storage=PATH.",
         ) from error
 
 
