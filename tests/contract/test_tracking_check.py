@@ -253,8 +253,16 @@ def test_an_experiment_that_was_deleted(tmp_path: Path) -> None:
         ("{'a': 'http://u:p@h','b': 'x@y'}", "{'a': 'http://u:***@h','b': 'x@y'}"),
         ("plait sweep a=http://127.0.0.1:5000 b=c@d", "plait sweep a=http://127.0.0.1:5000 b=c@d"),
         ("sqlite:////data/a:b@c.db", "sqlite:////data/a:b@c.db"),
+        ("postgresql://u:p@h/d?options=a@b", "postgresql://u:***@h/d?options=a@b"),
         ("a=postgresql://u:p@h/d,b=http://v:q@i/e", "a=postgresql://u:***@h/d,b=http://v:***@i/e"),
     ],
 )
 def test_passwords_do_not_show(text: str, shown: str) -> None:
     assert redact(text) == shown
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["a", "://", "x://u:p ", "'://u:pp ab ' ", "?token", "http://u:'"])
+def test_long_texts_are_read_once(part: str) -> None:
+    """As in the differences of a repository; going back and forth over them would take hours."""
+    assert redact(part * (1_000_000 // len(part)))

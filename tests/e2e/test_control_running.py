@@ -107,7 +107,7 @@ def test_every_command_against_a_running_sweep(
         assert sweep.end() == 0, sweep.output
     assert [item.state for item in trials(folder)] == [TrialState.PRUNED] * 5
     assert "plait sweep" in Path("sweep.log").read_text()  # the command that goes on
-    assert "Ordered" not in said("status")
+    assert "Pending" not in said("status")
 
 
 @pytest.mark.slow

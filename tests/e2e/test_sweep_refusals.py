@@ -100,7 +100,7 @@ def test_bad_input_is_refused_before_the_model_loads(
         assert words in err
     assert {path for path in folder.rglob("*") if "mlflow" not in path.name} == before
     assert main(["resume"]) == 0
-    assert "No search in" in capsys.readouterr().out
+    assert "There are no unfinished searches in" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("no_model")

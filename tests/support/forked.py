@@ -15,6 +15,7 @@ from typing import Any
 
 from disk_operations import Operations
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it as the first process imports them
 HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -64,7 +65,7 @@ class Forked:
         arguments: what follows `plait` on the command line.
         folder: in which it runs.
         log: name of the file of its output there.
-        environment: variables besides those of this process.
+        environment: variables besides those of this process; what is read at import does not change.
         last: it is killed right before so many operations on the disk. Where it lives to its end, the file
             ``operations`` of the folder has their number.
     """
@@ -82,7 +83,7 @@ class Forked:
         self.last = last
         self.lived = 0.0  # seconds of the processor that it has used, as far as status() saw
         self._start = self._read = self.log.stat().st_size if self.log.exists() else 0
-        variables = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+        variables = os.environ | (environment or {})
         self._process: Any = FORKS.Process(
             target=_run, args=(list(arguments), str(folder), log, dict(variables), last)
         )

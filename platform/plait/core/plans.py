@@ -108,8 +108,8 @@ class Group:
 class Plan:
     """Deployment, groups and, where it is fixed in advance, the schedule.
 
-    ``choices`` records whatever was chosen by measurement (kernel backend, tile sizes, capacity,
-    admission), so that a resumed run chooses the same.
+    ``choices`` records whatever was chosen by measurement. A resumed search reads the kernel backend and the
+    capacity from it.
     """
 
     replicas: tuple[Replica, ...]

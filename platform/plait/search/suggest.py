@@ -210,6 +210,8 @@ class Untried(BaseSampler):
         self, study: Study, trial: FrozenTrial, search_space: Distributions
     ) -> dict[str, Any]:
         """An untried point."""
+        if not search_space:
+            return {}  # every value is given
         fixed = {
             dimension.name: dimension.domain.at(0)
             for dimension in self._space.dimensions

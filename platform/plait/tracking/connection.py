@@ -187,11 +187,12 @@ def _check_server(location: Location) -> None:
     """One short request. MLflow's own client would retry for minutes."""
     address = urlsplit(location.uri)
     login, _, host = address.netloc.rpartition("@")
-    headers = (
-        {"Authorization": f"Basic {base64.b64encode(unquote(login).encode()).decode()}"} if login else {}
-    )
     path = f"{address.path.rstrip('/')}/health"
-    request = urllib.request.Request(urlunsplit((address.scheme, host, path, "", "")), headers=headers)
+    request = urllib.request.Request(urlunsplit((address.scheme, host, path, "", "")))
+    if login:  # for this host alone, wherever it may redirect to
+        user, _, password = (unquote(part) for part in login.partition(":"))
+        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
+        request.add_unredirected_header("Authorization", f"Basic {encoded}")
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS):
             return

@@ -63,7 +63,14 @@ def locate(settings: TrackingSettings) -> Location:
     root = user_path(settings.root).resolve()
     uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
     uri = with_driver(uri)
-    scheme = urlsplit(uri).scheme.split("+")[0]
+    try:
+        scheme = urlsplit(uri).scheme.split("+")[0]
+    except ValueError as error:
+        raise StorageError(
+            f"tracking.uri={redact(uri)!r}",
+            f"It must be an address of a database or a server ({error}).",
+            "Correct it, for example http://host:5000 or sqlite:///mlflow.db.",
+        ) from error
     if scheme in ("", "file"):
         raise StorageError(
             f"tracking.uri={redact(uri)!r}",

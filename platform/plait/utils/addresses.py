@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 HIDDEN = "***"
 SERVERS = ("http", "https")
-# A character of an address within a text: no blank, no quote that closes it, no start of another address.
-_PART = r"""(?:(?![A-Za-z][\w+.-]*://|://)[^\s"'<>]|["'](?=["']*[^\s"'<>,;)\]}]))"""
-_ADDRESS = re.compile(rf"([A-Za-z][\w+.-]*)://(?!/)({_PART}*)")
+LONGEST = 200  # characters of a password with blanks, and of a name in a query
+# What follows :// in a text, up to a blank, or a quote that closes the address.
+_REST = re.compile(r"""(?:[^\s"'<>]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))*""")
+_SCHEME = re.compile(r"[\w+.-]*\Z")
 _BLANK_IN_PASSWORD = re.compile(
-    r"(://[^\s/:@'\"]+):(?!\d{1,5}(?:[/?#\s]|$))(?=\S)[^@\n'\"]*\s[^@\n'\"]*@(?=[\w.\[-])"
+    rf"""(://[^\s/:@'"]+):(?!\d{{1,5}}(?:[/?#\s]|$))(?=\S)[^@\n'"]{{1,{LONGEST}}}@(?=[\w.\[-])"""
 )
 _IN_QUERY = re.compile(
-    rf"([?&][\w-]*(?:passw|pwd|token|secret|api_?key|credential|signature)[\w-]*=)(?:(?!&){_PART})+", re.I
+    r"([?&][\w-]{0,40}(?:passw|pwd|token|secret|api_?key|credential|signature)[\w-]{0,40}=)"
+    r"""(?:[^\s"'<>&]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))+""",
+    re.I,
 )
 
 
@@ -45,8 +49,26 @@ def ambiguous(url: str) -> bool:
 def redact(text: str) -> str:
     """The text without the secrets of the addresses in it: passwords before the host or in the query, and for
     a server a lone user name, which is a token. In doubt, it is hidden."""
-    text = _BLANK_IN_PASSWORD.sub(rf"\1:{HIDDEN}@", text)
-    return _IN_QUERY.sub(rf"\1{HIDDEN}", _ADDRESS.sub(_without_login, text))
+    text = _BLANK_IN_PASSWORD.sub(
+        lambda found: f"{found[1]}:{HIDDEN}@" if re.search(r"\s", found[0]) else found[0], text
+    )
+    pieces, done = [], 0
+    marks = [found.start() for found in re.finditer("://(?!/)", text)]
+    for mark, following in pairwise([*marks, len(text)]):
+        if mark + 3 > following or mark < done:
+            continue
+        end = following - len(_scheme(text, following)) if following < len(text) else following
+        rest = _REST.match(text, mark + 3, max(end, mark + 3))
+        assert rest is not None
+        pieces += [text[done : mark + 3], _without_login(_scheme(text, mark), rest[0])]
+        done = rest.end()
+    return _IN_QUERY.sub(rf"\1{HIDDEN}", "".join([*pieces, text[done:]]))
+
+
+def _scheme(text: str, mark: int) -> str:
+    """What stands before the :// at a position."""
+    found = _SCHEME.search(text[max(mark - 24, 0) : mark])
+    return found[0] if found else ""
 
 
 def first_line(error: BaseException | None) -> str:
@@ -54,14 +76,15 @@ def first_line(error: BaseException | None) -> str:
     return "" if error is None else redact(str(error).strip().partition("\n")[0])
 
 
-def _without_login(address: re.Match[str]) -> str:
-    scheme, rest = address.groups()
-    login, at, host = rest.rpartition("@")
+def _without_login(scheme: str, rest: str) -> str:
+    """An address, without its scheme and ://, with its login hidden."""
+    head = rest.partition("?")[0]
+    login, at, _ = (head if "@" in head else rest).rpartition("@")
     user, colon, password = login.partition(":")
     server = scheme.lower() in SERVERS
     if not at or set(user) & set("/?#") or (server and re.match(r"\d{1,5}[/?#]", password)):
-        return address[0]  # what stands before the @ is a path
+        return rest  # what stands before the @ is a path
     if not colon and not server:
-        return address[0]  # a database's user without a password
+        return rest  # a database's user without a password
     token = server and password in ("", "x-oauth-basic")
-    return f"{scheme}://{HIDDEN if token else f'{user}:{HIDDEN}'}@{host}"
+    return f"{HIDDEN if token else f'{user}:{HIDDEN}'}@{rest[len(login) + 1 :]}"
