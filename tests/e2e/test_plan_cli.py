@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import plait.models
 from plait.cli.main import main
 from plait.cost.profiles import cluster_profile
 from plait.cost.time import MicrobatchShape
@@ -23,7 +22,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def loaded(*_: object, **__: object) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(plait.models, "load_model", loaded)
+    monkeypatch.setattr("plait.models.load.load_model", loaded)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

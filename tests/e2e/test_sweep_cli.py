@@ -162,7 +162,7 @@ def poor_connection(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         away.append("end")
         raise OperationalError("", None, Exception("away"))
 
-    monkeypatch.setattr("plait.search.study.study_lock", lock)
+    monkeypatch.setattr("plait.search.storage.study_lock", lock)
     return away
 
 

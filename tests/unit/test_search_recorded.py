@@ -125,7 +125,7 @@ def test_resume_without_a_name_lists_the_unfinished(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resume([f"tracking.root={tmp_path}"]) == 0
-    assert "is unfinished" in capsys.readouterr().out
+    assert "There are no unfinished searches in" in capsys.readouterr().out
     kept(tmp_path, "one")
     kept(tmp_path, "two", finished=True)
     assert resume([f"tracking.root={tmp_path}"]) == 0
