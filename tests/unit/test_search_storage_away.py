@@ -7,13 +7,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import optuna
 import pytest
 from optuna.storages import BaseStorage, InMemoryStorage
 from rung_bench import Bench, halving, states
 from sqlalchemy.exc import OperationalError
+from studies import space_of, study_of
+
+from plait.core.errors import SearchError, StorageError
+from plait.core.jobs import JobSpec
+from plait.core.lifecycle import JobResult, JobState
+from plait.core.settings import RunSettings, SearchSettings
+from plait.search.checks import find_search
+from plait.search.launch import _Launch
+from plait.search.trials import SearchCommand
+from plait.tracking import Peers
 
 
 def path() -> tuple[tuple[str, int], ...]:
@@ -44,7 +55,7 @@ class Leaving(InMemoryStorage):
         super().__init__()
         self.calls = 0
         self.first: dict[tuple[tuple[str, int], ...], int] = {}
-        self._away_at = away_at
+        self.away_at = away_at
         self._done = done
         self._thread = threading.get_ident()  # others beat, and give up at once
 
@@ -57,7 +68,7 @@ class Leaving(InMemoryStorage):
             if threading.get_ident() == self._thread:
                 self.calls += 1
                 self.first.setdefault(path(), self.calls)
-                if self.calls == self._away_at:
+                if self.calls == self.away_at:
                     if self._done:
                         request(*arguments, **named)
                     raise AWAY
@@ -123,3 +134,83 @@ def test_a_search_outlives_an_outage_at_the_end_of_any_lock(
         bench = Bench(tmp_path / str(away_at), search, alive=200)
         bench.run()
         assert states(bench) == states(undisturbed), away_at
+
+
+SPACE = space_of("adapter.rank=1,2")
+
+
+def command(root: Path, search: SearchSettings) -> SearchCommand:
+    made = cast(Any, None)  # no job is made
+    return SearchCommand(RunSettings(search=search), SPACE, JobSpec("base"), made, (), "", (), (), root)
+
+
+def test_data_and_model_are_checked_again_after_an_outage() -> None:
+    storage = Leaving()
+    trials = study_of(SPACE, SearchSettings(name="s"), storage)
+    storage.away_at = storage.calls + 1
+    trials.check_material({"model": "a"})
+    with pytest.raises(SearchError, match="was a, now b"):
+        trials.check_material({"model": "b"})
+
+
+def test_a_search_is_found_after_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Leaving()
+    monkeypatch.setattr("plait.search.checks.existing_storage", lambda *_: storage)
+    earlier = study_of(SPACE, SearchSettings(name="earlier"), storage)
+    trial = earlier.ask()
+    assert trial is not None
+    earlier.tell(trial, JobResult(trial.name, JobState.FINISHED, values=(1.0,)))
+    study_of(SPACE, SearchSettings(name="s"), storage)
+    search = SearchSettings(name="s", fresh=True, prior="earlier")
+    before = storage.calls
+    assert find_search(command(tmp_path, search), "s", None)[0]
+    requests = storage.calls - before
+    assert requests > 3
+    for request in range(1, requests + 1):
+        storage.away_at = storage.calls + request
+        assert find_search(command(tmp_path, search), "s", None)[0], request
+
+
+def test_a_search_that_is_being_trained_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known before its data is loaded."""
+    search = SearchSettings(name="s", fresh=True)
+    trials = study_of(SPACE, search, folder=lambda name: tmp_path / name)
+    trials.ask()
+    monkeypatch.setattr("plait.search.checks.existing_storage", lambda *_: trials.shared.study._storage)
+    with pytest.raises(SearchError, match="is being trained by another process"):
+        find_search(command(tmp_path, search), "s", None)
+    trials.close()
+    assert find_search(command(tmp_path, search), "s", None)[0]
+
+
+@pytest.mark.parametrize(
+    ("answers", "known"),
+    [
+        (0, Peers(training=True)),
+        (1, Peers(training=False)),
+        (2, Peers(training=False, ended={"a"})),
+        (3, Peers(training=False, ended={"a"}, orphaned={"b"})),
+    ],
+)
+def test_others_train_until_the_study_says_that_none_does(answers: int, known: Peers) -> None:
+    left = iter(range(answers))
+
+    def answer(found: object) -> Any:
+        if next(left, None) is None:
+            raise StorageError("away")
+        return found
+
+    class Claims:
+        others = property(lambda _: answer(0))
+        orphaned = property(lambda _: answer({"b"}))
+
+    source = SimpleNamespace(claims=Claims(), finished=lambda: answer([JobResult("a", JobState.FINISHED)]))
+    blank = cast(Any, SimpleNamespace(settings=None))
+    found = _Launch(blank, cast(Any, source), blank, blank, blank)._peers()
+    assert (found.training, set(found.ended), set(found.orphaned)) == (
+        known.training,
+        set(known.ended),
+        set(known.orphaned),
+    )

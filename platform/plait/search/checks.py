@@ -31,7 +31,8 @@ from plait.search.objective import check_kept, check_measured
 from plait.search.recorded import recorded_command
 from plait.search.stopper import shortest_budget
 from plait.search.stopping import check_stopping, rung_steps
-from plait.search.storage import existing_storage, quiet
+from plait.search.storage import Patience, existing_storage, quiet
+from plait.search.study import check_restart
 from plait.search.suggest import check_options
 from plait.search.tracked import Tracked, tracked_run
 from plait.search.trials import SearchCommand
@@ -62,15 +63,19 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
 
     Raises:
         StorageError: the storage does not answer, or cannot be made; or as ``tracked_run``.
-        SearchError: a search that is to begin cannot learn from ``search.prior``.
+        SearchError: a search that is to begin cannot learn from ``search.prior``, or one that is to be
+            restarted is being trained.
     """
     quiet()
     search, root = command.settings.search, command.settings.tracking.root
     storage = existing_storage(search.storage, root)
-    began = storage is not None and name in optuna.get_all_study_names(storage)
+    patience = Patience()
+    began = storage is not None and name in patience(lambda: optuna.get_all_study_names(storage))
+    if storage is not None and began and search.fresh:  # before minutes of loading data
+        patience(lambda: check_restart(optuna.load_study(study_name=name, storage=storage)))
     if search.prior is not None and (search.fresh or not began):
         earlier = storage if search.prior_storage is None else existing_storage(search.prior_storage, root)
-        check_prior(name, search, command.space, earlier)
+        patience(lambda: check_prior(name, search, command.space, earlier))
     tracked = tracked_run(storage, name, command.settings, away)
     return began or recorded_command(root, name) is not None, tracked
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -308,13 +309,14 @@ class _Launch:
         return False
 
     def _peers(self) -> Peers:
-        """What the study knows of the search's processes, as far as it answers."""
-        try:
+        """What the study knows of the search's processes, as far as it answers; others train until it says
+        that none does, so that this process ends nothing of theirs."""
+        training, ended, orphaned = True, set[str](), set[str]()
+        with suppress(StorageError):
             training = self._source.claims.others > 0  # asked first: what ends meanwhile counts as ended
             ended = {item.job for item in self._source.finished()}
-            return Peers(training, ended, self._source.claims.orphaned)
-        except StorageError:
-            return Peers()
+            orphaned = self._source.claims.orphaned
+        return Peers(training, ended, orphaned)
 
     def _facts(self) -> SearchFacts:
         return SearchFacts(

@@ -160,8 +160,7 @@ class StudyTrials:
 
     def check_material(self, material: Mapping[str, str]) -> None:
         """Data and model are those that the search began with; errors as ``signature.check_material``."""
-        with self.shared.exclusive():
-            check_material(self._study, material)
+        self.shared.locked(lambda: check_material(self._study, material))
 
     # ---- suggesting and adopting ---------------------------------------------------------------------------
 
@@ -382,11 +381,11 @@ def open_study(
         return create(name, settings.objectives, identity, storage)
 
 
-def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
-    """Delete a study that is restarted, with the checkpoints of its trials.
+def check_restart(study: Study) -> None:
+    """No process of this host trains a study that is to be restarted. Not to be called by one that does.
 
     Raises:
-        SearchError: another process on this host trains it.
+        SearchError: one trains it.
     """
     for item in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if lives_here(trainer_of(item)):
@@ -395,6 +394,11 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
                 f"It has {Trial(item.number).name}; what it trains would be lost.",
                 "End that process first, or choose another search.name.",
             )
+
+
+def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
+    """Delete a study that is restarted, with its checkpoints; errors as :func:`check_restart`."""
+    check_restart(study)
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
         remove_checkpoints(folder / "checkpoints" / token)
         remove_checkpoints(folder / WARM_WEIGHTS)
