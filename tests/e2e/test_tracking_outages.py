@@ -182,6 +182,7 @@ def test_a_second_interrupt_ends_at_once_though_the_server_died_in_mid_request(
     server.kill()
     sweep.signal(signal.SIGINT)
     assert sweep.end() == 130, sweep.output
+    assert sweep.output.splitlines()[-1].startswith("Interrupted."), sweep.output
     assert waiting(folder) > 0
 
 

@@ -35,6 +35,7 @@ def _run(
     arguments: Sequence[str], folder: str, log: str, environment: Mapping[str, str], last: int | None
 ) -> None:
     """What happens in the process; never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal; ignored in the background
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
