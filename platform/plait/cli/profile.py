@@ -23,7 +23,7 @@ from plait.core.settings import RunSettings
 from plait.cost.probes import ProbeOptions
 from plait.cost.profile_store import Profile, ProfileKey, load_profile, profile_mapping, save_profile
 from plait.cost.profiles import ClusterProfile
-from plait.engine.build import ELEMENT_BYTES, free_memory
+from plait.engine.build import ELEMENT_BYTES, free_memory, settle_dtype
 from plait.planning.described import RECOMPUTED
 from plait.planning.model_memory import model_memory
 from plait.planning.profiling import Candidate, Made, compare, profile_device, profile_without_weights
@@ -169,6 +169,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
     from plait.models.load import load_model
     from plait.models.targets import resolve_targets
 
+    settings = settle_dtype(settings)
     engine, shape = settings.engine, check_model(settings.model, jobs)
     device = choose_device(engine.device).type
     dtype: torch.dtype = getattr(torch, settings.model.dtype)

@@ -310,9 +310,12 @@ def _is_value(override: Override) -> bool:
 def _set_words(hydra: DictConfig, overrides: Sequence[str]) -> None:
     """Set which overrides of the job's own keys a configuration is made of."""
     hydra.overrides.task = list(overrides)
+    style = hydra.job.config.override_dirname
     hydra.job.override_dirname = get_overrides_dirname(
         OverridesParser.create().parse_overrides(list(overrides)),
-        **OmegaConf.to_container(hydra.job.config.override_dirname),
+        exclude_keys=style.exclude_keys,
+        item_sep=style.item_sep,
+        kv_sep=style.kv_sep,
     )
 
 

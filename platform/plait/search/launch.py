@@ -241,7 +241,7 @@ class _Launch:
             coordinator = build_coordinator(
                 settings, data.catalogue, folder, source.states_folder, tracker.commit
             )
-            chosen = "Engine: {device}, kernels {kernels}, microbatches of up to {capacity} tokens"
+            chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
             self._say(chosen.format(**coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
             tracker.record("data.json", data.facts)
