@@ -10,17 +10,25 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from plait_dashboards.sweep import FAILED, OPEN, PRUNED, STOPPED, USEFUL
+from plait_dashboards.sweep import FAILED, INFEASIBLE, OPEN, PRUNED, STOPPED, USEFUL
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#8A8A8A"
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
 DASHES = ("solid", "dash", "dot")
-OUTCOME_COLOUR = {USEFUL: BLUE, PRUNED: ORANGE, STOPPED: PURPLE, FAILED: RED, OPEN: GREY}
+OUTCOME_COLOUR = {
+    USEFUL: BLUE,
+    PRUNED: ORANGE,
+    STOPPED: PURPLE,
+    INFEASIBLE: SKY,
+    FAILED: RED,
+    OPEN: GREY,
+}
 OUTCOME_MARKER = {
     USEFUL: "circle",
     PRUNED: "x",
     STOPPED: "cross",
+    INFEASIBLE: "cross-open",
     FAILED: "diamond-open",
     OPEN: "square-open",
 }

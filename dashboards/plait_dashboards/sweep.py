@@ -20,8 +20,8 @@ Integers = NDArray[np.integer[Any]]
 
 # How a job came out. "useful" is what the search was for; the others are what it cost besides.
 USEFUL, PRUNED, STOPPED, FAILED = "useful", JobState.PRUNED, JobState.STOPPED, JobState.FAILED
-OPEN = "not ended"
-OUTCOMES = (USEFUL, PRUNED, STOPPED, FAILED, OPEN)
+INFEASIBLE, OPEN = JobState.INFEASIBLE, "not ended"
+OUTCOMES = (USEFUL, PRUNED, STOPPED, INFEASIBLE, FAILED, OPEN)
 
 
 @dataclass(frozen=True, slots=True)

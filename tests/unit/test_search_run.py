@@ -20,9 +20,10 @@ from plait.core.errors import CapacityError, ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
+from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
-from plait.search.results import SearchEnd
+from plait.search.results import MOST_REJECTED, SearchEnd, describe_result
 from plait.search.run import Interrupts, SearchLoop
 from plait.search.trials import Trial
 
@@ -333,30 +334,96 @@ def test_a_job_stopped_from_outside_is_stopped() -> None:
 
 
 def test_two_objectives_and_a_constraint() -> None:
-    """Values are in the order of the objectives; what breaks a constraint is complete, never on the front."""
+    """Values are in the order of the objectives; what breaks a measured constraint is complete, never on the
+    front; what breaks one on its settings is not trained, and another is suggested in its place."""
     search = replace(
         Bench().search,
         metric=("adapter.rank", "eval/loss", "cost/device_seconds"),
         direction=("minimize", "minimize", "maximize"),
-        constraints={"adapter.rank": "<= 40", "train.lr": ">= 1e-4"},
+        constraints={"train/tokens": "<= 320", "train.lr": ">= 1e-4"},
         trials=16,
         sampler="tpe",
     )
     bench = Bench(search)
     front = bench.run().front(search.objectives)
-    assert [item.state for item in bench.trials] == [TrialState.COMPLETE] * 16
+    kept = [item for item in bench.trials if item.state == TrialState.COMPLETE]
+    assert len(kept) == 16
+    assert sum(item.params["train.lr"] >= 1e-4 for item in bench.trials) == 16
     broken = 0
-    for item in bench.trials:
+    for item in kept:
         rank, lr = item.params["adapter.rank"], item.params["train.lr"]
         assert item.values == [rank, pytest.approx(abs(math.log10(lr) + 3) + 1 / rank), 0.5]
-        assert item.constraints == {"adapter.rank <= 40": rank - 40, "train.lr >= 0.0001": 1e-4 - lr}
-        feasible = rank <= 40 and lr >= 1e-4
+        assert item.constraints == {"train/tokens <= 320": 8 * rank - 320, "train.lr >= 0.0001": 1e-4 - lr}
+        feasible = rank <= 40
         assert bench.notes.scores[f"trial-{item.number:04d}"] == (tuple(item.values[1:]), feasible)
         assert ("violates" in item.user_attrs["plait.reason"]) == (not feasible)
         broken += not feasible
     assert 0 < broken < 16
     best = optuna.load_study(study_name=None, storage=bench.storage).best_trials
     assert sorted(item.trial for item in front) == [item.number for item in best]
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_settings_that_break_a_constraint_are_not_trained_and_use_up_no_budget(sampler: str) -> None:
+    bench = Bench(replace(Bench().search, constraints={"adapter.rank": "<= 32"}, sampler=sampler))
+    result = bench.run()
+    rejected = [item for item in bench.trials if item.params["adapter.rank"] > 32]
+    assert len(rejected) == result.rejected > 0
+    assert len(bench.trials) == 12 + len(rejected)
+    trained = {name for names in bench.engine.groups for name in names}
+    for item in bench.trials:
+        name, rank = f"trial-{item.number:04d}", item.params["adapter.rank"]
+        assert item.constraints == {"adapter.rank <= 32": rank - 32}  # which the sampler learns from
+        assert (name in trained) == (rank <= 32)
+        if rank > 32:
+            assert item.state == TrialState.PRUNED
+            assert item.user_attrs["plait.state"] == "infeasible"
+            assert (name, "infeasible", None, "violates adapter.rank <= 32") in bench.notes.judged
+    again = Bench(bench.search, storage=bench.storage)
+    assert again.run().finished == result.finished
+    assert not again.engine.groups
+
+
+def test_an_infeasible_point_that_the_user_added_brings_no_further_one() -> None:
+    """It comes on top of the budget, so that nothing is suggested in its place."""
+    bench = Bench(replace(Bench().search, trials=2, constraints={"adapter.rank": "<= 63"}))
+    study_of(SPACE, bench.search, bench.storage).enqueue({"adapter.rank": 64})
+    result = bench.run()
+    assert (len(result.finished), result.rejected) == (3, 1)
+
+
+def test_a_search_whose_suggestions_are_all_infeasible_ends_and_says_so() -> None:
+    def make(trial: Trial) -> JobSpec:
+        return JobSpec(trial.name, AdapterSpec(rank=64))
+
+    bench = Bench(replace(Bench().search, constraints={"adapter.rank": "<= 32"}), make_job=make)
+    result = bench.run()
+    assert (len(bench.trials), result.rejected, bench.engine.groups) == (MOST_REJECTED, MOST_REJECTED, [])
+    assert result.why == "the last 100 suggestions all break a constraint"
+    said = describe_result(result, bench.search, "s")[0]
+    assert said.endswith(f": 100 trials, 0 failed, 100 infeasible. No more are suggested: {result.why}.")
+    assert len(replace(bench, notes=Notes()).run().finished) == MOST_REJECTED
+
+
+def test_a_constraint_that_nothing_in_the_space_keeps_is_refused() -> None:
+    jobs = [JobSpec(f"rank {rank}", AdapterSpec(rank=rank)) for rank in (4, 32)]
+    with pytest.raises(ConfigError, match=r"adapter\.rank <= 2") as caught:
+        check_objectives(SearchSettings(constraints={"adapter.rank": "<= 2"}), jobs)
+    assert caught.value.rule == "No trial can keep it: adapter.rank is between 4 and 32."
+    check_objectives(SearchSettings(constraints={"adapter.rank": "<= 4", "eval/loss": "<= 2"}), jobs)
+
+
+def test_what_only_grows_may_still_reach_its_limit() -> None:
+    seen = Observed()
+    seen.handle(JobProgress("a", 1, 3.0, 1.0, 1e-3, 100, 50.0, 1.0))
+    limits = {
+        "train/tokens": (">= 200", False),
+        "train/loss": ("<= 2", True),
+        "cost/device_seconds": ("<= 40", True),
+        "eval/loss": ("<= 2", False),  # not measured yet
+    }
+    for metric, (text, broken) in limits.items():
+        assert seen.violates("a", [Constraint.read(metric, text)]) == broken
 
 
 def test_a_constraint_that_was_not_measured_is_a_failure() -> None:

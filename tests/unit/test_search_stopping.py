@@ -49,6 +49,32 @@ def test_a_search_with_rungs_from_its_first_trial_to_its_last(tmp_path: Path) ->
     assert not list(tmp_path.glob("checkpoints/*/*"))
 
 
+def test_at_a_rung_those_that_keep_the_constraints_come_first(tmp_path: Path) -> None:
+    """The lowest losses break the constraint, so that the rule alone would keep none but them."""
+    search = replace(halving(8, 8, cohort=8, rungs=(4,)), constraints={"train/loss": ">= 1.0"})
+    bench = Bench(tmp_path, search)
+    bench.run()
+    loss = {event.job: event.loss for event in bench.of(JobProgress) if event.step == 4}
+    broken = {trial.number: loss[f"trial-{trial.number:04d}"] < 1.0 for trial in bench.trials}
+    assert 0 < sum(broken.values()) < 8
+    for trial in bench.trials:
+        assert trial.user_attrs.get("plait.violates", []) == ([4] if broken[trial.number] else [])
+    ranked = sorted(bench.trials, key=lambda each: (broken[each.number], each.intermediate_values[4]))
+    assert {each.number for each in ranked[:4]} == {
+        each.number for each in bench.trials if each.state == TrialState.COMPLETE
+    }
+
+
+def test_a_cohort_halves_those_of_it_that_are_trained(tmp_path: Path) -> None:
+    search = replace(halving(trials=8, parallel=4, cohort=4, rungs=(4,)), constraints={"train.lr": "<= 1e-3"})
+    bench = Bench(tmp_path, search)
+    assert bench.run().rejected > 0
+    for first in range(0, len(bench.trials), 4):
+        cohort = [each for each in bench.trials[first : first + 4] if each.intermediate_values]
+        kept = [each for each in cohort if each.state == TrialState.COMPLETE]
+        assert len(kept) == max(1, len(cohort) // 2) if cohort else not kept
+
+
 def test_every_step_is_trained_once_and_in_order(tmp_path: Path) -> None:
     bench = Bench(tmp_path, halving(trials=20, cohort=4))
     bench.run()

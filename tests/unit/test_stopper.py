@@ -36,9 +36,10 @@ class Memory:
     def keep_cohort(self, rule: str, size: int) -> int:
         return self.cohorts.setdefault(rule, size)
 
-    def measure(self, number: int, step: int, value: float) -> None:
+    def measure(self, number: int, step: int, value: float, *, violates: bool = False) -> None:
         record = self.drawn[number]
-        self.drawn[number] = replace(record, values={step: value, **record.values})
+        broken = record.violates | ({step} if violates else set())
+        self.drawn[number] = replace(record, values={step: value, **record.values}, violates=broken)
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
         raise AssertionError(f"no pruner is asked about {number}: {pruner}")

@@ -222,6 +222,26 @@ def test_the_best_half_of_a_cohort_goes_on_ties_by_number() -> None:
     assert reason == "eval/loss 3 at rung 4: ranked 4 of 4, 2 continue (trials 0 to 3)"
 
 
+@pytest.mark.parametrize("kind", ["successive_halving", "asha", "median"])
+def test_who_keeps_every_constraint_goes_before_who_breaks_one(kind: str) -> None:
+    cohort = {} if kind == "asha" else {"cohort": 4}
+    made = rule(kind=kind, rungs=(4,), **cohort)
+    broken = frozenset({4})
+    records = {n: RungRecord({4: float(n)}, violates=broken if n < 2 else frozenset()) for n in range(4)}
+    found = actions(made, range(4), 4, RungTable(records, 4))
+    assert (found[0], found[1], found[2]) == ("stop", "stop", "continue")
+    reason = made.decide(0, 4, RungTable(records, 4)).reason
+    assert ("and a broken constraint at rung 4" in reason) == (kind != "asha")
+
+
+def test_a_trial_that_was_never_trained_is_no_member_of_its_cohort() -> None:
+    made = rule(kind="successive_halving", rungs=(4,), cohort=4)
+    values: dict[int, RungRecord] = {n: RungRecord({4: float(n)}) for n in (0, 2)}
+    rejected = {n: RungRecord(ended=True, rejected=True) for n in (1, 3)}
+    found = actions(made, (0, 2), 4, RungTable(values | rejected, 4))
+    assert found == {0: "continue", 2: "stop"}  # half of two, and not half of four
+
+
 def test_a_cohort_waits_for_all_of_its_members_and_for_no_others() -> None:
     made = rule(kind="successive_halving", rungs=(4,), cohort=4)
     some = {0: {4: 2.0}, 1: {4: 1.0}, 2: {4: 3.0}}

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -577,6 +578,23 @@ def test_an_earlier_evaluation_that_was_better_is_told_at_the_end() -> None:
     assert line in stage.lines
     print_summary(stage.console, stage.board, {})
     assert "lowest eval loss  3.7849 at step 20; the adapter is from the last step" in stage.lines
+
+
+def test_the_summary_names_the_finished_trial_that_breaks_a_constraint() -> None:
+    board = board_of(3)
+    for trial, objective in enumerate((1.75, 1.25)):
+        result = ended("finished", objective, "violates train/tokens <= 9", job=f"trial-{trial:04d}")
+        board.handle(replace(result, violations={"train/tokens <= 9": 1.0}))
+    rejected = ended("infeasible", None, "violates adapter.rank <= 2", job="trial-0002")
+    board.handle(replace(rejected, violations={"adapter.rank <= 2": 1.0}))
+    console = Console(file=io.StringIO(), width=60)
+    print_summary(console, board, {})
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "best        none: no finished trial keeps every constraint",
+        "infeasible  trial-0001, objective 1.2500",
+        "reason      violates train/tokens <= 9",
+    ]
+    assert "3 of 3 ended, 0 running · 1 infeasible" in status_line(board, None)
 
 
 def test_a_single_job_is_summed_up_in_a_line() -> None:

@@ -18,7 +18,8 @@ class JobState(StrEnum):
 
     ``PAUSED``: left its slot by order, at a rung, for a job of higher priority or since its process was
     interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the
-    user. ``ORPHANED``: its worker died while it ran; another worker adopts it.
+    user. ``INFEASIBLE``: not trained, since its own settings break a constraint. ``ORPHANED``: its worker
+    died while it ran; another worker adopts it.
 
     A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED.
     """
@@ -30,6 +31,7 @@ class JobState(StrEnum):
     FINISHED = "finished"
     PRUNED = "pruned"
     STOPPED = "stopped"
+    INFEASIBLE = "infeasible"
     FAILED = "failed"
 
     @property
@@ -38,7 +40,9 @@ class JobState(StrEnum):
         return self in ENDED
 
 
-ENDED = frozenset({JobState.FINISHED, JobState.PRUNED, JobState.STOPPED, JobState.FAILED})
+ENDED = frozenset(
+    {JobState.FINISHED, JobState.PRUNED, JobState.STOPPED, JobState.INFEASIBLE, JobState.FAILED}
+)
 
 
 class PauseReason(StrEnum):
@@ -66,6 +70,7 @@ STORED_AS: Mapping[JobState, StoredAs] = MappingProxyType(
         JobState.FINISHED: StoredAs("COMPLETE", "FINISHED"),
         JobState.PRUNED: StoredAs("PRUNED", "KILLED"),
         JobState.STOPPED: StoredAs("PRUNED", "KILLED"),
+        JobState.INFEASIBLE: StoredAs("PRUNED", "KILLED"),
         JobState.FAILED: StoredAs("FAIL", "FAILED"),
     }
 )

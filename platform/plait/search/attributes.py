@@ -16,6 +16,7 @@ from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.engine.checkpoints import checkpoints, remove_checkpoints
 from plait.search.points import points_left
+from plait.search.results import MOST_REJECTED
 from plait.search.trials import Trial
 from plait.utils.files import new_folder
 
@@ -47,15 +48,23 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
 
 
 def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
-    """How many trials there are to be: as asked for and those beyond, as long as there are points that none
-    of them has.
+    """How many trials there are to be: as asked for, those beyond and one more for each that was rejected, as
+    long as there are points that none of them has and not all suggestions are rejected.
     """
-    wanted = settings.trials + sum(bool(item.user_attrs.get(BEYOND)) for item in trials)
+    rejected = [_rejected(item) for item in trials]
+    extra = (bool(item.user_attrs.get(BEYOND)) or no for item, no in zip(trials, rejected, strict=True))
+    wanted = settings.trials + sum(extra)
     if settings.failed == "drop":
         wanted += sum(item.state == TrialState.FAIL for item in trials)
+    if len(rejected) >= MOST_REJECTED and all(rejected[-MOST_REJECTED:]):
+        return len(trials)
     if space.size is None or space.size >= wanted:
         return wanted
     return min(wanted, len(trials) + (points_left(trials, space) or 0))
+
+
+def _rejected(item: FrozenTrial) -> bool:
+    return item.user_attrs.get(STATE) == JobState.INFEASIBLE
 
 
 def state_of(item: FrozenTrial) -> JobState:
@@ -71,7 +80,7 @@ def result_of(item: FrozenTrial) -> JobResult:
         state_of(item),
         reason=str(item.user_attrs.get(REASON, "")),
         values=tuple(item.values) if complete else (),
-        violations=item.constraints if complete else {},
+        violations=item.constraints,
         trial=item.number,
         parameters=item.params,
         run_id=str(item.user_attrs.get(RUN_ID, "")),

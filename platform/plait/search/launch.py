@@ -333,7 +333,7 @@ class _Launch:
         facts = {"tracked in": str(tracker.location), "view with": "plait ui"}
         if trouble:
             facts["figures"] = f"not written: {trouble}"
-        if result.ended_by:
+        if result.why:
             facts["ended early"] = result.why
         if result.interrupted or result.ended_by:
             words = going_on(self._command.command, gave_up=result.ended_by == "failing")

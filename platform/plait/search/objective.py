@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from plait.core.errors import ConfigError, choices
 from plait.core.jobs import DataSpec, JobSpec
-from plait.core.lifecycle import JobResult
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
+from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.data.loading import generation_limit
 from plait.data.sources import parse_options
@@ -26,6 +27,7 @@ METRICS = (
     "cost/device_seconds",
     "job/completion_seconds",
 )
+GROWING = ("train/tokens", "cost/device_seconds", "job/completion_seconds")
 
 
 def numbers(job: JobSpec) -> dict[str, float]:
@@ -47,7 +49,8 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
     Raises:
         ConfigError: not.
     """
-    keys = set.intersection(*(set(numbers(job)) for job in probes))
+    held = [numbers(job) for job in probes]
+    keys = set.intersection(*map(set, held))
     named = [("metric", each.metric) for each in search.objectives]
     named += [("constraints", each.metric) for each in search.limits]
     for setting, metric in named:
@@ -57,6 +60,29 @@ def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
                 f"An objective must be one of {choices(METRICS)}, or a numeric key of the job.",
                 f"Numeric keys are: {choices(sorted(keys))}.",
             )
+    for limit in search.limits:
+        values = sorted(found[limit.metric] for found in held if limit.metric in found)
+        if limit.metric not in METRICS and all(limit.violation(value) > 0 for value in values):
+            raise ConfigError(
+                f"search.constraints: {limit}",
+                f"No trial can keep it: {limit.metric} is {_between(values[0], values[-1])}.",
+                "Change the constraint, or what is searched.",
+            )
+
+
+def _between(low: float, high: float) -> str:
+    return f"{low:g}" if low == high else f"between {low:g} and {high:g}"
+
+
+def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
+    """By how much a job's own settings break each constraint on them, by the constraint's text; 0 or less
+    where it is kept. All that is known before the job trains."""
+    held = numbers(job)
+    return {
+        str(each): each.violation(held[each.metric])
+        for each in search.limits
+        if each.metric not in METRICS and each.metric in held
+    }
 
 
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
@@ -130,6 +156,15 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
         )
 
 
+def rejection(job: JobSpec, search: SearchSettings) -> JobResult | None:
+    """The end of a job that is not trained, since its own settings break a constraint; None for others."""
+    known = known_violations(job, search)
+    broken = [text for text, amount in known.items() if amount > 0]
+    if not broken:
+        return None
+    return JobResult(job.name, JobState.INFEASIBLE, reason=f"violates {', '.join(broken)}", violations=known)
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """The objectives of a trial, or why one is missing.
@@ -189,6 +224,16 @@ class Observed:
         return Score(
             tuple(held[each.metric] for each in search.objectives),
             {str(each): each.violation(held[each.metric]) for each in search.limits},
+        )
+
+    def violates(self, job: str, limits: Iterable[Constraint]) -> bool:
+        """Whether a job that still trains breaks a constraint by what was measured last. What only grows and
+        must reach a limit may still do so."""
+        return any(
+            each.violation(value) > 0
+            for each in limits
+            if (each.at_most or each.metric not in GROWING)
+            and (value := self.value(job, each.metric)) is not None
         )
 
     def _set(self, job: str, metric: str, value: float | None) -> None:

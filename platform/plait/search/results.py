@@ -15,6 +15,7 @@ from plait.core.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
 TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
+MOST_REJECTED = 100  # suggestions in a row that break a constraint, after which none is asked for any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,20 @@ class SearchEnd:
     def failed(self) -> int:
         """How many trials failed."""
         return sum(item.state == JobState.FAILED for item in self.finished)
+
+    @property
+    def rejected(self) -> int:
+        """How many trials were not trained, since their settings break a constraint."""
+        return sum(item.state == JobState.INFEASIBLE for item in self.finished)
+
+    @property
+    def rejected_to_the_end(self) -> str:
+        """That no more trials are suggested since the last ones all broke a constraint; "" where there
+        were others."""
+        last = sorted(self.finished, key=lambda item: item.trial)[-MOST_REJECTED:]
+        if len(last) < MOST_REJECTED or any(item.state != JobState.INFEASIBLE for item in last):
+            return ""
+        return f"the last {MOST_REJECTED} suggestions all break a constraint"
 
     @property
     def exit_status(self) -> int:
@@ -83,12 +98,17 @@ def describe_result(
 ) -> list[str]:
     """A finished search in a few lines; ``exhausted``: its space has no point that was not tried."""
     count = len(result.finished)
-    lines = [f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed."]
+    rejected = f", {result.rejected} infeasible" if result.rejected else ""
+    lines = [
+        f"{name} is finished: {count} trial{'s' if count != 1 else ''}, {result.failed} failed{rejected}."
+    ]
     more = "search.fresh=true starts it again"
     front = result.front(settings.objectives)
     searched = any(item.parameters for item in result.finished)
     if exhausted and searched:
         lines[0] += " Every point of the search space has been tried."
+    elif why := result.rejected_to_the_end:
+        lines[0] += f" No more are suggested: {why}."
     elif front and searched:
         more += ", search.trials=N adds to it"
     if len(settings.objectives) > 1 and front:

@@ -23,7 +23,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, Notice
 from plait.core.settings import SearchSettings
 from plait.engine.iteration import SPENT
-from plait.search.objective import Observed
+from plait.search.objective import Observed, rejection
 from plait.search.orders import ENDING, Orders
 from plait.search.results import SearchEnd, failure_limit
 from plait.search.stopper import Stopper
@@ -356,7 +356,8 @@ class SearchLoop:
                 self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 
     def _announce(self, trial: Trial) -> JobSpec | None:
-        """The job of a trial, made known; None where it cannot be made, and the trial has failed."""
+        """The job of a trial, made known; None where the trial has ended: its job cannot be made, or its
+        settings break a constraint."""
         try:
             job = self._make_job(trial)
         except StorageError:
@@ -365,6 +366,9 @@ class SearchLoop:
             self._source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
             return None
         self._recorder.start_job(job, trial.number)
+        if (rejected := rejection(job, self._settings)) is not None:
+            self._end(trial, rejected)
+            return None
         return job
 
     def _start(self, trial: Trial) -> None:
@@ -523,7 +527,8 @@ class SearchLoop:
         why = self._suggestions.failure_limit_exceeded
         if why and self._source.over < self._source.total:
             return SearchEnd(finished, ended_by="failing", why=why)
-        return SearchEnd(finished)
+        end = SearchEnd(finished)
+        return replace(end, why=end.rejected_to_the_end)
 
 
 # Who closes a terminal sends SIGHUP more than once: further ones ask for nothing more.

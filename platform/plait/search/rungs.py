@@ -181,11 +181,15 @@ class RungRecord:
         values: measured, by optimiser step.
         ended: whether the trial has ended, however.
         passed: the last rung past which an asynchronous rule let it.
+        violates: the rungs at which it broke a constraint.
+        rejected: it was never trained, since its settings break a constraint: no rule counts it.
     """
 
     values: Mapping[int, float] = field(default_factory=dict)
     ended: bool = False
     passed: int = 0
+    violates: frozenset[int] = frozenset()
+    rejected: bool = False
 
     def missing(self, rung: int) -> bool:
         """Whether its value at the rung may still come."""
@@ -208,10 +212,26 @@ class RungTable:
     expected: int | None
 
     def among(self, numbers: range) -> set[int]:
-        """The numbers among these that exist or will exist."""
+        """The numbers among these that exist or will exist, without those that are rejected."""
         if self.expected is None:
-            return {number for number in numbers if number in self.records}
-        return {number for number in numbers if number < self.expected}
+            found = {number for number in numbers if number in self.records}
+        else:
+            found = {number for number in numbers if number < self.expected}
+        return {each for each in found if each not in self.records or not self.records[each].rejected}
+
+    def ranked(self, numbers: Iterable[int], rung: int, metric: RungMetric) -> list[int]:
+        """Those among these that were measured at the rung: who keeps every constraint first, then the best,
+        ties by number."""
+        found = {number: self.records[number] for number in numbers if number in self.records}
+        measured = [number for number, record in found.items() if rung in record.values]
+        return sorted(
+            measured,
+            key=lambda number: (
+                rung in found[number].violates,
+                metric.badness(found[number].values[rung]),
+                number,
+            ),
+        )
 
     def coming(self, rung: int) -> int:
         """How many values at the rung may still come, of all trials that exist or will."""

@@ -8,17 +8,19 @@ are all values where there are several objectives, for which Optuna takes no int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from optuna.pruners import BasePruner
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.jobs import JobSpec
-from plait.core.lifecycle import JobResult
+from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobProgress
+from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder
+from plait.search.attributes import state_of
 from plait.search.objective import Observed
 from plait.search.rungs import RungMetric, RungRecord, RungTable, rung_metric
 from plait.search.stopping import CONTINUE, RULES, CohortRule, Decision, Divergence, Rule, make_rule
@@ -26,6 +28,7 @@ from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 from plait.tracking.leaderboard import TrialRungs
 
+VIOLATES = "plait.violates"  # trial: steps of the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
 PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
@@ -55,7 +58,11 @@ class StudyRungs:
         trials = self._shared.patience(self._shared.trials)
         return {
             trial.number: RungRecord(
-                self._values(trial), trial.state.is_finished(), int(trial.user_attrs.get(PASSED, 0))
+                self._values(trial),
+                trial.state.is_finished(),
+                int(trial.user_attrs.get(PASSED, 0)),
+                frozenset(trial.user_attrs.get(VIOLATES, ())),
+                state_of(trial) == JobState.INFEASIBLE,
             )
             for trial in trials
             if trial.state != TrialState.WAITING
@@ -77,13 +84,17 @@ class StudyRungs:
 
         return self._shared.locked(attempt)
 
-    def measure(self, number: int, step: int, value: float) -> None:
-        """Keep what was measured at a rung; of a step that was measured before, the first value stands."""
+    def measure(self, number: int, step: int, value: float, *, violates: bool = False) -> None:
+        """Keep what was measured at a rung, and whether the trial breaks a constraint there; of a step that
+        was measured before, the first value stands."""
 
         def attempt() -> None:
             frozen, live = self._shared.live(number)
             if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
                 return
+            broken = frozen.user_attrs.get(VIOLATES, [])
+            if violates and step not in broken:  # before the value, by which others may decide at once
+                live.set_user_attr(VIOLATES, [*broken, step])
             if self._intermediate:
                 live.report(value, step)
             else:
@@ -111,15 +122,23 @@ class Stopper:
 
     Args:
         asynchronous: the rule's decisions depend on the order of arrival, so that they must be kept.
+        limits: the constraints of the search.
     """
 
     def __init__(
-        self, rule: Rule, metric: RungMetric, memory: StudyRungs, *, asynchronous: bool = False
+        self,
+        rule: Rule,
+        metric: RungMetric,
+        memory: StudyRungs,
+        *,
+        asynchronous: bool = False,
+        limits: Sequence[Constraint] = (),
     ) -> None:
         self._rule = rule
         self._metric = metric.metric
         self._memory = memory
         self._asynchronous = asynchronous
+        self._limits = limits
         self._trials: dict[str, Trial] = {}
         self._at_rung: dict[str, int] = {}  # step of the rung, by name
         self._past: dict[str, int] = {}  # the last rung that a trial was let past
@@ -170,7 +189,8 @@ class Stopper:
     def _measure(self, job: str, step: int, observed: Observed) -> None:
         value = observed.value(job, self._metric)
         if value is not None and self._at_rung.get(job) == step:
-            self._memory.measure(self._trials[job].number, step, value)
+            violates = observed.violates(job, self._limits)
+            self._memory.measure(self._trials[job].number, step, value, violates=violates)
 
     def decisions(
         self, expected: Callable[[], int | None], *, ask_again: bool = False
@@ -226,4 +246,4 @@ def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Sto
     if rule is None:
         return None
     asynchronous = RULES.get(search.stopping.kind).asynchronous
-    return Stopper(rule, rung_metric(search), memory, asynchronous=asynchronous)
+    return Stopper(rule, rung_metric(search), memory, asynchronous=asynchronous, limits=search.limits)

@@ -11,6 +11,7 @@ module, or in one that another package names in the entry-point group ``plait.st
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -250,9 +251,9 @@ def make_rule(
 
 # ---- comparing whole cohorts -------------------------------------------------------------------------------
 
-# Who continues: from (badness, number) of the measured members, best first, how many members there are, the
-# rung, and the table.
-Keep = Callable[[list[tuple[float, int]], int, int, RungTable], set[int]]
+# Who continues: from the numbers of the measured members, best first, how many members there are, the rung,
+# and the table.
+Keep = Callable[[list[int], int, int, RungTable], set[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +275,7 @@ class CohortRule:
         for rung in (each for each in cohort.rungs if each <= step):
             if any(table.missing(member, rung) for member in members):
                 return WAIT
-            ranked = sorted(
-                (self.metric.badness(table.records[member].values[rung]), member)
-                for member in members
-                if rung in table.records[member].values
-            )
+            ranked = table.ranked(members, rung, self.metric)
             # A trial that was past this rung before there were rungs has no value here, and continues.
             kept = {member for member in members if _unmeasured(table, member, rung)}
             kept |= self.keep(ranked, len(members), rung, table)
@@ -286,11 +283,11 @@ class CohortRule:
                 value = table.records[number].values.get(rung)
                 if value is None:
                     return Decision("stop", f"no {self.metric.metric} at rung {rung}")
-                rank = 1 + [member for _, member in ranked].index(number)
+                broken = " and a broken constraint" if rung in table.records[number].violates else ""
                 return Decision(
                     "stop",
-                    f"{self.metric.metric} {value:.6g} at rung {rung}: ranked {rank} of {len(members)}, "
-                    f"{len(kept)} continue ({cohort})",
+                    f"{self.metric.metric} {value:.6g}{broken} at rung {rung}: ranked "
+                    f"{1 + ranked.index(number)} of {len(members)}, {len(kept)} continue ({cohort})",
                 )
             members = kept
         return CONTINUE
@@ -304,21 +301,25 @@ def _unmeasured(table: RungTable, number: int, rung: int) -> bool:
 def best_share(eta: int) -> Keep:
     """Keeps the best 1/eta of a cohort, at least one; members that ended before the rung count as its
     worst."""
-    return lambda ranked, members, _, __: {number for _, number in ranked[: max(1, members // eta)]}
+    return lambda ranked, members, _, __: set(ranked[: max(1, members // eta)])
 
 
 def above_median(metric: RungMetric) -> Keep:
     """The median rule (Golovin et al., KDD 2017, §3.2), within a cohort: a trial ends whose best value so far
-    is worse than the median of the members' averages so far."""
+    is worse than the median of the members' averages so far. One that breaks a constraint is worse than any
+    that does not."""
 
-    def keep(ranked: list[tuple[float, int]], _members: int, rung: int, table: RungTable) -> set[int]:
+    def keep(ranked: list[int], _members: int, rung: int, table: RungTable) -> set[int]:
+        feasible = [number for number in ranked if rung not in table.records[number].violates] or ranked
         histories = {
             number: [
                 metric.badness(value) for step, value in table.records[number].values.items() if step <= rung
             ]
-            for _, number in ranked
+            for number in feasible
         }
-        middle = median([fmean(values) for values in histories.values()] or [0.0])
+        averages = [fmean(values) for values in histories.values()] or [0.0]
+        worse = [math.inf] * (len(ranked) - len(feasible))
+        middle = min(median([*averages, *worse]), max(averages))
         return {number for number, values in histories.items() if min(values) <= middle}
 
     return keep
@@ -373,12 +374,8 @@ class AshaRule:
         record = table.records[number]
         if record.passed >= step or step not in record.values:
             return CONTINUE
-        ranked = sorted(
-            (self.metric.badness(each.values[step]), other)
-            for other, each in table.records.items()
-            if step in each.values
-        )
-        rank = [other for _, other in ranked].index(number) + 1
+        ranked = table.ranked(table.records, step, self.metric)
+        rank = ranked.index(number) + 1
         coming = table.coming(step)
         if rank <= len(ranked) // self.eta or (not coming and rank == 1):
             return CONTINUE

@@ -42,6 +42,7 @@ from plait.search.attributes import (
 )
 from plait.search.identity import Identity, check_material, check_problem, create, identify
 from plait.search.locks import WORKERS
+from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, points_left, read_enqueued
@@ -420,5 +421,10 @@ def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
     source = StudyTrials(replace(settings.search, fresh=False), command.space, identity, in_memory())
     jobs = []
     while (trial := source.ask()) is not None:
-        jobs.append(command.make_job(trial))
+        job = command.make_job(trial)
+        rejected = rejection(job, settings.search)
+        if rejected is None:
+            jobs.append(job)
+        else:
+            source.tell(trial, rejected)
     return jobs

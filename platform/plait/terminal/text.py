@@ -14,7 +14,14 @@ from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
 # States that are counted in the status line where a job is in them.
-NAMED = (JobState.PAUSED, JobState.ORPHANED, JobState.PRUNED, JobState.STOPPED, JobState.FAILED)
+NAMED = (
+    JobState.PAUSED,
+    JobState.ORPHANED,
+    JobState.PRUNED,
+    JobState.STOPPED,
+    JobState.INFEASIBLE,
+    JobState.FAILED,
+)
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # in the status line
 MOST_STATUS = 2  # status lines in the live view
@@ -125,6 +132,12 @@ def lowest_loss(board: Leaderboard) -> JobRecord | None:
     """The job with the lowest validation loss; None with several objectives, where it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
+
+
+def nearest_infeasible(board: Leaderboard) -> JobRecord | None:
+    """The best finished job that breaks a constraint; None where there is none."""
+    done = (job for job in board.jobs.values() if job.state == JobState.FINISHED and not job.feasible)
+    return min(done, key=board.rank, default=None)
 
 
 def rung_text(board: Leaderboard, record: JobRecord) -> str:

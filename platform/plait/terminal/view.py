@@ -43,6 +43,7 @@ from plait.terminal.text import (
     best_line,
     front_text,
     lowest_loss,
+    nearest_infeasible,
     number,
     progress_line,
     rung_text,
@@ -70,6 +71,7 @@ STYLES = {
     JobState.FINISHED: "green",
     JobState.PRUNED: "yellow",
     JobState.STOPPED: "yellow",
+    JobState.INFEASIBLE: "yellow",
     JobState.FAILED: "red",
 }
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows all of them
@@ -290,6 +292,10 @@ def print_summary(console: Console, board: Leaderboard, facts: Mapping[str, Any]
             lines += [("lowest eval loss", f"{best_evaluation(best)}; the adapter is from this step")]
     elif front := board.front():
         lines += [("Pareto front", front_text(front))]
+    elif infeasible := nearest_infeasible(board):
+        lines += [("best", "none: no finished trial keeps every constraint")]
+        lines += [("infeasible", f"{infeasible.name}, objective {number(infeasible.objective)}")]
+        lines += [("reason", infeasible.reason)]
     else:
         lines += [("best", "none: no trial finished with an objective")]
         if lowest := lowest_loss(board):
@@ -437,7 +443,8 @@ def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
     if not plans:
         return None
     usual = fmean(plans)
-    ends = sorted(_share(job, usual) for job in jobs if job.ended)
+    trained = (job for job in jobs if job.ended and job.state != JobState.INFEASIBLE)
+    ends = sorted(_share(job, usual) for job in trained)
     sums = [0.0, *accumulate(reversed(ends))]  # of the furthest ones
 
     def expected(share: float) -> float:
