@@ -99,8 +99,9 @@ class Timeline:
     started: dict[str, int] = field(default_factory=dict)
     ends: dict[str, JobResult] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int) -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
         """A job is about to be submitted."""
+        del outside
         self.started[job.name] = trial
 
     def handle(self, event: Event) -> None:

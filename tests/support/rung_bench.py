@@ -54,9 +54,11 @@ class Notes:
     events: list[Event] = field(default_factory=list)
     judged: dict[str, tuple[str, str]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int) -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
         assert job.name == f"trial-{trial:04d}"
+        self.outside[job.name] = outside
 
     def handle(self, event: Event) -> None:
         self.events.append(event)

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from job_results import ended
 from optuna.storages import BaseStorage
+from optuna.trial import TrialState
 
 import plait
 from plait.cli.control import read_words
@@ -285,11 +286,14 @@ def test_orders_given_at_once_are_all_kept(
         (("stop", "5"), "trial 5 is queued", "has started", "Such trials: 3, 4."),
         (("clone", "6"), "trial 6", "no such trial", "Such trials: 0, 1, 2, 3, 4."),
         (("clone", "5", "adapter.rank=8"), "trial 5 is queued", "can be cloned", "0, 1, 2, 3, 4."),
-        (("add", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "search.name"),
-        (("add", "train.lr=1"), "train.lr=1", "tag(log,interval(1e-05,0.001))", "start a new search"),
-        (("add", "adapter.alpha=1"), "adapter.alpha", "not search over", "adapter.rank, train.batch_size"),
+        (("add", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
+        (("add", "adapter.rank=x"), "adapter.rank='x'", "a whole number", ""),
+        (("add", "train.lr=1,2"), "train.lr=1,2", "one value for each key", "Choose one"),
+        (("add", "adapter.alhpa=1"), "key adapter.alhpa", "no such key", "Did you mean adapter.alpha"),
+        (("add", "data.size=9"), "data.size=9", "holds for all of its trials", "adapter, train"),
+        (("add", "train.lr=1", "+train.lr=2"), "train.lr=2", "given twice", "Give it once"),
         (("add", "train.priority=soon"), "train.priority=soon", "whole number", "train.priority=5"),
-        (("clone", "0", "adapter.rank=64"), "adapter.rank=64", "choice(8,16)", "start a new search"),
+        (("clone", "0", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
         (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change the rank", "--warm"),
         (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
         (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
@@ -331,6 +335,30 @@ def test_trials_are_added_and_cloned(tmp_path: Path, said: Said) -> None:
     copy = Path(added[-1].user_attrs["plait.warm_from"])
     assert copy.parent == search_folder(tmp_path, "mine") / "warm"
     assert (copy / "adapter_model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_further_trial_may_leave_the_space_and_is_marked(tmp_path: Path, said: Said) -> None:
+    study = killed(tmp_path)
+    zero = study.get_trials()[0].params
+    text = said("add", "adapter.rank=64", "train.lr=2e-4", "train.steps=80")
+    assert "adapter.rank=64 train.steps=80 lies outside the search space: the sampler does not learn" in text
+    said("clone", "0", "train.lr=1")
+    study._storage.set_trial_state_values(study.get_trials()[7]._trial_id, TrialState.RUNNING)
+    said("clone", "7", "train.batch_size=3")  # of what is outside, and more of it
+    said("clone", "7", "train.lr=3e-4")  # back into the space
+    added = study.get_trials()[6:]
+    batch = {key: value for key, value in zero.items() if key != "train.lr"}
+    assert [item.system_attrs["fixed_params"] for item in added[:2]] == [{"train.lr": 2e-4}, batch]
+    assert [item.user_attrs.get("plait.outside") for item in added] == [
+        {"adapter.rank": ["64", 64], "train.steps": ["80", 80]},
+        {"train.lr": ["1", 1]},
+        {"train.lr": ["1", 1], "train.batch_size": ["3", 3]},
+        None,
+    ]
+    shown = {job["trial"]: (job["outside"], job["parameters"]) for job in json.loads(said("--json"))["jobs"]}
+    assert shown[7] == ("train.lr=1", {"train.lr": 1})
+    assert shown[0] == ("", zero)
+    assert re.search(r"trial-0007  orphaned  train.lr=1  \(outside the search space\)", said())
 
 
 def test_a_warm_clone_begins_with_no_adapter_of_a_former_search(tmp_path: Path, said: Said) -> None:

@@ -117,8 +117,9 @@ class Notes:
     judged: list[tuple[str, str, float | None, str]] = field(default_factory=list)
     scores: dict[str, tuple[tuple[float, ...], bool]] = field(default_factory=dict)
 
-    def start_job(self, job: JobSpec, trial: int) -> None:
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
         assert job.name == f"trial-{trial:04d}"
+        assert not outside
         self.started.append(job.name)
 
     def handle(self, event: Event) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import optuna
 import pytest
@@ -20,7 +20,7 @@ from studies import space_of, study_of
 
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Real, Space, Value, Whole
-from plait.search.points import too_few_points, tried_points
+from plait.search.points import OutsideValue, too_few_points, tried_points
 from plait.search.samplers import SAMPLERS, Sampler
 from plait.search.storage import open_storage
 from plait.search.study import StudyTrials
@@ -131,6 +131,63 @@ def test_a_sampler_that_always_says_the_same_is_not_asked_for_ever(
     found = drawn(source(space, sampler=stubborn, sampler_options={"value": 7}, trials=trials))
     assert found[0].values == {"adapter.rank": 7}
     assert len(found) == len({point(trial) for trial in found}) == trials
+
+
+def add_outside(trials: StudyTrials) -> int:
+    return trials.enqueue(
+        {"train.steps": 20},
+        outside={"adapter.rank": OutsideValue("64", 64), "train.lr": OutsideValue("1", 1)},
+    )
+
+
+@pytest.mark.parametrize("sampler", NAMES)
+def test_a_trial_outside_of_the_space_disturbs_no_sampler(sampler: str) -> None:
+    options: dict[str, Any] = {"sampler_options": {"population_size": 4}} if sampler == "nsgaii" else {}
+    trials = source(NUMBERS, sampler=sampler, **options)
+    for _ in range(2):
+        trial = trials.ask()
+        assert trial is not None
+        tell(trials, trial)
+    number = add_outside(trials)
+    found = trials.ask()
+    assert found is not None
+    assert (found.number, found.values) == (
+        number,
+        {"train.steps": 20, "adapter.rank": 64, "train.lr": 1},
+    )
+    assert found.overrides == ("adapter.rank=64", "train.steps=20", "train.lr=1")
+    assert found.outside == "adapter.rank=64 train.lr=1"
+    trials.tell(found, ended("finished", -100.0))
+    rest = drawn(trials)
+    assert len(rest) == len({point(trial) for trial in rest}) == 6  # those of the space, each once
+    (result,) = [each for each in trials.finished() if each.trial == number]
+    assert result.parameters == found.values
+
+
+class Watchful(optuna.samplers.RandomSampler):
+    """Notes the values of the trials that it is shown."""
+
+    seen: ClassVar[set[float]] = set()
+
+    def sample_relative(self, study: optuna.Study, *more: Any) -> dict[str, Any]:
+        finished = study.get_trials(states=(TrialState.COMPLETE,))
+        self.seen.update(item.values[0] for item in finished)
+        return super().sample_relative(study, *more)
+
+
+def test_samplers_see_no_trial_outside_of_the_space() -> None:
+    SAMPLERS.add("watchful", Sampler(Watchful))
+    try:
+        trials = source(CONTINUOUS, sampler="watchful", trials=3)
+        add_outside(trials)
+        for loss in (-100.0, 1.0, 2.0, 3.0):
+            trial = trials.ask()
+            assert trial is not None
+            trials.tell(trial, ended("finished", loss))
+        assert trials.ask() is None  # it comes on top of the three
+    finally:
+        SAMPLERS.remove("watchful")
+    assert Watchful.seen == {1.0, 2.0}
 
 
 DOMAINS = st.one_of(

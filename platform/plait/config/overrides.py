@@ -87,6 +87,27 @@ def is_sweep(argument: str) -> bool:
         return False
 
 
+def read_setting(text: str) -> Any:
+    """The one value that an override such as ``train.lr=2e-4`` gives, as a configuration file would.
+
+    Raises:
+        SearchError: it gives none, or several.
+    """
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise SearchError(text, "It cannot be read.", "Write KEY=VALUE as on the command line.") from error
+    if override.is_sweep_override() or override.is_delete():
+        raise SearchError(text, "A trial has one value for each key.", "Choose one.")
+    return _bare(override.value())
+
+
+def _bare(element: Any) -> Any:
+    if isinstance(element, QuotedString):
+        return str(element.text)
+    return [_bare(each) for each in element] if isinstance(element, list) else element
+
+
 def _dimension(override: Override, data_keys: Iterable[str]) -> Dimension:
     name = _name(override)
     _check_scope(name, data_keys)

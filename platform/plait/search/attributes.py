@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from uuid import uuid4
 
 from optuna.study import Study
@@ -15,7 +16,7 @@ from plait.core.lifecycle import JobResult, JobState, state_from_optuna
 from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.engine.checkpoints import checkpoints, remove_checkpoints
-from plait.search.points import points_left
+from plait.search.points import OUTSIDE, OutsideValue, points_left, values_of
 from plait.search.results import MOST_REJECTED
 from plait.search.trials import Trial
 from plait.utils.files import new_folder
@@ -44,7 +45,7 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
     if PRIORITY in item.user_attrs:
         return int(item.user_attrs[PRIORITY])
     enqueued = item.system_attrs.get("fixed_params", {})
-    return int(item.params.get(PRIORITY_KEY, enqueued.get(PRIORITY_KEY, usual)))
+    return int(values_of(item).get(PRIORITY_KEY, enqueued.get(PRIORITY_KEY, usual)) or 0)
 
 
 def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
@@ -82,7 +83,7 @@ def result_of(item: FrozenTrial) -> JobResult:
         values=tuple(item.values) if complete else (),
         violations=item.constraints,
         trial=item.number,
-        parameters=item.params,
+        parameters=values_of(item),
         run_id=str(item.user_attrs.get(RUN_ID, "")),
     )
 
@@ -96,6 +97,7 @@ def enqueue(
     retry_of: int | None = None,
     warm_from: Path | None = None,
     priority: int | None = None,
+    outside: Mapping[str, OutsideValue] = MappingProxyType({}),
 ) -> int:
     """Let a trial with these values come next; its number. Call it under the study's lock.
 
@@ -106,6 +108,8 @@ def enqueue(
         retry_of: a failed trial.
         warm_from: folder of the weights that it starts with.
         priority: of its own, where that is not searched.
+        outside: settings outside of what is searched, by key: the sampler suggests none for these keys and
+            does not learn from the trial.
     """
     known = (
         item.number for item in study.get_trials(deepcopy=False) if item.user_attrs.get(REQUEST) == request
@@ -118,6 +122,7 @@ def enqueue(
         RETRY_OF: retry_of,
         WARM: None if warm_from is None else str(warm_from.absolute()),
         PRIORITY: priority,
+        OUTSIDE: dict(outside) or None,
     }
     study.enqueue_trial(
         dict(values), user_attrs={key: fact for key, fact in facts.items() if fact is not None}

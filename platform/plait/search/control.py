@@ -17,14 +17,15 @@ from pathlib import Path
 from uuid import uuid4
 
 from optuna.study import Study
+from optuna.trial import FrozenTrial
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
-from plait.core.space import Space, Value
+from plait.core.space import Space
 from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights, state_of
 from plait.search.locks import trains_here
 from plait.search.orders import Mode, StudyOrders
-from plait.search.points import read_point
+from plait.search.points import AddedPoint, outside_of, read_added
 from plait.search.recorded import RecordedCommand
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
@@ -135,9 +136,10 @@ class SearchControl:
         """One more trial with these values, the rest suggested by the sampler; what will happen, in words.
 
         Raises:
-            SearchError: a value is outside what is searched.
+            ConfigError: no job can have a value.
+            SearchError: a key holds for the whole search.
         """
-        return self._enqueue({}, overrides, None, uuid4().hex)
+        return self._enqueue(None, overrides, None, uuid4().hex)
 
     def clone(self, number: int, overrides: Sequence[str], *, warm: bool = False) -> str:
         """One more trial with the values of another, changed by overrides; what will happen, in words.
@@ -146,7 +148,8 @@ class SearchControl:
             warm: start from the other's newest saved weights.
 
         Raises:
-            SearchError: there is no such trial, it has no weights, or a value is outside what is searched.
+            ConfigError: no job can have a value.
+            SearchError: there is no such trial, it has no weights, or a key holds for the whole search.
         """
         self._check_target("clone", number)
         trial = self._patience(self._shared.trials)[number]
@@ -159,25 +162,52 @@ class SearchControl:
                         "A warm start cannot change the rank or the target modules of the adapter.",
                         "Leave out this key, or clone without --warm.",
                     )
-            read_point(self._space, self._priority(overrides)[0])  # before anything is copied
+            self._read(overrides)  # before anything is copied
             token = str(self._study.user_attrs[TOKEN])
             weights = keep_weights(self._folder, token, state_of(trial), number, request)
-        return self._enqueue(trial.params, overrides, weights, request)
+        return self._enqueue(trial, overrides, weights, request)
 
     def _enqueue(
-        self, values: Mapping[str, Value], overrides: Sequence[str], weights: Path | None, request: str
+        self, source: FrozenTrial | None, overrides: Sequence[str], weights: Path | None, request: str
     ) -> str:
-        searched, priority = self._priority(overrides)
-        point = {**values, **read_point(self._space, searched)}
+        """Enqueue a trial with the settings of ``source``, where there is one, changed by overrides."""
+        added, priority = self._read(overrides)
+        given = added.values.keys() | added.outside.keys()
+        kept = {} if source is None else source.params
+        values = {key: value for key, value in kept.items() if key not in given} | dict(added.values)
+        beside = {} if source is None else outside_of(source)
+        outside = {key: each for key, each in beside.items() if key not in given} | dict(added.outside)
         number = self._shared.locked(
-            lambda: enqueue(self._study, point, request=request, warm_from=weights, priority=priority)
+            lambda: enqueue(
+                self._study,
+                values,
+                request=request,
+                warm_from=weights,
+                priority=priority,
+                outside=outside,
+            )
         )
         preempts = "" if priority is None else ", or a trial of lower priority is preempted"
-        return self._when(f"Trial {number} starts next, as soon as a slot is free{preempts}.")
+        starts = f"Trial {number} starts next, as soon as a slot is free{preempts}."
+        if outside:
+            words = " ".join(f"{key}={each.text}" for key, each in outside.items())
+            starts += f" {words} lies outside the search space: the sampler does not learn from this trial."
+        return self._when(starts)
+
+    def _read(self, overrides: Sequence[str]) -> tuple[AddedPoint, int | None]:
+        """The settings that overrides give, and the trial's own priority."""
+        rest, priority = self._priority(overrides)
+        added = read_added(self._space, rest)
+        if added.outside and self._recorded.verb == "train":
+            raise SearchError(
+                " ".join(rest),
+                "`plait train` trains one adapter, with the settings of its command.",
+                "Start another `plait train` with these settings.",
+            )
+        return added, priority
 
     def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
-        """The overrides of searched keys, and the trial's own priority: it may have one where that is not
-        searched."""
+        """The other overrides, and the trial's own priority: it may have one where that is not searched."""
         key = f"{PRIORITY_KEY}="
         given = [each for each in overrides if each.startswith(key)]
         if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):

@@ -8,14 +8,27 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from plait.config.build import JOB_SPECS
+from plait.config.fields import build
+from plait.config.overrides import read_setting
 from plait.core.errors import SearchError, choices
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Point, Real, Space, Value, Whole
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
+
+
+OUTSIDE = "plait.outside"  # trial: settings outside of what is searched, by key: as written, and the value
+
+
+class OutsideValue(NamedTuple):
+    """A setting outside of what is searched: as it is written in an override, and its value."""
+
+    text: str
+    value: Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +68,7 @@ def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
     known = {dimension.name: dimension for dimension in space.dimensions}
     point: dict[str, Value] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.lstrip("+")
-        if not equals:
-            raise SearchError(override, "A value is given as KEY=VALUE.", f"Keys are: {choices(known)}.")
+        key, text = _split(override, known)
         if key not in known:
             raise SearchError(
                 override,
@@ -69,6 +79,72 @@ def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
             raise SearchError(override, f"{key} is given twice.", "Give it once.")
         point[key] = read_value(known[key], text)
     return point
+
+
+@dataclass(frozen=True, slots=True)
+class AddedPoint:
+    """The settings that a user gives to a further trial.
+
+    Attributes:
+        values: of searched keys, as they may be suggested.
+        outside: other settings of the job, by key: outside of what is searched, or not searched at all.
+    """
+
+    values: Mapping[str, Value]
+    outside: Mapping[str, OutsideValue]
+
+
+def read_added(space: Space, overrides: Sequence[str]) -> AddedPoint:
+    """The settings of overrides, which may leave the space: those of adapter and train may be any that a job
+    can have. Data must be one that the search has prepared.
+
+    Raises:
+        ConfigError: no job can have a value.
+        SearchError: not ``key=value``, a key that is given twice, or one of those that hold for the whole
+            search.
+    """
+    known = {dimension.name: dimension for dimension in space.dimensions}
+    values: dict[str, Value] = {}
+    outside: dict[str, OutsideValue] = {}
+    for override in overrides:
+        key, text = _split(override, known)
+        if key in values or key in outside:
+            raise SearchError(override, f"{key} is given twice.", "Give it once.")
+        free = key.partition(".")[0] in JOB_SPECS and "." in key
+        if key in known and (not free or _lies_inside(known[key], text)):
+            values[key] = read_value(known[key], text)
+        elif free:
+            outside[key] = _read_outside(key, text)
+        else:
+            raise SearchError(
+                override,
+                f"This search does not search over {key}, which holds for all of its trials.",
+                f"A trial may have its own settings in {choices(JOB_SPECS)}, and any that is searched: "
+                f"{choices(known)}.",
+            )
+    return AddedPoint(values, outside)
+
+
+def _read_outside(key: str, text: str) -> OutsideValue:
+    group, _, name = key.partition(".")
+    value = read_setting(f"{key}={text}")
+    build(JOB_SPECS[group], {name: value}, group)
+    return OutsideValue(text, as_written(value) if isinstance(value, list) else value)
+
+
+def _lies_inside(dimension: Dimension, text: str) -> bool:
+    try:
+        read_value(dimension, text)
+    except SearchError:
+        return False
+    return True
+
+
+def _split(override: str, known: Iterable[str]) -> tuple[str, str]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise SearchError(override, "A value is given as KEY=VALUE.", f"Keys are: {choices(list(known))}.")
+    return key.lstrip("+"), text
 
 
 def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
@@ -136,10 +212,22 @@ def as_written(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+def outside_of(item: FrozenTrial) -> dict[str, OutsideValue]:
+    """The settings of a trial that lie outside of what is searched, by key."""
+    return {key: OutsideValue(*each) for key, each in item.user_attrs.get(OUTSIDE, {}).items()}
+
+
+def values_of(item: FrozenTrial) -> dict[str, Value]:
+    """The values of a trial's searched keys and of those settings that lie outside."""
+    return item.params | {key: each.value for key, each in outside_of(item).items()}
+
+
 def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point]:
     """The points of trials, whatever became of them: what failed would fail again. Those that are enqueued
-    count too."""
-    values = (item.system_attrs.get("fixed_params", {}) | item.params for item in trials)
+    count too, and those with settings outside of the space do not."""
+    values = (
+        item.system_attrs.get("fixed_params", {}) | item.params for item in trials if not outside_of(item)
+    )
     return frozenset(point for each in values if (point := space.point(each)) is not None)
 
 

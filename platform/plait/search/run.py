@@ -76,8 +76,8 @@ class Engine(Protocol):
 class Recorder(Protocol):
     """Keeps what happens: the tracker."""
 
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        """A job is about to be submitted."""
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+        """A job is about to be submitted; ``outside``: its settings outside of what is searched."""
 
     def handle(self, event: Event) -> None:
         """Something happened in the engine; of the end of a job, what the search decided."""
@@ -365,7 +365,7 @@ class SearchLoop:
         except InputError as error:  # no record of this job exists yet
             self._source.tell(trial, JobResult(trial.name, JobState.FAILED, reason=str(error)))
             return None
-        self._recorder.start_job(job, trial.number)
+        self._recorder.start_job(job, trial.number, trial.outside)
         if (rejected := rejection(job, self._settings)) is not None:
             self._end(trial, rejected)
             return None

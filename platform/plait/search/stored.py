@@ -21,6 +21,7 @@ from plait.core.objectives import Objective
 from plait.core.space import Value
 from plait.search.attributes import REASON, result_of, state_of
 from plait.search.ownership import host_name, lives_here, this_host, trainer_of
+from plait.search.points import outside_of, values_of
 from plait.search.results import SearchEnd, describe_point
 from plait.search.stopper import RUNGS
 from plait.search.storage import JOURNAL, missing_file, open_storage
@@ -111,7 +112,7 @@ def _measured(study: optuna.Study) -> tuple[StudyObjective, ...]:
 
 
 def _importance(study: optuna.Study) -> Importance:
-    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item)]
+    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item) and not outside_of(item)]
     if len(trials) < LEAST_TRIALS:
         rule = f"Importance needs at least {LEAST_TRIALS} finished trials."
         return Importance(trials=len(trials), trouble=f"{rule} There are {len(trials)}.")
@@ -141,7 +142,8 @@ class TrialStanding:
         host: the other host whose worker has it, training or paused; "" otherwise.
         step: at which it last reported; 0 where it has not.
         reported: the value, of the metric that rungs or evaluations report.
-        values: of the searched keys, as far as they were suggested.
+        values: of the searched keys, as far as they were suggested, and of those outside of the space.
+        outside: its settings outside of what is searched, as overrides; "" where there are none.
         reason: why it ended as it did.
     """
 
@@ -152,12 +154,14 @@ class TrialStanding:
     reported: float | None
     values: Mapping[str, Value]
     reason: str
+    outside: str = ""
 
     def __str__(self) -> str:
         parts = [f"{Trial(self.number).name}  {self.state:<8}"]
         if self.reported is not None:
             parts.append(f"{self.reported:.6g} at step {self.step}")
-        return "  ".join([*parts, *(f"{key}={value}" for key, value in self.values.items())]).rstrip()
+        parts += [f"{key}={value}" for key, value in self.values.items()]
+        return "  ".join([*parts, "(outside the search space)"] if self.outside else parts).rstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,7 @@ class Standing:
                 "step": trial.step,
                 "reported": trial.reported,
                 "parameters": dict(trial.values),
+                "outside": trial.outside,
                 "objectives": objectives.get(trial.number, []),
                 "reason": trial.reason,
             }
@@ -229,7 +234,9 @@ def _trial(item: FrozenTrial, host: str) -> TrialStanding:
     }
     step = max(reported, default=0)
     reason = str(item.user_attrs.get(REASON, ""))
-    return TrialStanding(item.number, state, host, step, reported.get(step), item.params, reason)
+    outside = " ".join(f"{key}={each.text}" for key, each in outside_of(item).items())
+    values = values_of(item)
+    return TrialStanding(item.number, state, host, step, reported.get(step), values, reason, outside)
 
 
 def _objectives(study: Study) -> tuple[Objective, ...]:

@@ -45,7 +45,7 @@ from plait.search.locks import WORKERS
 from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
-from plait.search.points import EnqueuedPoint, points_left, read_enqueued
+from plait.search.points import EnqueuedPoint, outside_of, points_left, read_enqueued, values_of
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
@@ -195,8 +195,9 @@ class StudyTrials:
         first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
         if above is not None and (first is None or self._priority(first) <= above):
             return None
-        if first is not None and (first.state == TrialState.RUNNING or first is not waiting[0]):
-            if first.state == TrialState.WAITING:  # Optuna would begin the one that waits longest
+        by_number = first is not None and (first.state == TrialState.RUNNING or first is not waiting[0])
+        if first is not None and (by_number or outside_of(first)):
+            if first.state == TrialState.WAITING:  # Optuna would begin another, or suggest all of its values
                 self._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING)
             return self._take(self.shared.trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
@@ -320,12 +321,20 @@ class StudyTrials:
         return self.shared.patience(self.shared.trials)
 
     def _trial(self, frozen: FrozenTrial) -> Trial:
-        values = {each.name: frozen.params[each.name] for each in self._space.dimensions}
-        overrides = self._space.overrides(values)
+        outside = {key: f"{key}={each.text}" for key, each in outside_of(frozen).items()}
+        overrides = [
+            f"{each.prefix}{outside[each.name]}"
+            if each.name in outside
+            else each.override(frozen.params[each.name])
+            for each in self._space.dimensions
+        ]
+        searched = {each.name for each in self._space.dimensions}
+        overrides += [text for key, text in outside.items() if key not in searched]
         if PRIORITY in frozen.user_attrs:
             overrides = [*overrides, f"{PRIORITY_KEY}={frozen.user_attrs[PRIORITY]}"]
         resume_from, warm_from = self._kept.resume_from(frozen), self._kept.warm_from(frozen)
-        return Trial(frozen.number, values, tuple(overrides), resume_from, warm_from)
+        beyond = " ".join(outside.values())
+        return Trial(frozen.number, values_of(frozen), tuple(overrides), resume_from, warm_from, beyond)
 
     def trial_states(self) -> list[JobState]:
         """The states of all trials, by number."""
@@ -341,13 +350,14 @@ class StudyTrials:
     def _retry(self, trials: list[FrozenTrial]) -> None:
         tried = {item.user_attrs.get(RETRY_OF) for item in trials}
         for item in trials:
-            if item.state == TrialState.FAIL and item.number not in tried and item.params:
+            if item.state == TrialState.FAIL and item.number not in tried and values_of(item):
                 enqueue(
                     self._study,
                     item.params,
                     retry_of=item.number,
                     warm_from=self._kept.warm_from(item),
                     priority=item.user_attrs.get(PRIORITY),
+                    outside=outside_of(item),
                 )
 
 

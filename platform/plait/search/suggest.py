@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, TrialState
 from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole
-from plait.search.points import as_written, tried_points
+from plait.search.points import as_written, outside_of, tried_points
 from plait.search.samplers import SAMPLERS
 from plait.search.warm_start import EarlierTrial
 
@@ -294,9 +294,10 @@ class Suggester:
     def begin(self, trials: Sequence[FrozenTrial], number: int) -> int:
         """Begin the queued trial that Optuna takes next, or a new one; ``number`` is what it will be.
 
-        With an earlier study its values are suggested by :meth:`complete`, beside this study.
+        Its values are suggested by :meth:`complete`, beside this study, where the sampler learns from an
+        earlier one or is not to learn from all trials of this one.
         """
-        if self._earlier:
+        if self._earlier or any(map(outside_of, trials)):
             self._study.sampler = optuna.samplers.RandomSampler()
             return self._study.ask().number
         tried = tried_points(trials, self._space)
@@ -308,10 +309,12 @@ class Suggester:
         """Suggest the values that RUNNING trials lack; whether one lacked some.
 
         A trial lacks values where its process was killed before they were written, where it comes before
-        others that are queued, or where the sampler learns from an earlier study.
+        others that are queued, or where they are suggested beside the study. One with settings outside of
+        what is searched has no others of these keys.
         """
         names = self._distributions.keys()
-        cut = [item for item in trials if item.state == TrialState.RUNNING and item.params.keys() < names]
+        running = (item for item in trials if item.state == TrialState.RUNNING)
+        cut = [item for item in running if names - outside_of(item).keys() - item.params.keys()]
         for item in cut:
             self._complete(item)
         return bool(cut)
@@ -319,16 +322,21 @@ class Suggester:
     def _complete(self, item: FrozenTrial) -> None:
         """Suggest in a study of their own that holds the earlier trials and those before this one, since a
         sampler suggests all values of a trial at once. No other trial's point is suggested, of later ones
-        neither."""
-        storage, keys = self._study._storage, self._distributions
+        neither. What was trained with settings outside of what is searched says nothing about its values."""
+        storage, outside = self._study._storage, outside_of(item)
+        keys = {key: each for key, each in self._distributions.items() if key not in outside}
+        space = Space(tuple(each for each in self._space.dimensions if each.name in keys))
         trials = self._study.get_trials(deepcopy=False)
-        before = [other for other in trials[: item.number] if other.state != TrialState.WAITING]
-        known = [*(each.frozen(keys) for each in self._earlier), *before]
-        tried = tried_points([other for other in trials if other.number != item.number], self._space)
+        before = [
+            other
+            for other in trials[: item.number]
+            if other.state != TrialState.WAITING and not outside_of(other)
+        ]
+        known = [*(each.frozen(self._distributions) for each in self._earlier), *before]
+        others = [] if outside else [other for other in trials if other.number != item.number]
+        tried = tried_points(others, self._space)
         earlier = known[: len(self._earlier)]
-        sampler = make_sampler(
-            self._settings, self._space, item.number, earlier, tried=tried, given=item.params
-        )
+        sampler = make_sampler(self._settings, space, item.number, earlier, tried=tried, given=item.params)
         beside = optuna.create_study(directions=self._study.directions, sampler=sampler)
         beside.add_trials(known)
         if (fixed := item.system_attrs.get("fixed_params")) is not None:

@@ -143,7 +143,8 @@ def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None
     first, *others = standing.objectives
     board = Leaderboard(first.direction, len(standing.trials), others=tuple(others))
     for trial in standing.trials:
-        board.add(JobRecord(Trial(trial.number).name, trial.number, state=trial.state))
+        name = Trial(trial.number).name
+        board.add(JobRecord(name, trial.number, state=trial.state, outside=trial.outside))
     for result in standing.result.finished:
         board.jobs[result.job].parameters = result.parameters
         board.take_result(result)

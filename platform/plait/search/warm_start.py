@@ -17,7 +17,7 @@ from plait.core.settings import SearchSettings
 from plait.core.space import Space, Value
 from plait.search.attributes import PROBLEM
 from plait.search.identity import comparison, difference
-from plait.search.points import read_values
+from plait.search.points import outside_of, read_values
 from plait.search.samplers import SAMPLERS
 
 PRIOR = "plait.prior"  # study: name of the earlier study and its trials, as JSON
@@ -134,7 +134,9 @@ def _find(
 
 
 def _earlier(item: FrozenTrial, space: Space) -> EarlierTrial | None:
-    """None where a value lies outside of what is searched here, or was not written."""
+    """None where a value lies outside of what is searched here or there, or was not written."""
+    if outside_of(item):
+        return None
     try:
         point = read_values(space, item.params)
     except SearchError:

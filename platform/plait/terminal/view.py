@@ -211,7 +211,9 @@ class Terminal:
         match event:
             case JobAdmitted():
                 keys = self._board.varying() or USUAL_KEYS
-                shown = settings_line(self._board.jobs[event.job.name], keys)
+                record = self._board.jobs[event.job.name]
+                shown = settings_line(record, keys)
+                shown += f" (outside the search space: {record.outside})" if record.outside else ""
                 begins = "started" if event.step == 0 else f"resumes from step {event.step}"
                 self._print(f"{event.job.name} {begins} ({event.steps} steps): {shown}")
             case JobPaused():

@@ -49,6 +49,7 @@ class JobRecord:
         others: values of the further objectives, where there are several.
         feasible: it breaks no constraint of the search.
         on_front: no other job dominates it; set by ``Leaderboard.front``.
+        outside: its settings outside of what is searched, as overrides; "" where there are none.
     """
 
     name: str
@@ -74,6 +75,7 @@ class JobRecord:
     others: tuple[float, ...] = ()
     feasible: bool = True
     on_front: bool = False
+    outside: str = ""
 
     @property
     def live(self) -> bool:
@@ -305,10 +307,12 @@ def columns(
     records: Sequence[JobRecord], keys: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
     """Names and rows; records in the order given. The parameters ``keys`` stand in the middle, by default
-    those that vary; who is on a front and who breaks a constraint is said where there is such."""
+    those that vary; who is on a front, who breaks a constraint and what lies outside of the search space is
+    said where there is such."""
     keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
     constrained = not all(record.feasible for record in records)
+    added = any(record.outside for record in records)
 
     def cells(record: JobRecord) -> dict[str, Any]:
         row: dict[str, Any] = {"trial": record.trial, "state": record.state, "objective": record.objective}
@@ -317,6 +321,7 @@ def columns(
         row |= {"pareto": "yes" if record.on_front else ""} if several else {}
         row |= {"feasible": "yes" if record.feasible else "no"} if constrained else {}
         row |= {key: record.parameters.get(key) for key in keys}
+        row |= {"outside": record.outside} if added else {}
         row |= {name: getattr(record, name) for name in ("eval_loss", "best_eval_loss", "best_eval_step")}
         row |= {"train_loss": record.loss, "steps": record.step, "tokens": record.tokens}
         row["device_seconds"] = round(record.device_seconds, 3)

@@ -306,6 +306,7 @@ def job_record(run: Run) -> JobRecord:
         others=_others(metrics),
         feasible=tags.get(names.TAG_FEASIBLE) != "false",
         on_front=tags.get(names.TAG_PARETO) == "true",
+        outside=tags.get(names.TAG_OUTSIDE, ""),
     )
 
 

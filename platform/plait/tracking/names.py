@@ -49,6 +49,7 @@ TAG_DIRECTION: Final = "plait.direction"
 TAG_METRIC: Final = "plait.metric"
 TAG_OBJECTIVES: Final = "plait.objectives"  # of a search with several: JSON, a metric and a direction each
 TAG_FEASIBLE: Final = "plait.feasible"  # of a job: "false" where it breaks a constraint
+TAG_OUTSIDE: Final = "plait.outside"  # of a job: its settings outside of what is searched, as overrides
 TAG_PARETO: Final = "plait.pareto"  # of a job: "true" where it is on the front of several objectives
 TAG_PARENT: Final = "mlflow.parentRunId"
 TAG_NOTE: Final = "mlflow.note.content"

@@ -254,11 +254,15 @@ class Tracker:
 
     # ---- jobs ------------------------------------------------------------------------------------------
 
-    def start_job(self, job: JobSpec, trial: int) -> None:
-        """Announce a job, named as its run: makes the run, or resumes the one that its trial has."""
+    def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
+        """Announce a job, named as its run: makes the run, or resumes the one that its trial has.
+
+        Args:
+            outside: its settings outside of what is searched, as overrides.
+        """
         shown = job.parameters()
         record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
-        record.parameters = shown
+        record.parameters, record.outside = shown, outside
         self.board.add(record)
         self._own.add(job.name)
         log = self._log
@@ -270,7 +274,7 @@ class Tracker:
             names.TAG_STATE: record.state,
             names.TAG_PARENT: log.head.parent_id,
             "mlflow.user": facts.user(),
-        }
+        } | ({names.TAG_OUTSIDE: outside} if outside else {})
         texts = {key: parameter_text(value) for key, value in shown.items()}
         known = log.last_step(job.name, names.TRAIN_LOSS) is not None
         log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), known))
