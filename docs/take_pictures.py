@@ -279,6 +279,11 @@ def show_search(seen: Browser, experiment: str, search: str, jobs: Sequence[str]
     seen.wait_for(*jobs)
 
 
+def show_trials(seen: Browser, address: str, *texts: str) -> None:
+    """The trials of a search at the address that ``plait ui`` prints."""
+    seen.open(address.partition("/#/")[2], *texts)
+
+
 def show_curves(seen: Browser, experiment: str, search: str, jobs: Sequence[str], metric: str) -> None:
     """The charts of a metric for all jobs of a search: charts show the runs that are listed."""
     show_search(seen, experiment, search, jobs, "&compareRunsMode=CHART")
@@ -320,7 +325,7 @@ def main() -> None:
         raise SystemExit(f"search {result.name} has no finished job to show")
     given.out.mkdir(parents=True, exist_ok=True)
     with pages(settings) as address, browser(address) as seen:
-        jobs = [item.name for item in result.records][:MOST_JOBS]
+        jobs = [f"{result.name}/{item.trial:04d}" for item in result.records][:MOST_JOBS]
         show_search(seen, result.experiment_id, result.name, jobs)
         seen.picture(given.out / "mlflow-search.png")
         show_curves(seen, result.experiment_id, result.name, jobs, "train/")

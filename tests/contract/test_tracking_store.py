@@ -27,7 +27,16 @@ from plait.core.messages import (
     JobProgress,
 )
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import SearchFacts, Tracker, export, load_search, locate, search_names
+from plait.tracking import (
+    DataFacts,
+    SearchFacts,
+    Tracker,
+    export,
+    load_search,
+    locate,
+    search_address,
+    search_names,
+)
 
 STEPS = 12
 
@@ -131,7 +140,39 @@ def runs_of(settings: TrackingSettings, name: str = "demo") -> tuple[Run, dict[s
     assert len(parents) == 1
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parents[0].info.run_id]
     assert len(children) + 1 == len(runs)
-    return parents[0], {run.info.run_name: run for run in children}
+    return parents[0], {run.data.tags["plait.job"]: run for run in children}
+
+
+def test_runs_say_what_they_try_and_which_data_they_use(sqlite: str, tmp_path: Path) -> None:
+    settings = TrackingSettings(uri=sqlite, root=tmp_path)
+    found = replace(facts(settings, "steer"), searched=("adapter.rank", "train.lr", "data"))
+    with Tracker(settings) as tracker:
+        tracker.start_search(found)
+        tracker.use_data({job(0).data: DataFacts("rows.jsonl", 64 * "a", {"path": "/r"}, {"num_rows": 9})})
+        for trial in range(2):
+            tracker.start_job(job(trial), trial, "train.lr=1e-4" if trial else "")
+    parent, children = runs_of(settings, "steer")
+    assert [children[name].info.run_name for name in sorted(children)] == [
+        "steer/0000 r2 lr1e-4 data=reasoning_gym",
+        "steer/0001 r4 lr2e-4 data=reasoning_gym",
+    ]
+    assert [children[name].data.tags.get("plait.outside") for name in sorted(children)] == [
+        None,
+        "train.lr=1e-4",
+    ]
+    for run in (parent, *children.values()):
+        (used,) = run.inputs.dataset_inputs
+        assert (used.dataset.name, used.dataset.digest) == ("rows.jsonl", 36 * "a")
+        assert json.loads(used.dataset.profile) == {"num_rows": 9}
+        assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "train")]
+    tags = client(settings).get_experiment(parent.info.experiment_id).tags
+    (view,) = (json.loads(text) for key, text in tags.items() if key.startswith("mlflow.sharedViewState."))
+    assert view["searchFilter"] == f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    columns = {"metrics.`objective`", "params.`adapter.rank`", "params.`data.source`"}
+    assert columns <= set(view["selectedColumns"])
+    address = search_address(settings, None, "http://here")
+    assert address.startswith(f"http://here/#/experiments/{parent.info.experiment_id}/runs?workflowType=")
+    assert f"mlflow.sharedViewState.{address.rpartition('=')[2]}" in tags
 
 
 def curve(settings: TrackingSettings, run: Run, metric: str) -> list[tuple[int, float]]:

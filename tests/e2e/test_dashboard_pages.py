@@ -111,7 +111,7 @@ def seen(pictures: ModuleType, fifty: TrackingSettings) -> Iterator[Any]:
 
 
 def test_a_search_of_fifty_opens(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
-    newest = [item.name for item in sorted(result.records, key=lambda item: -item.trial)[:10]]
+    newest = [f"{result.name}/{trial:04d}" for trial in sorted(item.trial for item in result.records)[-10:]]
     pictures.show_search(seen, result.experiment_id, result.name, newest)
     seen.wait_for("51 matching runs")  # the search and its jobs
     assert all(name in seen.text() for name in newest)
@@ -124,7 +124,7 @@ def test_fifty_runs_are_compared(seen: Any, result: SearchResult) -> None:
     )
     seen.open(f"compare-runs?runs={quote(runs)}&experiments={quote(experiments)}", "Comparing 50 Runs")
     seen.wait_for("train/loss", "adapter.rank")
-    assert result.records[0].name in seen.text()
+    assert f"{result.name}/{result.records[0].trial:04d}" in seen.text()
 
 
 def test_the_report_is_shown_among_the_artifacts(

@@ -11,7 +11,7 @@ from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
-from plait.tracking import SearchFacts, SearchResult, Tracker, load_search
+from plait.tracking import DataFacts, SearchFacts, SearchResult, Tracker, load_search, search_address
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 JOBS, STEPS = 4, 15
@@ -24,7 +24,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
     jobs = [JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=2**trial)) for trial in range(JOBS)]
     run = RunSettings(tracking=settings, search=SearchSettings(trials=JOBS))
     with Tracker(settings) as tracker:
-        tracker.start_search(SearchFacts("ranks", run))
+        tracker.start_search(SearchFacts("ranks", run, searched=("adapter.rank",)))
+        counts = {"num_rows": 64, "train_samples": 64, "validation_samples": 8}
+        tracker.use_data({jobs[0].data: DataFacts("sums.jsonl", 32 * "d", {"source": "jsonl"}, counts)})
         for trial, job in enumerate(jobs):
             tracker.start_job(job, trial)
             tracker.handle(JobAdmitted(job, 0, STEPS, "g0"))
@@ -54,13 +56,13 @@ def seen(pictures: ModuleType, settings: TrackingSettings) -> Iterator[Any]:
 
 
 def test_the_search_opens_to_its_jobs(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
-    names = [item.name for item in result.records]
+    names = [f"ranks/{item.trial:04d}" for item in result.records]
     pictures.show_search(seen, result.experiment_id, "ranks", names)
     assert all(name in seen.text() for name in names)
 
 
 def test_curves_of_all_jobs_are_drawn_together(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
-    wanted = {item.name: STEPS for item in result.records}
+    wanted = {f"ranks/{item.trial:04d} r{2**item.trial}": STEPS for item in result.records}
     pictures.show_curves(seen, result.experiment_id, "ranks", list(wanted), "train/loss")
     seen.wait_for_curves(lambda curves: curves == wanted)
     assert seen.curves() == wanted
@@ -69,8 +71,8 @@ def test_curves_of_all_jobs_are_drawn_together(pictures: ModuleType, seen: Any, 
 def test_a_jobs_own_page_shows_its_curves(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
     assert result.best is not None
     pictures.show_job(seen, result.experiment_id, result.best.run_id, "train/loss")
-    seen.wait_for_curves(lambda curves: curves == {result.best.name: STEPS})
-    assert seen.curves() == {result.best.name: STEPS}
+    seen.wait_for_curves(lambda curves: curves == {"ranks/0000 r1": STEPS})
+    assert seen.curves() == {"ranks/0000 r1": STEPS}
 
 
 def test_the_leaderboard_is_a_table(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
@@ -82,3 +84,17 @@ def test_the_leaderboard_is_a_table(pictures: ModuleType, seen: Any, result: Sea
 def test_a_picture_can_be_taken(seen: Any, tmp_path: Path) -> None:
     seen.picture(tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_printed_address_shows_the_trials_with_their_settings_best_first(
+    pictures: ModuleType, seen: Any, settings: TrackingSettings
+) -> None:
+    """In a browser that was never on a page of model training."""
+    seen.driver.execute_script("localStorage.removeItem('mlflow.workflowType_v1')")
+    address = search_address(settings, "ranks", seen.address)
+    words = ("ranks/0000 r1", "adapter.rank", "objective", "sums.jsonl", "finished")
+    pictures.show_trials(seen, address, *words)
+    text = seen.text()
+    places = [text.index(f"ranks/{trial:04d} r{2**trial}") for trial in range(JOBS)]
+    assert places == sorted(places)
+    assert "plait.state" in text

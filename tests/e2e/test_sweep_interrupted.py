@@ -35,7 +35,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     experiments = [item.experiment_id for item in client.search_experiments()]
     runs = client.search_runs(experiments, "tags.`plait.trial` IS NOT NULL")
     return {
-        str(run.info.run_name): [
+        run.data.tags["plait.job"]: [
             (point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")
         ]
         for run in runs

@@ -66,10 +66,10 @@ def check_complete(address: str) -> None:
     runs = client.search_runs([experiment.experiment_id])
     assert {run.info.status for run in runs} == {"FINISHED"}
     assert {run.data.tags["plait.state"] for run in runs} == {"finished"}
-    children = {run.info.run_name: run for run in runs if "plait.trial" in run.data.tags}
+    children = {run.data.tags["plait.job"]: run for run in runs if "plait.trial" in run.data.tags}
     assert sorted(children) == [f"trial-{trial:04d}" for trial in range(TRIALS)]
     assert len(runs) == TRIALS + 1
-    (parent,) = (run for run in runs if run.info.run_name not in children)
+    (parent,) = (run for run in runs if "plait.trial" not in run.data.tags)
     board = Path(client.download_artifacts(parent.info.run_id, "leaderboard.json"))
     table = json.loads(board.read_text())
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]

@@ -19,6 +19,7 @@ from plait.tracking.records import (
     Record,
     SetStatus,
     SetTags,
+    UseData,
 )
 from plait.tracking.writer import AWAY_ATTEMPTS, BATCH, RefusedError, Request, UpdateRun, Writer, gather
 
@@ -73,6 +74,7 @@ records = st.lists(
             lambda run, status: SetStatus(run, status, 1), runs, st.sampled_from(["FINISHED", "KILLED"])
         ),
         st.builds(lambda run: OpenRun(run, 0, "parent", {}, {"t": "opened"}, 1), runs),
+        st.builds(lambda run, digest: UseData(run, "rows", digest, "{}", "{}"), runs, st.sampled_from("de")),
     )
 )
 
@@ -102,6 +104,8 @@ class Held:
                 self.latest[item.run, f"text {item.path}"] = item.file
             case LogFolder():
                 self.latest[item.run, f"folder {item.path}"] = item.folder
+            case UseData():
+                self.latest[item.run, f"data {item.digest}"] = item.name
 
     def content(self) -> object:
         return {run: found for run, found in self.points.items() if found}, self.latest

@@ -21,13 +21,20 @@ if TYPE_CHECKING:
 def ui(arguments: Sequence[str]) -> int:
     """Open MLflow's pages on the store that Plait writes to."""
     parser = store_parser("ui", "Open the results in MLflow's web pages; Ctrl-C stops the server.")
-    parser.epilog = "Other options are passed on to `mlflow server`, for example --port 5001."
-    known, rest = parser.parse_known_args(arguments)
-    from plait.tracking import check_port, run_ui, ui_command
+    parser.usage = "plait ui [NAME] [--uri URI] [--root ROOT] [--experiment EXPERIMENT] [--port PORT] ..."
+    parser.epilog = (
+        "NAME is the search to show, by default the newest. Other options are passed on to `mlflow server`."
+    )
+    words = list(arguments)
+    named = bool(words) and not words[0].startswith("-") and not _STORE_KEY.match(words[0])
+    name = words.pop(0) if named else None
+    known, rest = parser.parse_known_args(words)
+    from plait.tracking import check_port, run_ui, search_address, ui_command
 
-    command = ui_command(store_settings(known), rest)
+    settings = store_settings(known)
+    command = ui_command(settings, rest)
     check_port(command)
-    print(f"MLflow: {command.url}", flush=True)
+    print(f"MLflow: {search_address(settings, name, command.url)}", flush=True)
     return run_ui(command) if command.command else EXIT_DONE
 
 

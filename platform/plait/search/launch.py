@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.core.errors import StorageError
+from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
 from plait.core.settings import TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
+from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.search.checks import Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
@@ -43,7 +45,7 @@ from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
 from plait.search.warm_start import describe_prior
-from plait.tracking import Begun, Peers, SearchFacts, Tracker, locate
+from plait.tracking import Begun, DataFacts, Peers, SearchFacts, Tracker, data_facts, locate
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
@@ -244,6 +246,8 @@ class _Launch:
             chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
             self._say(chosen.format(**coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
+            self._say(f"View with: {self._view(tracker)}")
+            tracker.use_data(self._data_facts(data.catalogue))
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
             # The choices, should this end early.
@@ -327,10 +331,25 @@ class _Launch:
             overrides=self._command.overrides,
             fresh=self._settings.search.fresh,
             study=self._source.token,
+            searched=tuple(each.name for each in self._command.space.dimensions),
         )
 
+    def _data_facts(self, catalogue: DataCatalogue) -> dict[DataSpec, DataFacts]:
+        specs = dict.fromkeys(job.data for job in self._command.probes)
+        return {spec: data_facts(spec, catalogue.of(spec)) for spec in specs}
+
+    def _view(self, tracker: Tracker) -> str:
+        """Where the search is to be seen: an address, or the command that serves it."""
+        tracking, usual = self._settings.tracking, TrackingSettings()
+        words = ["plait", "ui", self._source.name]
+        words += [f"tracking.root={tracking.root}"] if tracking.root != usual.root else []
+        words += [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri else []
+        if tracking.experiment != usual.experiment:
+            words.append(f"tracking.experiment={tracking.experiment}")
+        return tracker.page or shlex.join(words)
+
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str) -> None:
-        facts = {"tracked in": str(tracker.location), "view with": "plait ui"}
+        facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
         if trouble:
             facts["figures"] = f"not written: {trouble}"
         if result.why:

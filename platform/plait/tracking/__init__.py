@@ -21,7 +21,7 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 from plait.tracking.connection import AwayError, check_folder, check_tracking
-from plait.tracking.facts import SearchFacts
+from plait.tracking.facts import DataFacts, SearchFacts, data_facts
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location, locate
 from plait.tracking.results import (
@@ -29,6 +29,7 @@ from plait.tracking.results import (
     delete_runs,
     export,
     load_search,
+    search_address,
     search_names,
     stored_runs,
 )
@@ -39,6 +40,7 @@ from plait.tracking.ui import UiCommand, check_port, run_ui, ui_command
 __all__ = [
     "AwayError",
     "Begun",
+    "DataFacts",
     "JobRecord",
     "Leaderboard",
     "Location",
@@ -51,12 +53,14 @@ __all__ = [
     "check_port",
     "check_tracking",
     "conclude",
+    "data_facts",
     "delete_runs",
     "export",
     "left_unsent",
     "load_search",
     "locate",
     "run_ui",
+    "search_address",
     "search_names",
     "send_left",
     "stored_runs",

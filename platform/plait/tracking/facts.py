@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 import psutil
 
 from plait import __version__
+from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
+from plait.core.samples import TokenisedData
 from plait.core.settings import RunSettings
 from plait.tracking import names
 from plait.tracking.values import parameter_text
@@ -89,6 +92,28 @@ def _processor() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class DataFacts:
+    """A data set as MLflow shows it: its name, digest, where it comes from and how much of it there is."""
+
+    name: str
+    digest: str
+    source: Mapping[str, Any]
+    counts: Mapping[str, float]
+
+
+def data_facts(spec: DataSpec, data: TokenisedData) -> DataFacts:
+    """The facts of the data set that a job trains on."""
+    options = spec.mapping()
+    named = options.get("path") or options.get("task") or options.get("id")
+    name = Path(named).name if isinstance(named, str) and named else spec.source
+    splits = {"train": data.train, "validation": data.validation}
+    counts: dict[str, float] = {"num_rows": len(data.train)}
+    for word, split in splits.items():
+        counts |= {f"{word}_samples": len(split), f"{word}_tokens": int(split.lengths.sum())}
+    return DataFacts(name, data.digest, {"source": spec.source} | options, counts)
+
+
+@dataclass(frozen=True, slots=True)
 class SearchFacts:
     """What is known of a search before its first job.
 
@@ -100,6 +125,7 @@ class SearchFacts:
         overrides: as Hydra received them.
         fresh: do not resume an earlier search of this name.
         study: what tells this search from an earlier one of its name; "" where nothing does.
+        searched: config keys and groups.
     """
 
     name: str
@@ -109,6 +135,7 @@ class SearchFacts:
     overrides: tuple[str, ...] = ()
     fresh: bool = False
     study: str = ""
+    searched: tuple[str, ...] = ()
 
 
 def artifacts(search: SearchFacts, git: GitState) -> dict[str, str | dict[str, Any]]:

@@ -48,6 +48,12 @@ class Location:
             return None
         return Path(unquote(self.uri.split("?")[0].removeprefix(self.uri.split(":")[0] + ":///")))
 
+    @property
+    def pages(self) -> str:
+        """The address of a server's pages, without a login."""
+        parts = urlsplit(self.uri)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+
     def __str__(self) -> str:
         return redact(self.uri)
 

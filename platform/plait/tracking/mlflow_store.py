@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import assert_never
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_DATASET_CONTEXT
 
 from plait.core.lifecycle import JobState
 from plait.core.objectives import Objective
@@ -25,7 +26,15 @@ from plait.tracking import names
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.location import Location
 from plait.tracking.names import TAG_JOB, TAG_PARENT, TAG_SEARCH, TAG_STUDY, TAG_TRIAL
-from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, SetStatus, resolve_references
+from plait.tracking.records import (
+    LogFolder,
+    LogPoints,
+    LogText,
+    OpenRun,
+    SetStatus,
+    UseData,
+    resolve_references,
+)
 from plait.tracking.values import parameter_value
 from plait.tracking.writer import RefusedError, Request, UpdateRun
 
@@ -33,6 +42,7 @@ ENTRIES_PER_REQUEST = 1000
 PAIRS_PER_REQUEST = 100  # parameters or tags
 PARAMETER_LENGTH = 6000
 TAG_LENGTH = 8000
+DATA_NAME, DATA_DIGEST = 500, 36
 PAGE = 1000
 _MARKS = re.compile(r"['\"\\`]")
 FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
@@ -160,6 +170,17 @@ class Store:
             self.client.log_batch(run_id, metrics=metrics[:most], tags=some)
             metrics, pairs = metrics[most:], pairs[PAIRS_PER_REQUEST:]
 
+    def log_data(self, run_id: str, data: UseData) -> None:
+        """Note the data set that a run trains on; once, however often it is noted."""
+        name, digest = data.name[:DATA_NAME], data.digest[:DATA_DIGEST]
+        found = Dataset(name, digest, "local", data.source, None, data.profile)
+        used = DatasetInput(found, [InputTag(MLFLOW_DATASET_CONTEXT, "train")])
+        self.client.log_inputs(run_id, [used])
+
+    def set_experiment_tag(self, key: str, value: str) -> None:
+        """Set a tag of the experiment."""
+        self.client.set_experiment_tag(self.experiment_id, key, value)
+
     def log_text(self, run_id: str, path: str, text: str) -> None:
         """Write a text artifact."""
         with tempfile.TemporaryDirectory() as folder:
@@ -216,8 +237,12 @@ class StoreSender:
         except FileNotFoundError as error:
             raise RefusedError(f"{request.run}: {error}") from error
 
-    def _send(self, store: Store, run_id: str, request: UpdateRun | LogText | LogFolder | SetStatus) -> None:
+    def _send(
+        self, store: Store, run_id: str, request: UseData | UpdateRun | LogText | LogFolder | SetStatus
+    ) -> None:
         match request:
+            case UseData():
+                store.log_data(run_id, request)
             case UpdateRun():
                 store.update(run_id, self._new_points(request), request.tags)
             case LogText():
@@ -248,7 +273,7 @@ class StoreSender:
         whose answer got lost on the way."""
         run = store.child(request.parent_id, trial=request.trial)
         if run is None:
-            run_id = store.create_run(request.run, request.tags, request.time_ms)
+            run_id = store.create_run(request.name or request.run, request.tags, request.time_ms)
             parameters = request.parameters
         else:
             run_id = run.info.run_id

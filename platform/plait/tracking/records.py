@@ -20,7 +20,8 @@ VERSION = 3  # of the lines
 class OpenRun:
     """Make a job's run, or resume the one that its search and trial already have.
 
-    ``known`` says that this log knows which of its points are written; else the store is asked.
+    ``known`` says that this log knows which of its points are written; else the store is asked. ``name``
+    is what MLflow shows; the run's key where it is "".
     """
 
     run: str
@@ -30,6 +31,19 @@ class OpenRun:
     tags: Mapping[str, str]
     time_ms: int
     known: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UseData:
+    """Note the data set that a run trains on, as MLflow's dataset input; ``source`` and ``profile`` are
+    JSON."""
+
+    run: str
+    name: str
+    digest: str
+    source: str
+    profile: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +136,14 @@ class NewestStep:
     values: Mapping[str, float]
 
 
-Record = OpenRun | LogPoints | SetTags | LogText | LogFolder | SetStatus
+Record = OpenRun | UseData | LogPoints | SetTags | LogText | LogFolder | SetStatus
 Line = Head | Written | NewestStep | Record
 KINDS: Mapping[str, type[Line]] = {
     "log": Head,
     "written": Written,
     "newest": NewestStep,
     "open": OpenRun,
+    "data": UseData,
     "points": LogPoints,
     "tags": SetTags,
     "text": LogText,

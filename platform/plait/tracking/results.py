@@ -20,6 +20,7 @@ from plait.tracking.connection import open_store, storage_errors
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
+from plait.tracking.ui import search_page
 
 SHOWN = 20  # searches listed in a remedy
 
@@ -78,6 +79,24 @@ def load_search(settings: TrackingSettings, name: str | None = None) -> SearchRe
         StorageError: the store cannot be used.
     """
     return _result(*_find(settings, name))
+
+
+def search_address(settings: TrackingSettings, name: str | None, address: str) -> str:
+    """Where MLflow's pages at an address show a search, by name or run id, or the newest; ``address`` itself
+    where there is none yet.
+
+    Raises:
+        SearchError: there is none of that name.
+        StorageError: the store cannot be used.
+    """
+    try:
+        store, run = _find(settings, name)
+    except SearchError:
+        if name is not None:
+            raise
+        return address
+    run_id = run.data.tags.get(names.TAG_PARENT, run.info.run_id)
+    return search_page(address, store.experiment_id, run_id)
 
 
 def _result(store: Store, run: Run) -> SearchResult:

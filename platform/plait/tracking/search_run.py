@@ -28,6 +28,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, va
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import Store, StoreSender, stored_leaderboard
 from plait.tracking.records import LogPoints, run_reference
+from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
 from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
 from plait.utils.addresses import redact
@@ -112,6 +113,7 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
     if not runs:
         run_id = store.create_run(search.name, tags, now)
         store.log_parameters(run_id, run_parameters(search.settings))
+        store.set_experiment_tag(*page_settings(run_id, search.settings.search, search.searched))
         return FoundRun(run_id, made=True)
     run_id = str(runs[0].info.run_id)
     step = store.last_step(run_id, names.SEARCH_SECONDS)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from plait.core.errors import StorageError
-from plait.core.jobs import JobSpec
+from plait.core.jobs import DataSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
     Event,
@@ -28,14 +28,22 @@ from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
 from plait.tracking.connection import AwayError, Connection, check_folder, storage_errors
 from plait.tracking.event_log import EventLog, logs_folder, open_event_log
-from plait.tracking.facts import SearchFacts
+from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs, job_of, orphan
 from plait.tracking.location import locate
 from plait.tracking.mlflow_store import StoreSender
-from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus
+from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
 from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
 from plait.tracking.tables import SearchTables
-from plait.tracking.values import Curve, evaluation_values, group_values, parameter_text, step_values
+from plait.tracking.ui import search_page
+from plait.tracking.values import (
+    Curve,
+    evaluation_values,
+    group_values,
+    parameter_text,
+    run_name,
+    step_values,
+)
 from plait.tracking.writer import Writer
 from plait.utils.addresses import redact
 
@@ -49,6 +57,7 @@ class _Started:
     """The state of a tracker between the start and the end of a search."""
 
     search: str
+    searched: Sequence[str]
     log: EventLog
     writer: Writer
     run: SearchRun
@@ -114,6 +123,7 @@ class Tracker:
         self._state: JobState | None = None  # in which the search ended
         self._ids: dict[str, str] = {}  # MLflow's, by key of the run; filled by the writer as it makes runs
         self._curves: dict[str, Curve] = {}  # of the jobs that train here
+        self._data: dict[DataSpec, DataFacts] = {}
         self._own: set[str] = set()  # jobs that this process trains or has trained
         self._ended: dict[str, JobResult] = {}  # jobs that had ended when it began without the store
         self._read: Sequence[JobRecord] = ()  # what the writer's thread read of other processes' jobs
@@ -176,8 +186,16 @@ class Tracker:
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
         tables = SearchTables(folder.parent, run.write_table)
-        self._started = _Started(search.name, log, writer, run, tables)
+        self._started = _Started(search.name, search.searched, log, writer, run, tables)
         return log, run
+
+    @property
+    def page(self) -> str:
+        """The address of the search among MLflow's pages, where a server shows them; else ""."""
+        store = self._connection.opened
+        if store is None or not self.location.is_server:
+            return ""
+        return search_page(self.location.pages, store.experiment_id, self._connection.run_id)
 
     @property
     def unreachable(self) -> str:
@@ -277,7 +295,20 @@ class Tracker:
         } | ({names.TAG_OUTSIDE: outside} if outside else {})
         texts = {key: parameter_text(value) for key, value in shown.items()}
         known = log.last_step(job.name, names.TRAIN_LOSS) is not None
-        log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), known))
+        name = run_name(self._running.search, record.trial, shown, self._running.searched)
+        log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), known, name))
+        if (used := self._data.get(job.data)) is not None:
+            self._note_data(job.name, used)
+
+    def use_data(self, found: Mapping[DataSpec, DataFacts]) -> None:
+        """Note the data sets that the search's jobs train on, with its run and theirs."""
+        self._data.update(found)
+        for data in found.values():
+            self._note_data(self._log.head.parent, data)
+
+    def _note_data(self, run: str, data: DataFacts) -> None:
+        source, profile = json.dumps(data.source, default=str), json.dumps(data.counts)
+        self._log.append(UseData(run, data.name, data.digest, redact(source), profile))
 
     def lose(self, job: str) -> None:
         """Another process trains a job from here on: nothing more is written of it."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from plait.core.errors import ConfigError
-from plait.core.settings import TrackingSettings
+from plait.core.objectives import MINIMISE
+from plait.core.settings import SearchSettings, TrackingSettings
+from plait.tracking import names
 from plait.tracking.location import locate
 
+SHARED_VIEW = "mlflow.sharedViewState."  # tag of an experiment, before the key that an address names
 HOST = "127.0.0.1"
 PORT = "5000"
 GRACE_SECONDS = 10
@@ -37,6 +41,38 @@ class UiCommand:
     environment: dict[str, str] = field(default_factory=dict, hash=False)
 
 
+def search_page(address: str, experiment_id: str, run_id: str) -> str:
+    """The address of a search's trials in MLflow's table of runs, with the columns of
+    :func:`page_settings`."""
+    words = urlencode({"workflowType": "machine_learning", "viewStateShareKey": _share_key(run_id)})
+    return f"{address}/#/experiments/{experiment_id}/runs?{words}"
+
+
+def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) -> tuple[str, str]:
+    """How MLflow's pages show the trials of a search: a tag of the experiment, as the pages themselves write
+    it where somebody shares a view (MLflow 3.17).
+
+    Args:
+        run_id: of the search's run.
+        searched: config keys and groups.
+    """
+    first = search.objectives[0]
+    metrics = dict.fromkeys([names.OBJECTIVE, names.EVAL_LOSS, names.TRAIN_LOSS, names.DEVICE_SECONDS])
+    columns = [f"tags.`{names.TAG_STATE}`", *(f"metrics.`{each}`" for each in metrics)]
+    columns += [f"params.`{key if '.' in key else f'{key}.source'}`" for key in searched]
+    state = {
+        "searchFilter": f"tags.`{names.TAG_PARENT}` = '{run_id}'",
+        "orderByKey": f"metrics.`{names.OBJECTIVE}`",
+        "orderByAsc": first.direction == MINIMISE,
+        "selectedColumns": [*columns, "attributes.`Dataset`"],
+    }
+    return f"{SHARED_VIEW}{_share_key(run_id)}", json.dumps(state)
+
+
+def _share_key(run_id: str) -> str:
+    return f"plait-{run_id[:16]}"
+
+
 def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiCommand:
     """The command behind ``plait ui``; ``arguments`` are handed to ``mlflow server``.
 
@@ -45,7 +81,7 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
     """
     location = locate(settings)
     if location.is_server:
-        return UiCommand(str(location))
+        return UiCommand(location.pages)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for long, short, default in (("--host", "-h", HOST), ("--port", "-p", PORT), ("--workers", "-w", "1")):
         parser.add_argument(long, short, default=default)

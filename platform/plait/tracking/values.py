@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,42 @@ class Curve:
         taken = taken or not math.isfinite(event.loss + event.grad_norm)
         self.left_out = None if taken else event
         return taken
+
+
+# ---- names of runs -----------------------------------------------------------------------------------
+
+SHORT = {  # what stands before a value in the name of a run, of keys whose last word is long
+    "adapter.rank": "r",
+    "adapter.alpha": "a",
+    "adapter.dropout": "do",
+    "train.batch_size": "bs",
+    "train.accumulation": "acc",
+    "train.warmup_steps": "warmup",
+    "train.weight_decay": "wd",
+    "train.lora_plus_ratio": "plus",
+    "data.source": "data",
+}
+MOST_IN_NAME = 4  # values
+LONGEST_VALUE = 16  # characters
+
+
+def run_name(search: str, trial: int, parameters: Mapping[str, Any], searched: Sequence[str]) -> str:
+    """The name of a job's run, by its search, trial and searched values: ``steer/0003 r16 lr3e-3``."""
+    groups = {key: f"{key}.source" for key in searched if "." not in key}  # data=a,b searches whole groups
+    keys = [key for each in searched if (key := groups.get(each, each)) in parameters][:MOST_IN_NAME]
+    words = [f"{SHORT.get(key, key.rpartition('.')[2])}{short_value(parameters[key])}" for key in keys]
+    return " ".join([f"{search}/{trial:04d}", *words])
+
+
+def short_value(value: Any) -> str:
+    """A value in few characters: 3e-3, 16; text after an equals sign."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        text = parameter_text(value).replace('"', "").replace(" ", "")
+        return f"={text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + '…'}"
+    if value == 0 or 0.01 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 # ---- parameters --------------------------------------------------------------------------------------

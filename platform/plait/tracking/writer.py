@@ -18,7 +18,7 @@ from typing import Protocol
 
 from plait.core.errors import StorageError
 from plait.tracking.event_log import EventLog
-from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags
+from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags, UseData
 from plait.utils.addresses import first_line, redact
 
 BATCH = 16_000  # records that are gathered into one set of requests
@@ -45,7 +45,7 @@ class UpdateRun:
     tags: dict[str, str]
 
 
-Request = OpenRun | UpdateRun | LogText | LogFolder | SetStatus
+Request = OpenRun | UseData | UpdateRun | LogText | LogFolder | SetStatus
 
 
 class Sender(Protocol):
@@ -238,6 +238,7 @@ class _Gathered:
     opened: OpenRun | None = None
     points: list[LogPoints] = field(default_factory=list)
     tags: dict[str, str] = field(default_factory=dict)
+    data: dict[str, UseData] = field(default_factory=dict)
     folders: dict[str, LogFolder] = field(default_factory=dict)
     status: SetStatus | None = None
 
@@ -245,6 +246,8 @@ class _Gathered:
         match item:
             case OpenRun():
                 self.opened = item
+            case UseData():
+                self.data[item.digest] = item
             case LogPoints():
                 self.points.append(item)
             case SetTags():
@@ -257,6 +260,7 @@ class _Gathered:
     def requests(self) -> Iterator[Request]:
         if self.opened is not None:
             yield self.opened
+        yield from self.data.values()
         if self.points or self.tags:
             yield UpdateRun(self.run, tuple(self.points), self.tags)
         yield from self.folders.values()
