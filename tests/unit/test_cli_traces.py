@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from plait.cli.main import main
+from plait.search.results import SearchEnd
 from plait.search.trials import SearchCommand, Trial
 
 
@@ -18,11 +19,11 @@ def began(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Path:
     """The folder of a run whose job is made, and not trained."""
     folders: list[Path] = []
 
-    def run(command: SearchCommand, _: object) -> int:
+    def run(command: SearchCommand, _: object) -> SearchEnd:
         folders.append(command.directory)
         assert not command.directory.exists(), "nothing is written before training begins"
         command.make_job(Trial(0, {}))
-        return 0
+        return SearchEnd(())
 
     monkeypatch.setattr("plait.search.launch.run_training", run)
     assert main(["train", "model=tiny", *arguments]) == 0

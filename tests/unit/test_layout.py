@@ -27,7 +27,7 @@ FLOORS = (
     {"planning"},
     {"terminal"},
     {"cli"},
-    {"__main__"},
+    {"api", "__main__"},
 )
 # Where each outside tool may be imported (path prefixes); everything else goes through these.
 HOMES = {
@@ -42,7 +42,8 @@ HOMES = {
     ),
     "deepspeed": ("platform/plait/engine/distributed",),
     "triton": ("kernels/plait_kernels/",),
-    "peft": ("platform/plait_bench/",),
+    "pandas": ("platform/plait/api",),
+    "peft": ("platform/plait_bench/", "platform/plait/api"),
 }
 NO_TORCH = (
     "platform/plait/planner/",

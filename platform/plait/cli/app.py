@@ -15,11 +15,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_errors import explain
+from plait.cli.hydra_globals import VERSION_BASE, own_hydra
+from plait.config.build import key_of
 from plait.core.errors import EXIT_DONE, FULL_ERROR, ConfigError, PlaitError
 from plait.core.settings import TrackingSettings
 from plait.utils.paths import conf_dir, search_names, sweeps_dir
 from plait.utils.spelling import did_you_mean
 
+ROOT = "config"  # the file of conf/ that all commands compose
+JOB_LOGGING = "hydra/job_logging"  # the group by which Hydra sets up the logging of the process
 # With one of these Hydra shows something and runs nothing.
 SHOWS_ONLY = (
     *("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version"),
@@ -62,6 +66,20 @@ class Application:
         return self.exit_status
 
 
+class ComposedSearch(Application):
+    """Keeps what Hydra composed of a program's overrides: while the search trains, Hydra is the program's."""
+
+    config: DictConfig
+    loader: ConfigLoader
+    arguments: Sequence[str]
+
+    def sweep(self, config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
+        """Keep the three, and let Hydra end."""
+        self.began = True
+        self.config, self.loader, self.arguments = config, loader, arguments
+        return self.exit_status
+
+
 def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None = None) -> int:
     """Run the application as Hydra does from a command line; the exit status.
 
@@ -74,21 +92,45 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
     """
     _check_options(program, arguments)
     application = Application([*program.split(), *arguments], flags or {})
-    start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(application)
-    with _command_line(program, arguments), _errors_come_through():
-        try:
-            start()
-        except HydraException as error:
-            raise explain(error, arguments) from error
-        except OmegaConfBaseException as error:
-            raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
-        except ValueError as error:
-            if isinstance(error, PlaitError) or application.began:
-                raise
-            raise ConfigError(str(error), "Hydra cannot compose a configuration of these words.") from error
-        if application.error is not None:
-            raise application.error
+    start = hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=ROOT)(application)
+    with _command_line(program, arguments), _errors_come_through(), explained(application, arguments):
+        start()
     return application.exit_status
+
+
+def compose(overrides: Sequence[str]) -> ComposedSearch:
+    """The search of these overrides, composed as `plait sweep` does, from within a program: its arguments,
+    its logging and what Hydra keeps once per process stay as they are.
+
+    Raises:
+        PlaitError: bad input of any kind, Hydra's own complaints included.
+    """
+    for word in overrides:
+        if word.startswith("-"):
+            raise ConfigError(word, "It is an option of the command line.", "Overrides are KEY=VALUE.")
+    _check_sweeper(overrides)
+    search = ComposedSearch(["plait", "sweep", *overrides], {})
+    silent = [] if JOB_LOGGING in map(key_of, overrides) else [f"{JOB_LOGGING}=none"]
+    with own_hydra() as here, explained(search, overrides):
+        here.multirun(ROOT, search, [*overrides, *silent], with_log_configuration=False)
+    return search
+
+
+@contextmanager
+def explained(application: Application, arguments: Sequence[str]) -> Iterator[None]:
+    """Raises what Hydra complains of in Plait's words, and what the application could not raise in Hydra."""
+    try:
+        yield
+    except HydraException as error:
+        raise explain(error, arguments) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
+    except ValueError as error:
+        if isinstance(error, PlaitError) or application.began:
+            raise
+        raise ConfigError(str(error), "Hydra cannot compose a configuration of these words.") from error
+    if application.error is not None:
+        raise application.error
 
 
 def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | None = None) -> int:
@@ -104,11 +146,15 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     given, flags = split_flags(arguments, own or {})
     if shows_only(given):
         return run(f"plait {verb}", given if verb == "train" else show_space(given))
-    for word in given:
-        if word.startswith("hydra/sweeper=") and word != "hydra/sweeper=plait":
-            raise _other_sweeper(word)
+    _check_sweeper(given)
     mode = [] if verb in ("sweep", "train") else [f"mode={verb}"]
     return run(f"plait {verb}", ["--multirun", *given, *mode], flags)
+
+
+def _check_sweeper(arguments: Sequence[str]) -> None:
+    for word in arguments:
+        if word.startswith("hydra/sweeper=") and word != "hydra/sweeper=plait":
+            raise _other_sweeper(word)
 
 
 def _other_sweeper(value: str) -> ConfigError:

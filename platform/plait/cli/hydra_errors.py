@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
+from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from plait.cli.hydra_globals import own_hydra
 from plait.config.build import key_of
 from plait.config.fields import unknown_key
 from plait.core.errors import ConfigError, choices
@@ -154,8 +154,7 @@ def _without(key: str, arguments: Sequence[str]) -> DictConfig:
             continue
         if not override.is_sweep_override() and override.get_key_element().lstrip("+~") != key:
             kept.append(argument)
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+    with own_hydra():
         try:
             return compose("config", kept, return_hydra_config=True)
         except HydraException:

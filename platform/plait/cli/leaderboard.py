@@ -31,15 +31,20 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     Raises:
         ConfigError: no such search, form or column.
     """
-    result, order = _search(settings, name), None
+    result, order = read_search(settings, name), None
     if sort:
         result = replace(result, records=sort_records(result.records, sort, reverse=reverse))
         order = f"by {sort}, {'largest' if reverse else 'smallest'} first"
     print_leaderboard(result, form, Console(), order=order)
 
 
-def _search(settings: TrackingSettings, name: str | None) -> SearchResult:
-    """A search from the store; from its study while the store is unavailable."""
+def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
+    """A search from the store, the newest without a name; from its study while the store is unavailable.
+
+    Raises:
+        SearchError: no such search.
+        StorageError: neither can be read.
+    """
     from plait.tracking import AwayError, load_search
 
     try:

@@ -86,7 +86,7 @@ def _dispatch(given: list[str]) -> int:
         print(overview())
         return EXIT_DONE
     if given[0] == "--version":
-        from plait import __version__
+        from plait.core.version import __version__
 
         print(f"plait {__version__}")
         return EXIT_DONE

@@ -72,9 +72,21 @@ def sweep(
     Raises:
         InputError: anything that is wrong with them.
     """
-    _check_launcher(config)
     if words[1:2] == ("train",):
         return _train(config, arguments, words)
+    command, composed = search_command(config, loader, arguments, words)
+    return _run(composed["mode"], command, composed, flags)
+
+
+def search_command(
+    config: DictConfig, loader: ConfigLoader, arguments: Sequence[str], words: Sequence[str]
+) -> tuple[SearchCommand, Config]:
+    """The search that a multirun asks for, checked, and its configuration; arguments as of :func:`sweep`.
+
+    Raises:
+        InputError: anything that is wrong with it.
+    """
+    _check_launcher(config)
     composed = search_config(config, arguments)
     settings = settings_of(composed)
     search = settings.search
@@ -98,8 +110,7 @@ def sweep(
         prepare()  # only now: bad input leaves no folder
         return composer.job(trial)
 
-    mode = composed["mode"]
-    planning = mode in ("plan", "profile")
+    planning = composed["mode"] in ("plan", "profile")
     if not planning:
         check_folder(directory)
     command = SearchCommand(
@@ -113,7 +124,7 @@ def sweep(
         overrides=tuple(arguments),
         directory=directory,
     )
-    return _run(mode, command, composed, flags)
+    return command, composed
 
 
 def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
@@ -130,7 +141,7 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
         from plait.terminal.console import SearchConsole
         from plait.terminal.view import Screen
 
-        return run_search(command, Screen(SearchConsole()))
+        return run_search(command, Screen(SearchConsole())).exit_status
     from plait.cli.bench import run_benchmark
 
     return run_benchmark(command, composed)
@@ -142,6 +153,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
     Raises:
         InputError: anything that is wrong with it.
     """
+    _check_launcher(config)
     if swept := [each for each in arguments if is_sweep(each)]:
         raise ConfigError(
             swept[0],
@@ -184,7 +196,7 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
     from plait.terminal.console import SearchConsole
     from plait.terminal.view import Screen
 
-    return run_training(command, Screen(SearchConsole()))
+    return run_training(command, Screen(SearchConsole())).exit_status
 
 
 def search_config(config: DictConfig, arguments: Sequence[str]) -> dict[str, Any]:

@@ -10,8 +10,9 @@ import hashlib
 import math
 import os
 import shlex
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from plait.search.results import (
     failure_limit,
     write_result,
 )
-from plait.search.run import Interrupts, SearchLoop, View
+from plait.search.run import SECOND, Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
 from plait.search.storage import Patience, existing_storage, from_anywhere, open_storage
 from plait.search.study import StudyTrials
@@ -71,8 +72,13 @@ class Screen(Protocol):
         """What the search came to."""
 
 
-def run_search(command: SearchCommand, screen: Screen) -> int:
-    """Run a search, or resume it; the exit status (DESIGN §1).
+def run_search(
+    command: SearchCommand, screen: Screen, signals: Collection[signal.Signals] = tuple(SECOND)
+) -> SearchEnd:
+    """Run a search, or resume it.
+
+    Args:
+        signals: that interrupt it; others are the program's.
 
     Raises:
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
@@ -83,16 +89,17 @@ def run_search(command: SearchCommand, screen: Screen) -> int:
     name = command.settings.search.name or identity.name
     began, tracked = find_search(command, name, away)
     prepared = prepare(command, name) if command.settings.search.fresh or not began else None
-    interrupts = Interrupts(screen.announce)
+    interrupts = Interrupts(screen.announce, signals)
     source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
     try:
-        return _Launch(command, source, screen, tracked, interrupts).go(prepared)
+        end = _Launch(command, source, screen, tracked, interrupts).go(prepared)
+        return replace(end, name=source.name)
     finally:
         source.close()
 
 
-def run_training(command: SearchCommand, screen: Screen) -> int:
-    """Train the command's one job; the exit status.
+def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
+    """Train the command's one job.
 
     Raises:
         InputError: as :func:`run_search`.
@@ -176,8 +183,8 @@ class _Launch:
         self._tracked = tracked
         self._interrupts = interrupts
 
-    def go(self, prepared: Prepared | None) -> int:
-        """Train what is left to train; the exit status.
+    def go(self, prepared: Prepared | None) -> SearchEnd:
+        """Train what is left to train.
 
         Args:
             prepared: of a search that has not begun.
@@ -204,7 +211,7 @@ class _Launch:
             self._say(without_store(self._tracked.away, settings, source.name))
         return self._train_all(prepared or prepare(self._command, source.name))
 
-    def _nothing_to_train(self, done: SearchEnd) -> int:
+    def _nothing_to_train(self, done: SearchEnd) -> SearchEnd:
         """What is left of a search that is finished, or gave up: say so."""
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
@@ -217,9 +224,9 @@ class _Launch:
             self._say(describe_given_up(done.why, source.name))
         else:
             self._say(*describe_result(done, search, source.name, exhausted=source.exhausted))
-        return done.exit_status
+        return done
 
-    def _train_all(self, prepared: Prepared) -> int:
+    def _train_all(self, prepared: Prepared) -> SearchEnd:
         """Check what was prepared against the study, and train to the end of the search."""
         source, search = self._source, self._settings.search
         source.check_material(prepared.material)
@@ -232,7 +239,7 @@ class _Launch:
         if not result.interrupted and not result.ended_by:
             _remember(self._command, source.name, finished=True, concluded=concluded)
             source.withdraw_orders()  # those that came while the last results were written
-        return result.exit_status
+        return result
 
     def _run(self, prepared: Prepared, stopper: Stopper | None) -> tuple[SearchEnd, bool]:
         """Train, record and report; whether the search's run says all of the search now."""

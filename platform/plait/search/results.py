@@ -26,12 +26,14 @@ class SearchEnd:
         interrupted: by Ctrl-C or the end of its process.
         ended_by: the user's order ("stopping", "cancelling"), or "failing": too many trials failed.
         why: the same, in words.
+        name: of the search, as its study has it.
     """
 
     finished: tuple[JobResult, ...]
     interrupted: bool = False
     ended_by: str = ""
     why: str = ""
+    name: str = ""
 
     @property
     def failed(self) -> int:

@@ -548,16 +548,20 @@ class Interrupts:
 
     Args:
         announce: called once, at the first signal, inside the signal handler: unbuffered output only.
+        signals: those that it notes.
     """
 
-    def __init__(self, announce: Callable[[], None]) -> None:
+    def __init__(
+        self, announce: Callable[[], None], signals: Collection[signal.Signals] = tuple(SECOND)
+    ) -> None:
         self._announce = announce
+        self._signals = signals
         self._before: dict[signal.Signals, Any] = {}
         self.requested = False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in SECOND:
+            for number in self._signals:
                 before = signal.getsignal(number)
                 if number == signal.SIGINT or before not in (signal.SIG_IGN, None):
                     self._before[number] = before

@@ -58,7 +58,8 @@ class SearchConsole(Console):
 
     def __init__(self) -> None:
         self._output = _Output(sys.stdout)
-        super().__init__(file=cast("IO[str]", self._output))
+        # In a notebook, lines of text too: rich would make an element of the page of each.
+        super().__init__(file=cast("IO[str]", self._output), force_jupyter=False)
 
     def on_broken_pipe(self) -> None:
         """Stop writing, and say so once on standard error."""

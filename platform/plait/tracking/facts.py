@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from plait import __version__
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.samples import TokenisedData
 from plait.core.settings import RunSettings
+from plait.core.version import __version__
 from plait.tracking import names
 from plait.tracking.values import parameter_text
 from plait.utils.addresses import redact
@@ -141,7 +141,7 @@ class SearchFacts:
 def artifacts(search: SearchFacts, git: GitState) -> dict[str, str | dict[str, Any]]:
     """What is kept with a search's run from its beginning, by path."""
     found: dict[str, str | dict[str, Any]] = {
-        "config.yaml": search.config,
+        names.CONFIG_FILE: search.config,
         "overrides.txt": "".join(f"{item}\n" for item in search.overrides),
         "packages.txt": packages(),
         "hardware.json": hardware(),

@@ -57,6 +57,7 @@ TAG_TABLES: Final = "mlflow.loggedArtifacts"
 
 # ---- artifacts ----------------------------------------------------------------------------------------
 ADAPTER_FOLDER: Final = "adapter"
+CONFIG_FILE: Final = "config.yaml"
 LEADERBOARD_FILE: Final = "leaderboard.json"
 PARETO_FILE: Final = "pareto.json"
 

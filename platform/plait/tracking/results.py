@@ -137,7 +137,7 @@ def export(
             "Choose a new folder.",
         )
     store, run = _find(settings, name)
-    record = job_record(run) if names.TAG_TRIAL in run.data.tags else _chosen(_result(store, run), trial)
+    record = job_record(run) if names.TAG_TRIAL in run.data.tags else chosen(_result(store, run), trial)
     with storage_errors(store.location):
         if not any(item.path == names.ADAPTER_FOLDER for item in store.client.list_artifacts(record.run_id)):
             board = shlex.join(("plait", "leaderboard", run.data.tags[names.TAG_SEARCH]))
@@ -155,8 +155,12 @@ def export(
     return record, destination
 
 
-def _chosen(result: SearchResult, trial: int | None) -> JobRecord:
-    """The job of a trial, or the best one."""
+def chosen(result: SearchResult, trial: int | None) -> JobRecord:
+    """The job of a trial, or the best one.
+
+    Raises:
+        SearchError: there is none.
+    """
     if trial is None:
         if front := [item for item in result.records if item.on_front]:
             rule = (
@@ -168,7 +172,7 @@ def _chosen(result: SearchResult, trial: int | None) -> JobRecord:
                 f"Name one of its front: {', '.join(str(item.trial) for item in front)}.",
             )
         if result.best is None:
-            rule = "Without a trial number, the best finished trial is exported."
+            rule = "Without a trial number, the best finished trial is meant."
             raise SearchError(f"search {result.name!r} has no finished job", rule, _trials(result.records))
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)
@@ -182,6 +186,18 @@ def _trials(records: Sequence[JobRecord]) -> str:
     if not records:
         return "It has no trials."
     return "It has " + ", ".join(f"{item.trial} ({item.state})" for item in records) + "."
+
+
+def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -> str:
+    """A text artifact of a search's run.
+
+    Raises:
+        StorageError: the store does not have it, or does not answer.
+    """
+    store = open_store(result.location, settings.experiment, reading=True)
+    with storage_errors(result.location), tempfile.TemporaryDirectory() as folder:
+        file = store.client.download_artifacts(result.run_id, path, folder)
+        return Path(file).read_text(encoding="utf-8")
 
 
 def store_to_read(settings: TrackingSettings) -> Store | None:

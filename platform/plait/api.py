@@ -1,0 +1,310 @@
+"""Plait from Python: run a search, look at its trials, load its adapters.
+
+A seam: what programs and notebooks use, by the names that ``plait`` hands on. A search runs by the code of
+`plait sweep`, and is read back by that of `plait leaderboard`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plait.core.errors import ConfigError, PlaitError, SearchError
+from plait.core.lifecycle import JobState
+from plait.core.settings import AUTO, ModelSettings, TrackingSettings
+
+# Everything else takes seconds to load, and completion in a notebook asks for the names of this module.
+if TYPE_CHECKING:
+    import pandas
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+    from plait.tracking import JobRecord, SearchResult
+
+Overrides = Sequence[str] | Mapping[str, object]
+USUAL = TrackingSettings()
+
+_running = threading.Lock()  # Hydra composes one configuration at a time in a process
+
+
+def sweep(overrides: Overrides = ()) -> Result:
+    """Run a search as `plait sweep` does, or resume it; progress is printed.
+
+    Ctrl-C, or a notebook's interrupt button, ends it after the current step with everything saved. Outside of
+    the main thread nothing interrupts it: use `plait control NAME stop`.
+
+    Args:
+        overrides: those of the command line, ``["model=tiny", "adapter.rank=4,8"]``, or the same by key,
+            ``{"model": "tiny", "adapter.rank": [4, 8]}``. There, text is what stands behind the equals sign
+            on the command line, and a list for a key of adapter, train or data has the values to try.
+
+    Raises:
+        Interrupted: it was interrupted; the same call resumes it.
+        PlaitError: what the command line would report, in the same words.
+    """
+    words = override_words(overrides)
+    if not _running.acquire(blocking=False):
+        raise SearchError(
+            "plait.sweep was called while a search is running",
+            "A process runs one search at a time.",
+            "Wait until it has ended, or start another process.",
+        )
+    try:
+        return _run(words)
+    except PlaitError:
+        raise
+    except (OSError, RecursionError, UnicodeError, RuntimeError) as error:
+        from plait.cli.main import refusal
+
+        raise refusal(error) from error
+    finally:
+        _running.release()
+
+
+def open(
+    name: str | None = None,
+    *,
+    root: str | Path = USUAL.root,
+    uri: str | None = None,
+    experiment: str = USUAL.experiment,
+) -> Result:
+    """Open a search that ran before, or is running; the arguments say where it is recorded.
+
+    Args:
+        name: its name or the id of its MLflow run; None: the newest.
+        root: as ``tracking.root``.
+        uri: as ``tracking.uri``; None: MLFLOW_TRACKING_URI, else SQLite under ``root``.
+        experiment: as ``tracking.experiment``.
+
+    Raises:
+        SearchError: there is no such search.
+        StorageError: it cannot be read.
+    """
+    return _open(name, TrackingSettings(uri=uri, root=Path(root), experiment=experiment))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A search was interrupted, after everything was saved: the same call resumes it.
+
+    Attributes:
+        result: what it has so far.
+    """
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result)
+        self.result = result
+
+    def __str__(self) -> str:
+        return (
+            f"{self.result.name} was interrupted and has been saved. The same call resumes it; "
+            f"plait.open({self.result.name!r}) opens what there is."
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: no traceback, since nothing went wrong."""
+        return [str(self)]
+
+
+class Result:
+    """A search as it was when it was opened: its trials, the best of them, their adapters.
+
+    Attributes:
+        name: of the search.
+        state: running, paused, finished or failed.
+    """
+
+    def __init__(self, found: SearchResult, settings: TrackingSettings) -> None:
+        self.name = found.name
+        self.state: JobState = found.state
+        self._found = found
+        self._settings = settings
+
+    @property
+    def best(self) -> JobRecord:
+        """The finished trial with the best objective that satisfies all constraints.
+
+        Raises:
+            SearchError: no trial finished, or there are several objectives, which have a :attr:`front`.
+        """
+        from plait.tracking.results import chosen
+
+        return chosen(self._found, None)
+
+    @property
+    def front(self) -> list[JobRecord]:
+        """The Pareto front of several objectives; empty where there is only one."""
+        return [record for record in self._found.records if record.on_front]
+
+    @property
+    def trials(self) -> pandas.DataFrame:
+        """All trials by number, the best first: the columns of `plait leaderboard --format csv`."""
+        import pandas
+
+        from plait.tracking.leaderboard import columns
+
+        names, rows = columns(self._found.records)
+        plain = [[str(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+        return pandas.DataFrame(plain, columns=names).set_index("trial")
+
+    def adapter(self, trial: int | None = None) -> Adapter:
+        """The adapter of a trial, or of the best one; fetched from the store where it is not on this machine.
+
+        Raises:
+            SearchError: no such trial, or it has no adapter.
+            StorageError: the store does not answer, or the disk is full.
+        """
+        from plait.tracking.results import chosen
+
+        record = chosen(self._found, trial)
+        return Adapter(record.trial, self._folder(record), self._found, self._settings)
+
+    def _folder(self, record: JobRecord) -> Path:
+        from plait.tracking import export
+        from plait.utils.paths import cache_dir
+
+        folder = Path(record.adapter)
+        if record.adapter and folder.is_dir():
+            return folder
+        fetched = cache_dir() / "adapters" / (record.run_id or record.name)
+        if not fetched.is_dir():
+            export(self._settings, record.run_id, fetched)
+        return fetched
+
+    def __repr__(self) -> str:
+        count = len(self._found.records)
+        best = self._found.best
+        found = f", best trial {best.trial} with objective {best.objective:.6g}" if best else ""
+        return f"<plait.Result {self.name!r}: {self.state}, {count} trials{found}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A trained adapter: a folder in PEFT's format, which every function that takes a path accepts.
+
+    Attributes:
+        trial: its number in the search.
+        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+    """
+
+    trial: int
+    folder: Path
+    _search: SearchResult
+    _settings: TrackingSettings
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+    def load(self) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+        """The base model with this adapter, by PEFT, and its tokeniser. A model folder or file of which the
+        search was given a relative path is looked for in the current folder.
+
+        Raises:
+            ModelError: the base model cannot be loaded.
+            StorageError: the search's settings cannot be read from the store.
+        """
+        from peft import PeftModel
+
+        from plait.models.load import load_tokeniser, transformers_model
+        from plait.utils.paths import cache_dir
+
+        settings = self._model()
+        base = transformers_model(settings, cache=cache_dir())
+        tokeniser = load_tokeniser(settings, cache=cache_dir())
+        return PeftModel.from_pretrained(base, str(self.folder)), tokeniser
+
+    def _model(self) -> ModelSettings:
+        """The base model as the search trained on it, the type that "auto" stood for included."""
+        import yaml
+
+        from plait.config.fields import build
+        from plait.core.plans import recorded_choices
+        from plait.engine.build import PLAN_FILE
+        from plait.tracking.names import CONFIG_FILE
+        from plait.tracking.results import recorded_text
+
+        config = yaml.safe_load(recorded_text(self._search, self._settings, CONFIG_FILE))
+        settings = build(ModelSettings, config["model"], "model")
+        if settings.dtype != AUTO:
+            return settings
+        choices = recorded_choices(recorded_text(self._search, self._settings, PLAN_FILE)) or {}
+        return replace(settings, dtype=str(choices["dtype"]))
+
+
+def override_words(overrides: Overrides) -> list[str]:
+    """Overrides as the command line has them.
+
+    Raises:
+        ConfigError: they are neither a list of text nor a mapping, or a value has no form there.
+    """
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_word(str(key), value)}" for key, value in overrides.items()]
+    if isinstance(overrides, str) or not all(isinstance(word, str) for word in overrides):
+        raise ConfigError(
+            f"plait.sweep({overrides!r})",
+            "Overrides are a list of texts, KEY=VALUE, or a mapping from keys to values.",
+            'For example plait.sweep(["model=tiny"]) or plait.sweep({"adapter.rank": [4, 8]}).',
+        )
+    return list(overrides)
+
+
+def _word(key: str, value: object) -> str:
+    """The value of a key behind its equals sign."""
+    from plait.config.build import JOB_GROUPS
+
+    value = value.tolist() if hasattr(value, "tolist") else value  # numbers and arrays of NumPy
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple, range)) and key.lstrip("+").split(".")[0] in JOB_GROUPS:
+        return f"choice({','.join(_literal(key, each) for each in value)})"
+    return _literal(key, value)
+
+
+def _literal(key: str, value: object) -> str:
+    """A value in Hydra's grammar."""
+    from plait.search.recorded import quoted
+
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, Path)):
+        return quoted(str(value))
+    if isinstance(value, (list, tuple, range)):
+        return f"[{','.join(_literal(key, each) for each in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{quoted(str(name))}:{_literal(key, each)}' for name, each in value.items())}}}"
+    raise ConfigError(
+        f"{key}={value!r}", "A value is text, a number, true or false, None, a path, a list or a mapping."
+    )
+
+
+def _run(words: list[str]) -> Result:
+    """Run the search of a command line, as Plait's Hydra application does."""
+    from plait.cli.app import compose, explained
+    from plait.cli.sweeping import search_command
+    from plait.search.launch import run_search
+    from plait.terminal.console import SearchConsole
+    from plait.terminal.view import Screen
+
+    search = compose(words)
+    with explained(search, words):
+        command, composed = search_command(search.config, search.loader, search.arguments, search.command)
+        if composed["mode"] != "train":
+            mode = f"mode={composed['mode']}"
+            raise ConfigError(mode, "plait.sweep trains a search.", "Use the command `plait` for it.")
+        end = run_search(command, Screen(SearchConsole()), signals=(signal.SIGINT,))
+    tracking = command.settings.tracking
+    result = _open(end.name, replace(tracking, root=tracking.root.absolute()))
+    if end.interrupted:
+        raise Interrupted(result)
+    return result
+
+
+def _open(name: str | None, settings: TrackingSettings) -> Result:
+    from plait.cli.leaderboard import read_search
+
+    return Result(read_search(settings, name), settings)

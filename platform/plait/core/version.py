@@ -1,0 +1,3 @@
+"""The version of Plait, as pyproject.toml has it."""
+
+__version__ = "0.1.0"

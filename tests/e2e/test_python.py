@@ -1,0 +1,121 @@
+"""Searches from Python: interrupted, resumed, opened again, adapters loaded; and the notebook of docs/."""
+
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+from safetensors.torch import load_file
+
+import plait
+from plait.cli.main import main
+from plait.core.messages import Event, JobProgress
+from plait.terminal.view import Terminal
+
+NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
+STEPS = 6
+
+
+@pytest.fixture
+def press_interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has the next search interrupted, once, as its second step is shown."""
+
+    def arm() -> None:
+        handle = Terminal.handle
+
+        def interrupted(view: Terminal, event: Event) -> None:
+            handle(view, event)
+            if isinstance(event, JobProgress) and event.step == 2:
+                monkeypatch.setattr(Terminal, "handle", handle)
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(Terminal, "handle", interrupted)
+
+    return arm
+
+
+def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
+    folder: Path,
+    short: Sequence[str],
+    press_interrupt: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    overrides = dict(word.split("=", 1) for word in short) | {"train.steps": STEPS, "search.name": "mine"}
+    overrides |= {"adapter.rank": [1, 2], "search.sampler": "grid"}
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    press_interrupt()
+    with pytest.raises(plait.Interrupted, match=r"The same call resumes it; plait.open\('mine'\)") as caught:
+        plait.sweep(overrides)
+    partial = caught.value.result
+    assert caught.value._render_traceback_() == [str(caught.value)]
+    assert partial.state == "paused"
+    assert list(partial.trials["state"]) == ["paused", "paused"]
+    assert 0 < partial.trials["steps"].max() < STEPS
+    with pytest.raises(plait.PlaitError, match="no finished job"):
+        _ = partial.best
+    printed = capfd.readouterr()
+    assert "Press Ctrl-C again" in printed.err
+    assert "plait sweep" in printed.out.split("resume with")[1]
+
+    result = plait.sweep(overrides)
+    assert "resumes from step" in capfd.readouterr().out
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert result.state == "finished"
+    trials = result.trials
+    assert sorted(trials.index) == [0, 1]
+    assert list(trials["steps"]) == [STEPS, STEPS]
+    assert trials["objective"].is_monotonic_increasing
+    assert sorted(trials["adapter.rank"]) == [1, 2]
+    assert result.best.trial == trials.index[0]
+    assert f"best trial {result.best.trial}" in repr(result)
+
+    monkeypatch.chdir("/")  # a result does not depend on the current folder
+    for trial in (None, 0, 1):
+        adapter = result.adapter(trial)
+        assert adapter.trial == (result.best.trial if trial is None else trial)
+        _check_loaded(adapter)
+    again = plait.open("mine", root=folder / "plait-runs")
+    assert again.trials.equals(trials)
+    shutil.rmtree(folder / "plait-runs" / "searches" / "mine" / "adapters")
+    fetched = again.adapter(0)
+    assert fetched.folder != result.adapter(0).folder or fetched.folder.is_dir()
+    _check_loaded(fetched)
+    assert main(["leaderboard", "mine", "--root", str(folder / "plait-runs"), "--format", "csv"]) == 0
+    assert trials.reset_index().to_csv(index=False) == capfd.readouterr().out
+
+
+def _check_loaded(adapter: Any) -> None:
+    """PEFT has the weights of the folder on the base model, and they act."""
+    model, tokeniser = adapter.load()
+    saved = load_file(f"{adapter.folder}/adapter_model.safetensors")
+    held = model.state_dict()
+    for name, weight in saved.items():
+        assert torch.equal(held[name.replace(".weight", ".default.weight")], weight)
+    tokens = tokeniser("1 + 2", return_tensors="pt")
+    with torch.no_grad(), model.disable_adapter():
+        bare = model(**tokens).logits
+    with torch.no_grad():
+        assert not torch.equal(model(**tokens).logits, bare)
+
+
+def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+    search, table, plot, text = (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
+    said = "".join(output.text for output in search if output.output_type == "stream")
+    assert "4 of 4 ended" in said
+    assert table[-1].data["text/html"].count("finished") == 4
+    drawn = plot[-1].data["application/vnd.plotly.v1+json"]["data"]
+    result = plait.open("notebook", root=folder / "plait-runs")
+    assert drawn[0]["type"] == "scatter"
+    assert sorted(result.trials["adapter.rank"].unique()) == [2, 8]
+    assert "2 + 3 =" in text[-1].data["text/plain"]
+    assert not [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.get("outputs")]

@@ -1,0 +1,134 @@
+"""Plait as Python imports it: overrides in two forms, names found late, errors in the same words."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+import plait
+from plait import api
+from plait.cli.app import compose
+from plait.cli.main import main
+from plait.config.overrides import read_request
+from plait.core.errors import ConfigError, PlaitError
+from plait.utils.paths import conf_dir
+
+
+def test_importing_plait_imports_nothing_that_takes_time() -> None:
+    heavy = "{'hydra', 'mlflow', 'numpy', 'optuna', 'pandas', 'torch', 'transformers'}"
+    code = f"import sys, plait; print({heavy} & set(sys.modules), plait.sweep.__module__, dir(plait))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("set() plait.api [")
+    assert all(f"'{name}'" in done.stdout for name in plait.__all__)
+
+
+def test_a_name_that_is_not_there_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        plait.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((), []),
+        (["model=tiny", "adapter.rank=4,8"], ["model=tiny", "adapter.rank=4,8"]),
+        ({"adapter.rank": [4, 8]}, ["adapter.rank=choice(4,8)"]),
+        ({"adapter.rank": range(4, 13, 4)}, ["adapter.rank=choice(4,8,12)"]),
+        ({"train.lr": "tag(log,interval(1e-4,1e-2))"}, ["train.lr=tag(log,interval(1e-4,1e-2))"]),
+        ({"train.lr": np.array([1e-4, 0.5])}, ["train.lr=choice(0.0001,0.5)"]),
+        ({"train.lr": np.float64(1e-4), "train.steps": np.int64(3)}, ["train.lr=0.0001", "train.steps=3"]),
+        ({"train.schedule": ["linear", "a, b"]}, ["train.schedule=choice(linear,'a, b')"]),
+        ({"adapter.targets": [["q_proj"], ["o_proj"]]}, ["adapter.targets=choice([q_proj],[o_proj])"]),
+        ({"search.metric": ["eval/loss", "adapter.rank"]}, ["search.metric=[eval/loss,adapter.rank]"]),
+        ({"search.enqueue": [{"adapter.rank": 4}]}, ["search.enqueue=[{adapter.rank:4}]"]),
+        ({"data.path": Path("my data.jsonl")}, ["data.path='my data.jsonl'"]),
+        ({"train.steps": None, "search.fresh": True}, ["train.steps=null", "search.fresh=true"]),
+        ({"+sweeps": "quickstart"}, ["+sweeps=quickstart"]),
+    ],
+)  # fmt: skip
+def test_overrides_are_those_of_the_command_line(given: Any, words: list[str]) -> None:
+    assert api.override_words(given) == words
+
+
+@pytest.mark.parametrize("given", ["model=tiny", ["model=tiny", 3], {"adapter.rank": object()}])
+def test_what_is_no_override_is_refused_with_an_example(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"plait\.sweep|A value is"):
+        plait.sweep(given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["adapter.rnak=3"],
+        ["model=tyni"],
+        ["adapter.rank=choice(1,2"],
+        ["hydra/sweeper=basic"],
+        ["model=tiny", "train.lr=1e-4,nan"],
+    ],
+)
+def test_errors_are_raised_in_the_words_of_the_command_line(
+    wrong: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PlaitError) as caught:
+        plait.sweep(wrong)
+    assert capsys.readouterr() == ("", "")
+    assert main(["sweep", *wrong]) == 2
+    said = " ".join(capsys.readouterr().err.removeprefix("plait: ").split())
+    assert said == " ".join(str(caught.value).split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("--help", "option"), ("mode=plan", "trains"), ("+sweeps=planner", "trains")]
+)
+def test_what_trains_nothing_is_left_to_the_command_line(
+    word: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        plait.sweep([word])
+
+
+def test_hydra_arguments_and_logging_of_the_program_stay_its_own() -> None:
+    arguments, handlers = list(sys.argv), logging.getLogger().handlers[:]
+    with initialize_config_dir(str(conf_dir()), version_base="1.2", job_name="mine"):
+        theirs, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+        search = compose(["model=tiny", "adapter.rank=3,5"])
+        with pytest.raises(ConfigError):
+            compose(["adapter.rnak=3"])
+        assert GlobalHydra.instance().hydra is theirs
+        assert HydraConfig.instance().cfg is config
+        assert hydra_compose("config", ["model=tiny"]).model.kind == "tiny"
+    assert (sys.argv, logging.getLogger().handlers) == (arguments, handlers)
+    assert list(search.arguments) == ["model=tiny", "adapter.rank=3,5"]
+    (dimension,) = read_request(search.arguments, {}, {}, search.loader).space.dimensions
+    assert dimension.name == "adapter.rank"
+
+
+def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def again(_: list[str]) -> None:
+        plait.sweep(["model=tiny"])
+
+    monkeypatch.setattr(api, "_run", again)
+    with pytest.raises(PlaitError, match="one search at a time"):
+        plait.sweep()
+    monkeypatch.setattr(api, "_run", lambda _: "free again")
+    assert plait.sweep() == "free again"
+
+
+def test_what_the_machine_refuses_is_an_error_of_plaits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: list[str]) -> None:
+        raise OSError(28, "No space left on device", "here")
+
+    monkeypatch.setattr(api, "_run", full)
+    with pytest.raises(PlaitError, match="here: No space left"):
+        plait.sweep()
