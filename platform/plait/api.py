@@ -231,7 +231,7 @@ class Adapter:
         if settings.dtype != AUTO:
             return settings
         choices = recorded_choices(recorded_text(self._search, self._settings, PLAN_FILE)) or {}
-        return replace(settings, dtype=str(choices["dtype"]))
+        return replace(settings, dtype=str(choices.get("dtype", "float32")))
 
 
 def override_words(overrides: Overrides) -> list[str]:

@@ -21,7 +21,7 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import PlaitError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.models.load import load_model
@@ -209,9 +209,9 @@ def _race_figures(race: Race) -> list[Figure]:
     rates = tokens / seconds, race.joint.tokens / race.joint.seconds
     return [
         Figure("PEFT, one after another: training", seconds, "s", "measured"),
-        Figure("Plait, joint: training", race.joint.seconds, "s", "measured"),
+        Figure("Plait, joint: training", race.joint.seconds, "s", "measured", _peft(seconds, at_most=1.0)),
         Figure("PEFT: real tokens", rates[0], "tokens/s", "measured"),
-        Figure("Plait: real tokens", rates[1], "tokens/s", "measured"),
+        Figure("Plait: real tokens", rates[1], "tokens/s", "measured", _peft(rates[0], at_least=1.0)),
         Figure("speed, Plait over PEFT", seconds / race.joint.seconds, "×", "measured"),
         Figure("PEFT: peak memory", race.baseline_bytes / GIB, "GiB", "measured", note="one adapter"),
         Figure(
@@ -219,26 +219,37 @@ def _race_figures(race: Race) -> list[Figure]:
             race.joint_bytes / GIB,
             "GiB",
             "measured",
+            _peft(race.baseline_bytes / GIB),
             note=f"{len(race.baseline)} adapters",
         ),
         Figure("memory, Plait over PEFT", race.joint_bytes / race.baseline_bytes, "×", "measured"),
     ]
 
 
+def _peft(value: float, *, at_most: float | None = None, at_least: float | None = None) -> Baseline:
+    return Baseline(value, "transformers + PEFT, one adapter after another", None, at_most, at_least)
+
+
 def _loss_figures(race: Race, differences: Mapping[str, Sequence[float]], tolerance: float) -> list[Figure]:
     last = [run.losses[-1] for run in race.baseline]
     ours = [race.joint.losses[run.job][-1] for run in race.baseline]
-    limit = f"at most {100 * tolerance:g} % is allowed"
+    allowed = Baseline(100 * tolerance, "bench.options.loss_tolerance", at_most=1.0)
     largest = max(max(values) for values in differences.values())
     return [
         Figure("PEFT: mean loss of the last steps", sum(last) / len(last), "nats", "measured"),
-        Figure("Plait: mean loss of the last steps", sum(ours) / len(ours), "nats", "measured"),
+        Figure(
+            "Plait: mean loss of the last steps",
+            sum(ours) / len(ours),
+            "nats",
+            "measured",
+            _peft(sum(last) / len(last)),
+        ),
         Figure(
             "largest difference of a step's loss",
             100 * largest,
             "% of its job's mean",
             "measured",
-            note=limit,
+            allowed,
         ),
     ]
 

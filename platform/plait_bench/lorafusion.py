@@ -26,6 +26,7 @@ from plait.simulate.forecast import Machine
 from plait.simulate.report import Metrics, measure
 from plait.simulate.timeline import chrome_trace
 from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one, read_profile, shipped
 from plait_bench.lengths import Family, LengthGenerator
 from plait_bench.pipelines import (
@@ -91,7 +92,6 @@ class Options:
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
         batches: global batches of one adapter, where planning itself is timed.
-        remarks: what explains the differences from the published figures.
     """
 
     trace: str
@@ -109,7 +109,6 @@ class Options:
     timeline: str | None = None
     workers: int = 2
     batches: tuple[int, ...] = ()
-    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = ("clip", "adapters", "steps", "global_batch", "stages", "capacity", "tile", "samples")
@@ -192,19 +191,26 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     asked, profile = read_options(options), read_profile(settings)
     trace = asked.lengths()
     even = machine(profile, even_split(profile.time.layers, asked.stages))
+    part("systems that do not pack")
     figures = [*_baselines(trace, even, asked)]
+    part("Plait's schedule")
+    ours = _plait(trace, profile, asked)
+    piece = part("LoRAFusion's schedule by adapters", len(trace))
     for count in range(1, len(trace) + 1):
+        piece(_named(count))
         some = {job: trace[job] for job in list(trace)[:count]}
-        figures.append(_idle(_named(count), _lorafusion(some, even, asked)))
+        plan = ours[0].ours if count == len(trace) else None
+        figures.append(replace(_idle(_named(count), _lorafusion(some, even, asked)), plait=plan))
+    part("without merging, and under other assumptions")
     for count in range(3, len(trace) + 1):
         some = {job: trace[job] for job in list(trace)[:count]}
         for how, merging in ((WHOLE, True), ("without merging", False)):
             pipeline = _lorafusion(some, even, asked, merging=merging, filling=False)
             figures.append(_idle(f"{_named(count)}, {how}", pipeline))
-    figures += _plait(trace, profile, asked)
+    figures += ours
     for alternative in asked.alternatives:
         figures += _under(alternative, profile, asked)
-    notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}", *asked.remarks)
+    notes = (*asked.assumptions(), f"Cluster {profile.name}: {profile.source}")
     return Report("lorafusion/bubble_ratio", tuple(figures), notes)
 
 
@@ -301,6 +307,7 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     asked, profile = read_options(options), read_profile(settings)
     trace = asked.lengths()
     even = machine(profile, even_split(profile.time.layers, asked.stages))
+    part("schedules with and without merging and two-stage packing")
     runs = {
         (exact, merging): _throughput(trace, even, asked, exact=exact, merging=merging)
         for exact in (False, True)
@@ -342,7 +349,7 @@ def packing_gain(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
         ),
         Figure("packings better than greedy", _share_better(trace, asked), "%", "computed"),
     )
-    return Report("lorafusion/packing_gain", figures, (*asked.assumptions(), *asked.remarks))
+    return Report("lorafusion/packing_gain", figures, asked.assumptions())
 
 
 def _throughput(
@@ -392,7 +399,9 @@ def scheduler_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapp
     figures = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         _planning_seconds(asked.drawn(steps=4), asked, pool)  # starts the processes
+        piece = part("planning", len(asked.batches))
         for steps in asked.batches:
+            piece(f"{steps} global batches of each adapter")
             trace = asked.drawn(steps=steps)
             samples = asked.adapters * steps * asked.global_batch
             packing, whole = _planning_seconds(trace, asked, pool)

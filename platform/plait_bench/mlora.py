@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Figure, How, Report
+from plait.core.figures import Baseline, Figure, How, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.cost.fake_memory import observe_extrapolated
@@ -24,6 +24,7 @@ from plait.models.load import load_model
 from plait.simulate.events import Order, Pipeline, Run, Work, simulate
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.paths import cache_dir
+from plait.utils.progress import part
 from plait_bench.inputs import OPTIONS, at_least_one
 from plait_bench.pipelines import BackwardFirst, GPipe
 from plait_kernels.loss import CHUNK_LOGITS
@@ -127,7 +128,7 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
 def _met(name: str, cases: Sequence[bool]) -> Figure:
     share = 100 * sum(cases) / len(cases)
     note = f"{sum(cases)} of {len(cases)}"
-    return Figure(name, share, "%", "simulated", note=note)
+    return Figure(name, share, "%", "simulated", Baseline(100.0, "every case", at_least=1.0), note)
 
 
 def _share(name: str, ours: Fraction, formula: Fraction) -> Figure:
@@ -136,9 +137,7 @@ def _share(name: str, ours: Fraction, formula: Fraction) -> Figure:
         float(100 * ours),
         "%",
         "simulated",
-        published=float(100 * formula),
-        source=f"{SECTION_3}, formula",
-        tolerance=0.0,
+        Published(float(100 * formula), f"{SECTION_3}, formula", tolerance=0.0),
     )
 
 
@@ -195,8 +194,10 @@ def memory_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     asked = build(MemoryOptions, options, OPTIONS)
     configs = {name: _config(name, sizes) for name, sizes in asked.shapes.items()}
     figures = []
+    piece = part("fits", 2 * (len(configs) + asked.measured))
     for name, config in configs.items():
         for checkpointing in (False, True):
+            piece(f"{name}{', checkpointing' * checkpointing}")
             grid, held = _probes(asked, asked.capacity)
             observed = observe_extrapolated(config, [*grid, *held], _engine(checkpointing))
             case = f"{name}, without weights{', checkpointing' * checkpointing}"
@@ -204,6 +205,7 @@ def memory_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     if asked.measured:
         model = load_model(settings.model, cache=cache_dir(), device="cpu")
         for checkpointing in (False, True):
+            piece(f"{model.identity.name} on this device{', checkpointing' * checkpointing}")
             figures += _measured(model, checkpointing, asked)
     return Report(
         "Memory of packed microbatches: error on held-out points",
@@ -239,10 +241,11 @@ def _figures(
     errors = 100.0 * np.abs(model.errors(observed[fitted:]))
     simple = 100.0 * np.abs(_eq5(observed[:fitted]).errors(observed[fitted:]))
     peak = max(each.dynamic + each.static for each in observed[fitted:]) / 2**30
+    published = Published(options.mape_percent, FIGURE_8, sense="at most")
     note = f"largest error {errors.max():.3g} %; largest peak {peak:.2f} GiB"
     return [
-        Figure(case, float(errors.mean()), "%", how, options.mape_percent, FIGURE_8, note=note),
-        Figure(f"{case}: Eq. 5 alone", float(simple.mean()), "%", how, options.mape_percent, FIGURE_8),
+        Figure(case, float(errors.mean()), "%", how, published, note),
+        Figure(f"{case}: Eq. 5 alone", float(simple.mean()), "%", how, published, detail=True),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Figure, Published, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Int64
 from plait.core.settings import RunSettings
@@ -22,6 +22,7 @@ from plait.planner.dispatch import ReplicaKind, dispatch, spread
 from plait.planner.dispatch_step import Replicas, StepPlan, plan_step
 from plait.planner.solver import Limits
 from plait.utils.benchmarks import BENCHMARKS
+from plait.utils.progress import part
 from plait_bench.exact import exact_dispatch
 from plait_bench.inputs import OPTIONS, read_profile
 from plait_bench.lobra import SAMPLE_STEPS, Assumption, Rows, Task, Workload, costs_of, limits, replicas
@@ -76,9 +77,12 @@ def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     profile = read_profile(settings)
     workloads = [Workload.draw(asked.tasks, each, SAMPLE_STEPS) for each in asked.assumptions]
     figures = []
+    piece = part("deployments", len(asked.devices))
     for devices, theirs in asked.devices.items():
+        piece(f"{devices} devices")
         figures += _deployment_figures(profile, workloads, int(devices), theirs)
     batches = workloads[0].batches[: asked.steps]
+    part("dispatch by step")
     figures += _dispatch_figures(profile, batches, asked.kinds)
     figures += _ahead_figures(profile, batches, asked.kinds, asked.step_seconds)
     return Report(
@@ -103,14 +107,14 @@ def _deployment_figures(
             seconds.append(perf_counter() - begin)
         case, plan = f"deployment, {devices} devices, {name}", plans[0]
         linear = relaxation_bound(*instances[0], devices)
-        source = SOURCE if theirs is not None else ""
+        published = None if theirs is None else Published(theirs, SOURCE, sense="at most")
         note = f"longest {max(seconds):.2f} s; " if len(plans) > 1 else ""
         note += f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {linear:.3f} s"
         struck = sorted({each.limit_hit for each in plans if each.limit_hit})
         note += f"; limit hit: {', '.join(struck)}" if struck else ""
         gaps = [100.0 * each.gap for each in plans]
         worst = f"worst {max(gaps):.2f} %" if len(plans) > 1 else ""
-        figures.append(Figure(case, median(seconds), "s", "measured", theirs, source, note=note))
+        figures.append(Figure(case, median(seconds), "s", "measured", published, note))
         figures.append(Figure(f"{case}: above the bound", median(gaps), "%", "computed", note=worst))
     return figures
 
@@ -249,9 +253,8 @@ def planner(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str
                 1000.0 * figure.ours / samples,
                 "ms",
                 "measured",
-                asked.packing_published,
-                "LoRAFusion, figure 21, largest case",
-                note="grouping, packing, merging, ordering and verifying",
+                Published(asked.packing_published, "LoRAFusion, figure 21, largest case", sense="at most"),
+                "grouping, packing, merging, ordering and verifying",
             )
         )
     return Report("Planner", tuple(figures), (*deployed.assumptions, *packed.assumptions))

@@ -15,7 +15,7 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, PlaitError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import (
@@ -236,6 +236,9 @@ def _figures(recorded: RecordedCurves) -> list[Figure]:
     ]
 
 
+FULL_GRID = "the full grid, every trial to its end"
+
+
 def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float) -> list[Figure]:
     name = min(found.finished, key=lambda job: found.finished[job])
     chosen = recorded.curves[found.names.index(name)]
@@ -247,9 +250,17 @@ def _search_figures(recorded: RecordedCurves, found: JointSearch, seconds: float
             found.finished[name],
             "nats",
             "measured",
+            Baseline(recorded.best, FULL_GRID),
             note=f"{dict(chosen.parameters)}; {len(found.finished)} trials to their ends",
         ),
         Figure("what it chose, in the full grid: above the best", gap, "%", "measured"),
-        Figure("its device time", seconds, "s", "measured", note="states and adapters included"),
+        Figure(
+            "its device time",
+            seconds,
+            "s",
+            "measured",
+            Baseline(recorded.seconds, FULL_GRID),
+            note="states and adapters included",
+        ),
         Figure("its device time, of the full grid's", share, "%", "measured"),
     ]

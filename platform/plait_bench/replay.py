@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import comb
 from pathlib import Path
 from statistics import quantiles
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, choices
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobPaused, JobProgress
@@ -298,12 +299,13 @@ def replay_stopping(settings: RunSettings, jobs: Sequence[JobSpec], options: Map
         Figure("full grid: best loss", recorded.best, "nats", "measured"),
         Figure("full grid: device time", recorded.seconds, "s", "measured", note="each evaluated at its end"),
     ]
+    by_chance = chance(recorded, asked)
     piece = part("replays", len(asked.rules))
     for label, rule in asked.rules.items():
         piece(label)
         search = replace(settings.search, stopping=rule)
         results = [search_in_order(recorded, search, seed) for seed in range(asked.orders)]
-        figures += _figures(label, results, asked)
+        figures += _figures(label, results, asked, by_chance)
     return Report("replay/stopping", tuple(figures), _assumptions(settings.search, recorded, asked))
 
 
@@ -316,7 +318,16 @@ def search_in_order(recorded: RecordedCurves, search: SearchSettings, seed: int)
     return OrderResult(100 * gap, 100 * share, found)
 
 
-def _figures(label: str, results: Sequence[OrderResult], options: Options) -> list[Figure]:
+def chance(recorded: RecordedCurves, options: Options) -> float:
+    """Percent of orders whose first trials, trained to their ends in ``options.share`` of the full grid's
+    device time, have one within ``options.within`` of the best: by count, trials take about the same."""
+    losses = [curve.last.loss for curve in recorded.curves]
+    good = sum(loss <= recorded.best * (1 + options.within / 100) for loss in losses)
+    tried = int(len(losses) * options.share / 100)
+    return 100 * (1 - comb(len(losses) - good, tried) / comb(len(losses), tried))
+
+
+def _figures(label: str, results: Sequence[OrderResult], options: Options, by_chance: float) -> list[Figure]:
     good = sum(each.gap <= options.within and each.share <= options.share for each in results)
     near = sum(each.gap <= options.within for each in results)
     count = len(results)
@@ -328,6 +339,7 @@ def _figures(label: str, results: Sequence[OrderResult], options: Options) -> li
             100 * good / count,
             "% of orders",
             "simulated",
+            Baseline(by_chance, "trials in random order to their ends, in the same time", at_least=1.0),
             note=f"within {options.within:g} % at any cost: {100 * near / count:.0f} %",
         ),
     ]

@@ -17,7 +17,7 @@ from typing import Any
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.settings import RunSettings, SearchSettings
@@ -163,8 +163,10 @@ def replay_samplers(settings: RunSettings, jobs: Sequence[JobSpec], options: Map
             counts[label][table.model] = [
                 trials_to_good(table, replace(search, seed=seed), asked.within / 100) for seed in seeds
             ]
-    figures = [_reference(tables, asked)]
-    figures += [_figure(label, found, asked.trials) for label, found in counts.items()]
+    reference = _reference(tables, asked)
+    grid = Baseline(reference.ours, "points of the grid in any order, without repeating one: the mean")
+    figures = [reference]
+    figures += [_figure(label, found, asked.trials, grid) for label, found in counts.items()]
     figures += [_model_figure(table, counts, asked) for table in tables]
     return Report("replay/samplers", tuple(figures), _assumptions(tables, asked))
 
@@ -231,7 +233,7 @@ def _expected(table: LossTable, options: Options) -> float:
     return expected_draws(len(table.rates) * len(table.ranks), len(table.good(options.within / 100)))
 
 
-def _figure(label: str, found: Mapping[str, Sequence[int]], trials: int) -> Figure:
+def _figure(label: str, found: Mapping[str, Sequence[int]], trials: int, grid: Baseline) -> Figure:
     """All models and seeds together: what was not found stands behind the limit."""
     counts = sorted(count for counts in found.values() for count in counts)
     at = {share: counts[min(len(counts) - 1, int(share * len(counts)))] for share in (0.25, 0.75, 0.9)}
@@ -239,7 +241,7 @@ def _figure(label: str, found: Mapping[str, Sequence[int]], trials: int) -> Figu
     note = f"quartiles {at[0.25]} and {at[0.75]}, 90 % {at[0.9]}, most {counts[-1]}"
     if missed:
         note += f"; {100 * missed:.2g} % not within {trials}"
-    return Figure(f"{label}: median", median(counts), "trials", "simulated", note=note)
+    return Figure(f"{label}: median", median(counts), "trials", "simulated", grid, note)
 
 
 def _model_figure(

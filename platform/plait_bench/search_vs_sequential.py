@@ -28,7 +28,7 @@ import torch
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, DataError, PlaitError, StorageError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.samples import Split
 from plait.core.settings import RunSettings, SearchSettings, StoppingSettings
@@ -315,7 +315,7 @@ def search_vs_sequential(
     results = [kept.results[seed] for seed in range(asked.seeds)]
     differences = [check_agreement(result, asked.loss_tolerance) for result in results]
     comparisons = [compare(result, settings.search) for result in results]
-    figures = [*_figures(comparisons), _agreement(differences, asked.loss_tolerance)]
+    figures = [*_compared(comparisons), *_figures(comparisons), _agreement(differences, asked.loss_tolerance)]
     return Report("search_vs_sequential", tuple(figures), _assumptions(settings, jobs, asked, kept))
 
 
@@ -527,13 +527,35 @@ def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
     ]
 
 
+def _compared(comparisons: Sequence[Comparison]) -> list[Figure]:
+    """Plait beside each sequential way: medians over the seeds, the ratio that of each seed's ratios."""
+    others: dict[str, Callable[[Comparison], Side]] = {
+        "no pruner": lambda each: each.full,
+        "the same rungs": lambda each: each.rungs,
+        "Optuna's halving pruner": lambda each: each.pruner,
+    }
+    times: dict[str, Callable[[Side], float]] = {
+        "whole search": lambda side: side.seconds,
+        "until the loss was reached": lambda side: side.reached,
+    }
+    figures = []
+    for what, seconds in times.items():
+        for name, other in others.items():
+            ours = [seconds(each.joint) for each in comparisons]
+            theirs = [seconds(other(each)) for each in comparisons]
+            ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
+            baseline = Baseline(median(theirs), f"sequential Optuna + PEFT, {name}", ratio, at_most=1.0)
+            figures.append(Figure(f"{what}, {name}", median(ours), "s", "measured", baseline))
+    return figures
+
+
 def _agreement(differences: Sequence[float], tolerance: float) -> Figure:
     return Figure(
         "largest difference of a trial's validation loss",
         100 * max(differences),
         "%",
         "measured",
-        note=f"at most {100 * tolerance:g} % is allowed",
+        beside=Baseline(100 * tolerance, "bench.options.loss_tolerance", at_most=1.0),
     )
 
 

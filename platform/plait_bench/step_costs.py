@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample
@@ -31,6 +31,7 @@ COMPARED = ("reference", "grouped")  # kernels, the slower first: ratios are ove
 CAPACITIES = (128, 256, 512, 1024, 2048, 4096)
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm")
 SHOWN = 5  # operations named beside the products
+MOST_DROPOUT = 1.15  # what a joint step with dropout 0.1 may take, over one without
 SILENT = "6"  # above USDT, the level at which Kineto reports the start and stop of a profile
 
 
@@ -70,9 +71,10 @@ def backend_figures(seconds: Mapping[str, Sequence[float]]) -> list[Figure]:
     """The median step of each, and the median of the rounds' ratios."""
     slow, fast = (seconds[backend] for backend in COMPARED)
     ratio = median(a / b for a, b in zip(slow, fast, strict=True))
+    baseline = Baseline(median(slow), f"kernels={COMPARED[0]}", ratio=1 / ratio)
     figures = [
-        Figure(f"joint step, kernels={backend}", median(seconds[backend]), "s", "measured")
-        for backend in COMPARED
+        Figure(f"joint step, kernels={backend}", median(seconds[backend]), "s", "measured", beside)
+        for backend, beside in zip(COMPARED, (None, baseline), strict=True)
     ]
     note = f"median over {len(slow)} pairs of steps"
     return [*figures, Figure("speed, grouped over reference", ratio, "×", "measured", note=note)]
@@ -125,14 +127,14 @@ def measure_capacities(
 
 
 def capacity_figures(points: Sequence[CapacityPoint]) -> list[Figure]:
-    """Two lines for each capacity, with how near the joint rate comes to the frozen one."""
+    """Two lines for each capacity: the frozen model's rate, and beside it the joint one."""
     figures = []
     for point in points:
         name = f"capacity {point.capacity}"
-        note = f"{point.joint / point.frozen:.0%} of the frozen model"
+        alone = Baseline(point.frozen, "the frozen model alone: the upper limit")
         figures += [
             Figure(f"{name}: frozen model alone", point.frozen, "tokens/s", "measured"),
-            Figure(f"{name}: joint forward and backward", point.joint, "tokens/s", "measured", note=note),
+            Figure(f"{name}: joint forward and backward", point.joint, "tokens/s", "measured", alone),
         ]
     return figures
 
@@ -231,9 +233,16 @@ def dropout_cost(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     with side.attached([job for group in groups.values() for job in group]):
         seconds = seconds_in_turns("joint steps without and with dropout", list(groups), asked.steps, step)
     ratio = median(b / a for a, b in zip(seconds["without"], seconds["with"], strict=True))
+    without = Baseline(median(seconds["without"]), "without dropout", ratio, at_most=MOST_DROPOUT)
     figures = (
         Figure("joint step without dropout", median(seconds["without"]), "s", "measured"),
-        Figure(f"joint step with dropout {asked.dropout:g}", median(seconds["with"]), "s", "measured"),
+        Figure(
+            f"joint step with dropout {asked.dropout:g}",
+            median(seconds["with"]),
+            "s",
+            "measured",
+            without,
+        ),
         Figure(
             "cost of dropout",
             100 * (ratio - 1),

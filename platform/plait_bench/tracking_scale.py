@@ -22,7 +22,7 @@ import psutil
 
 from plait.config.fields import build
 from plait.core.errors import ConfigError, StorageError, choices
-from plait.core.figures import Figure, Report
+from plait.core.figures import Baseline, Figure, Report
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import (
@@ -376,10 +376,12 @@ def _figures(
         *([("the server's CPU", whole.server - start.server)] if store == "server" else []),
         ("tracking in all", whole.total - start.total),
     ]
+    training = Baseline(seconds, "training, at the seconds of one step", at_most=SHARE / 100)
     figures = [
         Figure(f"{store}: {name}", 100 * each / seconds, "% of the run", "measured") for name, each in times
     ]
-    figures += [Figure(f"{store}: {name}", each, "s", "measured") for name, each in times]
+    figures += [Figure(f"{store}: {name}", each, "s", "measured") for name, each in times[:-1]]
+    figures.append(Figure(f"{store}: {times[-1][0]}", times[-1][1], "s", "measured", training))
     steps = asked.adapters * asked.steps
     return [
         *figures,
@@ -392,10 +394,11 @@ def _figures(
             "measured",
         ),
         Figure(
-            f"{store}: last {asked.edge} adapters over first {asked.edge}",
-            last.total / first.total,
-            "times the cost",
+            f"{store}: tracking of the last {asked.edge} adapters",
+            last.total,
+            "s",
             "measured",
+            Baseline(first.total, f"tracking of the first {asked.edge} adapters"),
         ),
         Figure(
             f"{store}: losses in the store", values, "points", "measured", note=f"of {steps:,} steps; checked"

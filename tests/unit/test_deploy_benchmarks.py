@@ -41,7 +41,9 @@ def test_each_step_of_the_ablation_saves_more(settings: RunSettings) -> None:
     saved = [figure.ours for figure in figures]
     assert len(saved) == 4
     assert 0.0 < saved[0] < saved[1] < saved[2] < saved[3] < 100.0
-    assert [figure.published for figure in figures] == [18.94, 36.65, 45.03, None]
+    assert [figure.beside and figure.beside.value for figure in figures] == [18.94, 36.65, 45.03, None]
+    assert [figure.plait for figure in figures] == [None, None, saved[3], None]
+    assert all(figure.headline for figure in figures[:3])
     assert {figure.how for figure in figures} == {"simulated"}
 
 

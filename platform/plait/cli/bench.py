@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
+from plait.cli.bench_table import show, to_json
 from plait.cli.verbs import HELP
 from plait.config.build import Config
 from plait.config.fields import build, unknown_key
 from plait.core.errors import EXIT_DONE, ConfigError, choices
-from plait.core.figures import Benchmark, Figure, Report
+from plait.core.figures import Benchmark, Figure, Published, Report, Sense
 from plait.search.trials import SearchCommand
-from plait.terminal.console import filled, wide_console
+from plait.terminal.console import wide_console
 from plait.utils.benchmarks import BENCHMARKS, GROUP
 from plait.utils.paths import sweeps_dir
 from plait.utils.progress import shown
 from plait.utils.spelling import did_you_mean
 
 LOG_WIDTH = 180  # columns where output is not a terminal
-HEADINGS = ("figure", "ours", "unit", "how", "published", "tolerance", "source", "note")
-ALWAYS = 4  # the first headings; the others only where some figure fills them
+DETAILS, JSON = "--details", "--json"
+FLAGS = {DETAILS: False, JSON: False}  # and whether a value follows
 FOOTER = (
     "Times are rough, on two otherwise idle cores. train: a search; simulate: simulated, not measured;",
     "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
@@ -47,15 +48,19 @@ class Named:
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `plait sweep` that run the benchmark NAME; empty where the list or a file is printed.
+    """The arguments of `plait sweep` that run the benchmark NAME, the verb's own flags included; empty where
+    the list or a file is printed.
 
     Raises:
         ConfigError: there is no such file in sweeps/.
     """
-    if not arguments:
-        print(listing(named_sweeps(sweeps_dir())))
+    flags = [word for word in arguments if word in FLAGS]
+    words = [word for word in arguments if word not in FLAGS]
+    if not words:
+        entries = named_sweeps(sweeps_dir())
+        print(json.dumps([asdict(each) for each in entries], indent=2) if JSON in flags else listing(entries))
         return []
-    name, *rest = arguments
+    name, *rest = words
     if name.startswith("-"):
         return list(arguments)
     known = [named.name for named in named_sweeps(sweeps_dir())]
@@ -68,7 +73,7 @@ def sweep_arguments(arguments: Sequence[str]) -> list[str]:
     if set(rest) & set(HELP):
         print((sweeps_dir() / f"{name}.yaml").read_text(encoding="utf-8"), end="")
         return []
-    return [f"+sweeps={name}", *rest]
+    return [f"+sweeps={name}", *rest, *flags]
 
 
 def named_sweeps(folder: Path) -> list[Named]:
@@ -105,8 +110,11 @@ def listing(entries: Sequence[Named]) -> str:
     return "\n".join([*lines, "", *FOOTER])
 
 
-def run_benchmark(command: SearchCommand, composed: Config) -> int:
+def run_benchmark(command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
     """Run the benchmark ``bench.run`` on the search's jobs and print its figures; the exit status.
+
+    Args:
+        flags: --details prints all figures, --json the whole report for programs.
 
     Raises:
         ConfigError: no such benchmark, or an unknown key of ``bench``.
@@ -124,7 +132,10 @@ def run_benchmark(command: SearchCommand, composed: Config) -> int:
     with shown(name):
         report = benchmark(settle_dtype(command.settings), suggest_jobs(command), options)
     report, unmatched = beside_published(report, _published(composed))
-    wide_console(LOG_WIDTH).print(figure_table(report))
+    if JSON in flags:
+        print(to_json(report))
+    else:
+        show(report, wide_console(LOG_WIDTH), details=DETAILS in flags)
     if unmatched:
         raise ConfigError(
             f"published: {', '.join(unmatched)}",
@@ -156,60 +167,35 @@ def find_benchmark(name: Any, mode: str) -> Benchmark:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A paper's figure, as ``published:`` in a file of sweeps/ gives it."""
+class PublishedEntry:
+    """An entry of ``published:`` in a file of sweeps/: of which figure, and the fields of ``Published``."""
 
     name: str
-    value: float
     unit: str
+    value: float
     source: str
     tolerance: float | None = None
+    sense: Sense = "near"
+    why: str = ""
+    explained: bool = True
+
+    @property
+    def published(self) -> Published:
+        """The published value."""
+        return Published(self.value, self.source, self.tolerance, self.sense, self.why, self.explained)
 
 
-def beside_published(report: Report, published: Sequence[Published]) -> tuple[Report, list[str]]:
-    """The report with each published figure beside ours of the same name and unit; names without one."""
-    given = {(item.name, item.unit): item for item in published}
+def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
+    """The report with each published value beside ours of the same name and unit; names without one."""
+    given = {(item.name, item.unit): item for item in entries}
     figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
     return replace(report, figures=figures), [item.name for item in given.values()]
 
 
-def _beside(figure: Figure, item: Published | None) -> Figure:
-    if item is None:
-        return figure
-    return replace(figure, published=item.value, source=item.source, tolerance=item.tolerance)
+def _beside(figure: Figure, entry: PublishedEntry | None) -> Figure:
+    return figure if entry is None else replace(figure, beside=entry.published)
 
 
-def _published(composed: Config) -> list[Published]:
+def _published(composed: Config) -> list[PublishedEntry]:
     entries = composed.get("published") or []
-    return [build(Published, item, f"published[{index}]") for index, item in enumerate(entries)]
-
-
-def figure_table(report: Report) -> Table:
-    """The figures as a table for the terminal."""
-    rows = [_cells(figure) for figure in report.figures]
-    columns = [at for at in range(len(HEADINGS)) if at < ALWAYS or any(row[at] for row in rows)]
-    table = filled(
-        report.name,
-        [HEADINGS[at] for at in columns],
-        ([row[at] for at in columns] for row in rows),
-        left=set(HEADINGS) - {"ours", "published"},
-    )
-    table.caption = "\n".join(report.assumptions) or None
-    return table
-
-
-def _cells(figure: Figure) -> Sequence[str]:
-    published = "" if figure.published is None else f"{figure.published:,.6g}"
-    tolerance = ""
-    if figure.within is not None:
-        tolerance = f"{figure.tolerance:,.6g}: {'within' if figure.within else 'outside'}"
-    return (
-        figure.name,
-        f"{figure.ours:,.6g}",
-        figure.unit,
-        figure.how,
-        published,
-        tolerance,
-        figure.source,
-        figure.note,
-    )
+    return [build(PublishedEntry, item, f"published[{index}]") for index, item in enumerate(entries)]

@@ -161,10 +161,10 @@ def profile(arguments: Sequence[str]) -> int:
 def bench(arguments: Sequence[str]) -> int:
     """List the named searches and benchmarks, or run one."""
     from plait.cli.app import run_sweep
-    from plait.cli.bench import sweep_arguments
+    from plait.cli.bench import FLAGS, sweep_arguments
 
     words = sweep_arguments(arguments)
-    return run_sweep("sweep", words) if words else EXIT_DONE
+    return run_sweep("sweep", words, FLAGS) if words else EXIT_DONE
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -144,7 +144,7 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
         return run_search(command, Screen(SearchConsole())).exit_status
     from plait.cli.bench import run_benchmark
 
-    return run_benchmark(command, composed)
+    return run_benchmark(command, composed, flags)
 
 
 def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -> int:

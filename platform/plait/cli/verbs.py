@@ -144,13 +144,16 @@ Examples
         "plait.cli.main:bench",
         "list the named searches and benchmarks, or run one",
         hydra=True,
-        text=f"""plait bench [NAME [KEY=VALUE ...]]
+        text=f"""plait bench [NAME [--details] [--json] [KEY=VALUE ...]]
 
 List the named searches and benchmarks and how long each takes, or run one and
-print its figures next to the published ones. `plait bench NAME` is
-`plait sweep +sweeps=NAME`. Progress goes to standard error.
+print its main figures: the published value or a named baseline, ours, the
+difference, what is allowed, and whether ours is within it. `plait bench NAME`
+is `plait sweep +sweeps=NAME`. Progress goes to standard error.
 
-{_SETTINGS}  bench.options.KEY=VALUE an option of the benchmark; `plait bench NAME --help` shows
+{_SETTINGS}  --details               print all figures too, with notes and assumptions
+  --json                  print the whole report, or the list, as JSON
+  bench.options.KEY=VALUE an option of the benchmark; `plait bench NAME --help` shows
                           its file, with all of them
 {_HYDRA}
 Examples

@@ -1,0 +1,148 @@
+"""A benchmark's report as tables for the terminal, and as JSON for programs.
+
+A seam: how a report looks; what it is, ``plait.core.figures`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from plait.core.figures import USUAL_TOLERANCE, Baseline, Figure, Published, Report
+from plait.terminal.console import filled, plain
+
+DETAILS = ("figure", "ours", "unit", "how", "note")
+
+
+def show(report: Report, console: Console, *, details: bool) -> None:
+    """Print the figures that are compared with something; with ``details``, then all of them."""
+    compared = [figure for figure in report.figures if figure.headline]
+    for kind in (Published, Baseline):
+        if rows := [figure for figure in compared if isinstance(figure.beside, kind)]:
+            _show_compared(report.name, rows, console)
+    if compared:
+        console.print()
+    if details or not compared:
+        console.print(details_table(report))
+    else:
+        more = len(report.figures) - len(compared)
+        plain(console, f"--details shows {more} more figures, notes and assumptions; --json all of it.")
+
+
+def to_json(report: Report) -> str:
+    """The whole report; a number that is not finite has no place in JSON."""
+    figures = [_finite(figure.mapping()) for figure in report.figures]
+    return json.dumps({"name": report.name, "figures": figures, "assumptions": report.assumptions}, indent=2)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def details_table(report: Report) -> Table:
+    """All figures with their notes, and what was assumed."""
+    rows = [
+        (figure.name, number(figure.ours), figure.unit, figure.how, figure.note) for figure in report.figures
+    ]
+    table = filled(report.name, DETAILS, rows, left=set(DETAILS) - {"ours"})
+    table.caption = "\n".join(report.assumptions) or None
+    return table
+
+
+@dataclass(slots=True)
+class Notes:
+    """Numbered texts below a table, each once."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def mark(self, text: str) -> str:
+        """The mark that leads to a text."""
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"({self.texts.index(text) + 1})"
+
+
+def _show_compared(name: str, figures: Sequence[Figure], console: Console) -> None:
+    """One table of figures that are compared with the same kind of thing."""
+    notes = Notes()
+    console.print(compared_table(name, figures, notes))
+    for at, text in enumerate(notes.texts, start=1):
+        plain(console, f"({at}) {text}")
+    counts = Counter(figure.result for figure in figures if figure.result)
+    if len(counts) > 1 or len(figures) > 1:
+        plain(console, ", ".join(f"{count} {result}" for result, count in counts.items()))
+
+
+def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
+    """What each figure is compared with, ours, the difference, what is allowed, and whether it holds."""
+    published = isinstance(figures[0].beside, Published)
+    headings = ["figure", "published" if published else "baseline", "ours", "how"]
+    headings += ["difference" if published else "ratio", "allowed", "result"]
+    if with_plait := any(figure.plait is not None for figure in figures):
+        headings.append("Plait's plan")
+    table = Table(
+        title=name, title_justify="left", box=None, pad_edge=False, collapse_padding=True, header_style="bold"
+    )
+    for heading in headings:
+        words = heading in ("figure", "how", "result")
+        table.add_column(heading, justify="left" if words else "right", no_wrap=heading != "figure")
+    for figure in figures:
+        row = _cells(figure, notes)
+        plan = [] if not with_plait else [_value(figure.plait, figure.unit)]
+        table.add_row(*row, *plan)
+    return table
+
+
+def _cells(figure: Figure, notes: Notes) -> list[str]:
+    beside = figure.beside
+    assert beside is not None
+    what = beside.source if isinstance(beside, Published) else beside.name
+    why = "" if figure.result == "within" or not beside.why else notes.mark(beside.why)
+    return [
+        figure.name,
+        f"{_value(beside.value, figure.unit)} {notes.mark(what)}",
+        _value(figure.ours, figure.unit),
+        figure.how,
+        _difference(figure),
+        _allowed(figure),
+        " ".join(filter(None, (figure.result, why))),
+    ]
+
+
+def _difference(figure: Figure) -> str:
+    beside = figure.beside
+    assert beside is not None
+    difference = beside.difference(figure.ours)
+    if isinstance(beside, Baseline):
+        return f"{difference:.3g}×"
+    return f"{100 * difference:+.1f} %" if beside.relative else f"{difference:+,.4g} {figure.unit}"
+
+
+def _allowed(figure: Figure) -> str:
+    beside = figure.beside
+    if isinstance(beside, Baseline):
+        limits = (("≥", beside.at_least), ("≤", beside.at_most))
+        return " ".join(f"{sign} {limit:g}×" for sign, limit in limits if limit is not None)
+    assert beside is not None
+    sign = {"near": "±", "at most": "≤ +", "at least": "≥ −"}[beside.sense]
+    if beside.tolerance is None:
+        return f"{sign}{100 * USUAL_TOLERANCE:g} %"
+    return f"{sign}{beside.tolerance:,.4g} {figure.unit}"
+
+
+def _value(value: float | None, unit: str) -> str:
+    return "" if value is None else f"{number(value)} {unit}".strip()
+
+
+def number(value: float) -> str:
+    """A figure's value, to four digits where it has a fraction."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
