@@ -201,6 +201,22 @@ def test_what_is_not_there_is_refused(settings: ModelSettings, expected: str, tm
         load_model(settings, cache=tmp_path)
 
 
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would ask on the terminal, and `yes |` would answer."""
+    ran = tmp_path / "ran"
+    auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ModelError, match="Python code that comes with its files") as caught:
+        inspect_model(ModelSettings(kind="hf", id=str(tmp_path)), cache=tmp_path / "cache")
+    assert "Plait runs no code" in caught.value.rule
+    assert not ran.exists()
+    assert "[y/N]" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "content", ["null", "[]", '{"model_type": 5}', '{"model_type": "llama", "hidden_size": "x"}']
 )

@@ -105,7 +105,9 @@ def _without_weights(found: _Found) -> PreTrainedModel:
     """The model on the meta device."""
     try:
         with torch.device("meta"), quiet():
-            model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(found.config)
+            model: PreTrainedModel = cast(Any, AutoModelForCausalLM).from_config(
+                found.config, trust_remote_code=False
+            )
     except ValueError as error:
         raise ModelError(
             f"model {found.identity.name!r}: a model of type {found.config.model_type!r}",
@@ -205,12 +207,21 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
 
 
 def _ask(loader: Any, source: Source, **options: Any) -> Any:
-    """Call one of transformers' loaders; a failure becomes a ModelError."""
+    """Call one of transformers' loaders; a failure becomes a ModelError. Code that comes with the files is
+    never run, and nobody is asked whether it may be."""
     try:
         with quiet():
-            return loader(source.location, revision=source.revision or "main", **options)
+            return loader(
+                source.location, revision=source.revision or "main", trust_remote_code=False, **options
+            )
     except Exception as error:  # whatever the library makes of files that are not what they should be
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"model {source.name!r}: it needs Python code that comes with its files (auto_map)",
+                "Plait runs no code of a model's files, and the installed transformers has no such model.",
+                "Use a model whose model_type transformers knows, or a newer transformers that has this one.",
+            ) from error
         raise ModelError(
             f"model {source.name!r}: {first}",
             "The model must be a local folder, or a hub id that is cached or can be downloaded.",

