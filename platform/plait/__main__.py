@@ -4,7 +4,7 @@ search with ``-m``."""
 import sys
 from collections.abc import Sequence
 
-from plait.cli.main import ALONE, main
+from plait.cli.main import ALONE, leave, main
 from plait.cli.verbs import verbs
 
 MULTIRUN = ("-m", "--multirun")
@@ -24,4 +24,6 @@ def _is_word(argument: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(words(sys.argv[1:])))
+    status = main(words(sys.argv[1:]))
+    leave(status)
+    sys.exit(status)

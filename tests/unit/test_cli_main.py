@@ -1,6 +1,7 @@
 """The command itself: verbs, exit statuses, errors, completion, and what is not imported."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -240,6 +241,46 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
         os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""
+
+
+ENDLESS = """
+import atexit, sys, time
+from plait.cli import main as plait
+
+def wait(*_):
+    print("waiting", flush=True)
+    time.sleep(60)
+
+if sys.argv[1] == "at exit":
+    atexit.register(wait)
+    plait._dispatch = lambda _: 130
+else:
+    plait._dispatch = wait
+sys.argv[1:] = ["sweep"]
+sys.exit(plait.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "said"),
+    [
+        ("at start", signal.SIGTERM, "Interrupted."),
+        ("at start", signal.SIGHUP, "Interrupted."),
+        ("at exit", signal.SIGINT, ""),  # the second Ctrl-C: Python would show where it is at its own end
+    ],
+)
+def test_signals_at_the_start_and_at_the_end_leave_no_traceback(
+    where: str, number: signal.Signals, said: str
+) -> None:
+    command = [sys.executable, "-c", ENDLESS, where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "waiting\n"
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert errors.startswith(said)
+    assert "Traceback" not in errors
 
 
 def test_finding_a_verb_that_is_not_there() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import select
 import shlex
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from typing import Any
 
 from plait.cli.verbs import find, verbs
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, FULL_ERROR, ConfigError, PlaitError, StorageError
@@ -22,8 +25,41 @@ SHOWN_FIRST, SHOWN_LAST = 4000, 400  # characters of a longer text in an error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `plait`; the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130 interrupted."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Run `plait`; the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130 interrupted.
+
+    Without ``arguments`` it is the program itself, whose words they are, and ends with this call.
+    """
+    with _ended_by_signals():
+        status = _main(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        leave(status)
+    return status
+
+
+def leave(status: int) -> None:
+    """From here on Ctrl-C ends the process at once: nothing is left to save, and what Python does at its
+    exit would show a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: os._exit(status or EXIT_INTERRUPTED))
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the program as Ctrl-C does, wherever it is; a search that trains saves
+    its state first (``plait.search.run.Interrupts``). What nohup ignores stays ignored."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _main(given: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII must not end a search
     try:
@@ -31,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
-        with suppress(OSError):  # Ctrl-C also ends a `tee` that reads the output
+        # Ctrl-C also ends a `tee` that reads the output, and may come once more.
+        with suppress(OSError, KeyboardInterrupt):
             print(_interrupted(given), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -156,13 +193,6 @@ def profile(arguments: Sequence[str]) -> int:
     from plait.cli.app import run_sweep
 
     return run_sweep("profile", arguments, {"--json": False, "--without-weights": False})
-
-
-def data(arguments: Sequence[str]) -> int:
-    """Show the text that a search would train on, and what of it counts in the loss."""
-    from plait.cli.app import run_sweep
-
-    return run_sweep("data", arguments, {"--json": False})
 
 
 def bench(arguments: Sequence[str]) -> int:
