@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ NAMED_ROWS = 30  # adapters whose rows can all be labelled
 MOST_POINTS = 4_000  # of a scatter
 GIB = 2**30
 BY_RULE = "memory by rule (upper bound)"
+TO_PREDICT = "`plait profile`, with the search's settings, measures what later searches predict from."
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def predictions(sweep: Sweep) -> go.Figure:
         ),
     )
     if not any(pairs.iterations for _, series in sides for pairs, *_ in series):
-        return say(figure(), "There are no predictions for the steps of this search.")
+        return say(figure(), f"There are no predictions for the steps of this search. {TO_PREDICT}")
     made = make_subplots(1, 2, horizontal_spacing=0.12)
     made.update_layout(template=None, height=430, margin=MARGIN, showlegend=False)
     if ruled.iterations:
@@ -191,7 +193,8 @@ def predictions(sweep: Sweep) -> go.Figure:
         if there:
             _add_diagonal(made, there[-1][0], column)
         else:
-            _add_nothing(made, column)
+            measured = any(step.peak_bytes for step in sweep.steps) or column == 1
+            _add_nothing(made, column, f"Not predicted. {TO_PREDICT}" if measured else "Not measured.")
         for pairs, name, colour, symbol in there:
             _add_pairs(made, pairs, column, name=name, marker={"color": colour, "symbol": symbol})
     if fitted.iterations:
@@ -199,9 +202,9 @@ def predictions(sweep: Sweep) -> go.Figure:
     return made
 
 
-def _add_nothing(made: go.Figure, column: int) -> None:
+def _add_nothing(made: go.Figure, column: int, text: str) -> None:
     made.add_annotation(
-        text="not predicted or not measured",
+        text="<br>".join(textwrap.wrap(text, 40)),
         showarrow=False,
         x=0.5,
         y=0.5,

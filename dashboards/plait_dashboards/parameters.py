@@ -161,6 +161,11 @@ def importance_note(sweep: Sweep) -> str:
     if not found.shares:
         return ""
     said = f"Estimated from the measured objectives of {found.trials} finished trials."
+    if found.step:
+        said = (
+            f"Estimated from the objective of {found.trials} trials at step {found.step}, those that were "
+            "stopped early included."
+        )
     if found.few:
         said += " With so few trials this is only a hint; further trials may reverse the order."
     return said

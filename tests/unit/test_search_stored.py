@@ -56,7 +56,31 @@ def test_four_trials_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 4)
     found = read_study(None, tmp_path, "s").importance
     assert not found.shares
-    assert found.trouble == "Importance needs at least 5 finished trials. There are 4."
+    rule = "Importance needs 5 finished trials, or as many measured at one step."
+    assert found.trouble == f"{rule} 4 have finished."
+
+
+def test_trials_that_were_stopped_early_count_at_the_last_step_that_half_of_them_reached(
+    tmp_path: Path,
+) -> None:
+    """By halving at steps 2, 4 and 8; what comes after a step says nothing of those that it stopped."""
+    chance = random.Random(0)
+    made = optuna.create_study(study_name="s", storage=open_storage(None, tmp_path))
+    for number in range(40):
+        values = {name: chance.random() for name in SPACE}
+        good = (values["train.lr"] - 0.3) ** 2
+        steps = [2] if number % 2 else [2, 4] if number % 4 else [2, 4, 8]
+        made.add_trial(
+            create_trial(
+                params=values,
+                distributions=dict(SPACE),
+                state=TrialState.PRUNED,
+                intermediate_values={step: good if step == 4 else chance.random() for step in steps},
+            )
+        )
+    found = read_study(None, tmp_path, "s").importance
+    assert (found.step, found.trials, found.trouble) == (4, 20, "")
+    assert found.shares["train.lr"] > 0.8
 
 
 def test_five_trials_have_one(tmp_path: Path) -> None:
@@ -69,7 +93,7 @@ def test_five_trials_have_one(tmp_path: Path) -> None:
 def test_equal_objectives_have_no_importance(tmp_path: Path) -> None:
     study(tmp_path, 5, constant=True)
     assert read_study(None, tmp_path, "s").importance == Importance(
-        trials=5, trouble="All finished trials have the same objective."
+        trials=5, trouble="All of these trials have the same objective."
     )
 
 

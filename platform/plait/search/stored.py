@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from optuna.importance import get_param_importances
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from plait.core.errors import StorageError
 from plait.core.lifecycle import JobState
@@ -24,7 +24,7 @@ from plait.search.ownership import host_name, lives_here, this_host, trainer_of
 from plait.search.points import outside_of, values_of
 from plait.search.results import SearchEnd, describe_point
 from plait.search.stopper import RUNGS
-from plait.search.storage import JOURNAL, missing_file, open_storage
+from plait.search.storage import JOURNAL, missing_file, open_storage, quiet
 from plait.search.trials import Trial
 from plait.utils.addresses import redact
 
@@ -39,13 +39,15 @@ class Importance:
     """Shares of the searched keys, adding up to 1, largest first.
 
     Attributes:
-        trials: complete ones that the shares rest upon.
+        trials: those that the shares rest upon.
         trouble: why there are no shares; "" where there are.
+        step: at which all of them were measured; 0 where they are finished trials, by their objective.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
     trials: int = 0
     trouble: str = "No study was asked."
+    step: int = 0
 
     @property
     def few(self) -> bool:
@@ -112,19 +114,44 @@ def _measured(study: optuna.Study) -> tuple[StudyObjective, ...]:
 
 
 def _importance(study: optuna.Study) -> Importance:
-    trials = [item for item in study.get_trials(deepcopy=False) if _usable(item) and not outside_of(item)]
+    inside = [item for item in study.get_trials(deepcopy=False) if not outside_of(item)]
+    trials, step = [item for item in inside if _usable(item)], 0
     if len(trials) < LEAST_TRIALS:
-        rule = f"Importance needs at least {LEAST_TRIALS} finished trials."
-        return Importance(trials=len(trials), trouble=f"{rule} There are {len(trials)}.")
+        finished = len(trials)
+        trials, step = _at_one_step(study, inside)
+        if not trials:
+            rule = f"Importance needs {LEAST_TRIALS} finished trials, or as many measured at one step."
+            return Importance(trials=finished, trouble=f"{rule} {finished} have finished.")
     if len({tuple(item.values) for item in trials}) == 1:
-        return Importance(trials=len(trials), trouble="All finished trials have the same objective.")
+        return Importance(trials=len(trials), trouble="All of these trials have the same objective.")
+    quiet()  # of the study that is made in memory
+    beside = optuna.create_study(directions=study.directions)
+    beside.add_trials(trials)
     try:
-        shares = get_param_importances(study)  # for what the study's directions call better
+        shares = get_param_importances(beside)  # for what the study's directions call better
     except (ValueError, RuntimeError) as error:
         return Importance(trials=len(trials), trouble=str(error))
     if not shares or not all(math.isfinite(value) for value in shares.values()):
-        return Importance(trials=len(trials), trouble="No key was varied in all finished trials.")
-    return Importance(dict(sorted(shares.items(), key=lambda pair: -pair[1])), len(trials), "")
+        return Importance(trials=len(trials), trouble="No key was varied in all of these trials.")
+    return Importance(dict(sorted(shares.items(), key=lambda pair: -pair[1])), len(trials), "", step)
+
+
+def _at_one_step(study: Study, trials: Sequence[FrozenTrial]) -> tuple[list[FrozenTrial], int]:
+    """Trials by their objective at one step, those that were stopped early among them: at the last step at
+    which half of all that were measured are left, and ``LEAST_TRIALS``. None where no step has so many, or
+    where there are several objectives, of which no intermediate values are known."""
+    measured = [item for item in trials if item.intermediate_values]
+    counts = Counter(step for item in measured for step in item.intermediate_values)
+    least = max(LEAST_TRIALS, len(measured) / 2)
+    steps = [step for step, count in counts.items() if count >= least]
+    if not steps or len(study.directions) > 1:
+        return [], 0
+    chosen = [
+        create_trial(params=item.params, distributions=item.distributions, value=value)
+        for item in measured
+        if (value := item.intermediate_values.get(max(steps))) is not None
+    ]
+    return chosen, max(steps)
 
 
 def _usable(item: FrozenTrial) -> bool:
