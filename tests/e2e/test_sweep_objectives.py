@@ -106,7 +106,7 @@ def check_prior(
     assert main(["sweep", *short, *SEARCH[:2], *others]) == 2  # one objective
     assert "search.metric: was" in capsys.readouterr().err
     assert main(["sweep", *short, *SEARCH, *others]) == 0
-    said = f"search.prior=two: warm start from its {len(known)} finished trials; tpe"
+    said = f"search.prior=two: the sampler learns from its {len(known)} finished trials; tpe"
     assert said in capsys.readouterr().out
     storage = open_storage(None, folder / "plait-runs")
     new = optuna.load_study(study_name="new", storage=storage)

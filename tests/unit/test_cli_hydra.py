@@ -177,11 +177,15 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
             ["sweep", "search/stopping=threshold", "search.stopping.lower=3", "search.stopping.upper=2"],
             ["search.stopping.lower=3", "must not be above"],
         ),
-        (["train", "lr=1e-3"], ["unknown key lr", "Did you mean train.lr? Available: adapter,"]),
+        (
+            ["train", "lr=1e-3"],
+            ["unknown key lr", "Did you mean train.lr? Settings are GROUP.KEY=VALUE, in adapter,"],
+        ),
         (["train", "adaptr.rank=3"], ["unknown key adaptr.rank", "Did you mean adapter.rank?"]),
         (["sweep", "search/stoping=asha"], ["search/stoping", "Did you mean search/stopping?"]),
+        (["sweep", "model=llama"], ["model=llama", "model=hf model.id=ID"]),
         (["sweep", "model=tyni"], ["model=tyni", "Did you mean model=tiny", "smollm2-135m"]),
-        (["sweep", "data=a,b"], ["data=a", "jsonl, mixture, reasoning_gym"]),
+        (["sweep", "data=a,b"], ["data=a", "jsonl, reasoning_gym"]),
         (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
         (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
         (
@@ -222,7 +226,8 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "train.lr=${nothing}"], ["nothing"]),
         (["sweep", "engine=default,default"], ["engine is swept", "applies to the whole run"]),
         (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),
-        (["sweep", "search.sampler=sobol"], ["search.sampler=sobol", "qmc"]),
+        (["sweep", "search.sampler=sobol"], ["search.sampler=sobol", "Did you mean qmc?"]),
+        (["sweep", "search.sampler=bayes"], ["search.sampler=bayes", "Did you mean tpe or gp?"]),
         (["bench", "nothing"], ["plait bench nothing", "quickstart"]),
     ],
     ids=lambda value: (

@@ -24,11 +24,11 @@ from plait.core.objectives import Constraint, Objective, pareto_front
 from plait.core.settings import RunSettings, SearchSettings
 from plait.search.identity import identify
 from plait.search.objective import check_objectives
+from plait.search.prior import describe_prior
 from plait.search.results import SearchEnd, describe_result, write_result
 from plait.search.samplers import SAMPLERS
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
-from plait.search.warm_start import describe_prior
 from plait.tracking.leaderboard import JobRecord, Leaderboard
 
 DIRECTIONS = ("minimize", "maximize")
@@ -410,7 +410,7 @@ def test_it_is_said_when_a_sampler_begins_to_learn_from_an_earlier_search(
 ) -> None:
     settings = SearchSettings(sampler=sampler, sampler_options=options, prior="earlier")
     line = describe_prior(settings, known)
-    start = f"search.prior=earlier: warm start from its {known} finished trials"
+    start = f"search.prior=earlier: the sampler learns from its {known} finished trials"
     if said is None:
         assert line == start
     else:

@@ -17,11 +17,11 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.settings import SearchSettings
 from plait.engine.checkpoints import HEADER
 from plait.search.orders import Orders
+from plait.search.prior import EarlierTrial
 from plait.search.storage import from_anywhere, missing_file, open_storage
 from plait.search.study import StudyTrials
 from plait.search.suggest import derived_seed, distributions, make_sampler, one_torch_thread
 from plait.search.trials import Trial
-from plait.search.warm_start import EarlierTrial
 from plait.utils.addresses import redact, with_driver
 
 MIXED = ("adapter.rank=4,8,16", "train.lr=tag(log,interval(1e-5,1e-3))")

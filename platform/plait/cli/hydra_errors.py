@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from plait.cli.hydra_globals import own_hydra
-from plait.config.build import key_of
-from plait.config.fields import unknown_key
+from plait.config.build import JOB_GROUPS, RUN_GROUPS, key_of
+from plait.config.fields import likely, unknown_key
 from plait.core.errors import ConfigError, choices
 from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
@@ -57,7 +57,8 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             return ConfigError(
                 given, "The configuration of this data source does not define this key.", f"Add it: +{given}"
             )
-        unknown = unknown_key(key, there, _all_keys(key, arguments))
+        known = _all_keys(key, arguments)
+        unknown = unknown_key(key, there, known) if "." in key else _no_group(key, known)
         added = _MISSING_PLUS.search(text)
         extra = f" To add your own group, use a plus: {added[1]}" if added else ""
         return ConfigError(unknown.value, unknown.rule, f"{unknown.remedy}{extra}")
@@ -68,6 +69,15 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
             "Use `plait sweep` for several.",
         )
     return _unlisted(error.__cause__, arguments) or _as_it_is(error)
+
+
+def _no_group(key: str, known: Sequence[str]) -> ConfigError:
+    """The complaint about a key outside of every group."""
+    near = likely(key, known)
+    meant = f"Did you mean {' or '.join(near)}? " if near else ""
+    groups = choices([*JOB_GROUPS, *RUN_GROUPS])
+    listed = f"Settings are GROUP.KEY=VALUE, in {groups}; `plait sweep --help` lists them."
+    return ConfigError(f"unknown key {key}", "There is no such key.", f"{meant}{listed}")
 
 
 def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigError | None:
@@ -107,6 +117,11 @@ def _unknown_choice(error: MissingConfigException) -> ConfigError:
     remedy = f"{meant}Available: {choices(options)}."
     if group == "data" and name in SOURCES:
         remedy = f"A source from another package has no config group: use data.source={name} +data.KEY=VALUE."
+    if group == "model":
+        remedy = (
+            f"{meant}For a model of the Hugging Face hub or in a folder: model=hf model.id=ID. "
+            f"Available: {choices(options)}."
+        )
     return ConfigError(f"{group}={name}", f"Unknown {KINDS.get(group, group)} {name!r}.", remedy)
 
 

@@ -213,7 +213,7 @@ class SearchSettings:
             called best.
         enqueue: points to try first, by config key, as override text; the sampler suggests the keys that they
             leave out.
-        prior: an earlier study whose finished trials warm-start the sampler.
+        prior: an earlier study from whose finished trials the sampler learns.
         prior_storage: where that study is stored; None: in ``storage``.
         storage: None (a journal file under ``tracking.root``), a path or a database URL.
         params: search space in override syntax, by config key.
@@ -306,4 +306,4 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
-Mode = Literal["train", "plan", "profile", "data", "simulate", "bench"]
+Mode = Literal["train", "plan", "profile", "simulate", "bench"]

@@ -29,6 +29,7 @@ from plait.engine.build import (
 )
 from plait.engine.catalogue import DataCatalogue
 from plait.search.objective import check_kept, check_measured
+from plait.search.prior import check_prior
 from plait.search.recorded import recorded_command
 from plait.search.stopper import shortest_budget
 from plait.search.stopping import check_stopping, rung_steps
@@ -37,7 +38,6 @@ from plait.search.study import check_restart
 from plait.search.suggest import check_options
 from plait.search.tracked import Tracked, tracked_run
 from plait.search.trials import SearchCommand
-from plait.search.warm_start import check_prior
 from plait.tracking import AwayError
 from plait.utils.paths import cache_dir, search_folder
 
@@ -113,7 +113,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
-    return Prepared({"model": shape.digest} | material, data, settings, (*data.said, *said))
+    return Prepared({"model": shape.digest} | material, data, settings, said)
 
 
 def check_here(cluster: ClusterSettings) -> None:

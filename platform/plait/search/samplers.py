@@ -53,7 +53,15 @@ class Sampler:
     package: str = ""
 
 
-SAMPLERS: Registry[Sampler] = Registry("sampler", key="search.sampler", group="plait.samplers")
+ELSEWHERE = {  # what Weights & Biases, Ray Tune, scikit-optimize and Ax call it
+    **dict.fromkeys(("bayes", "bayesian", "bayesopt", "bo", "skopt", "hyperopt"), "tpe or gp"),
+    **dict.fromkeys(("gaussianprocess", "botorch", "ax"), "gp"),
+    **dict.fromkeys(("sobol", "halton", "lhs", "quasirandom"), "qmc"),
+    **dict.fromkeys(("evolution", "genetic", "nsga2"), "nsgaii"),
+}
+SAMPLERS: Registry[Sampler] = Registry(
+    "sampler", key="search.sampler", group="plait.samplers", elsewhere=ELSEWHERE
+)
 
 
 def of_optuna(name: str, **defaults: Any) -> Callable[..., BaseSampler]:

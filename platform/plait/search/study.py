@@ -46,12 +46,12 @@ from plait.search.objective import rejection
 from plait.search.orders import StudyOrders
 from plait.search.ownership import Claims, Workers, lives_here, trainer_of
 from plait.search.points import EnqueuedPoint, outside_of, points_left, read_enqueued, values_of
+from plait.search.prior import EarlierTrial, check_prior, earlier_trials
 from plait.search.samplers import check_sampler
 from plait.search.stopper import StudyRungs
 from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
 from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
-from plait.search.warm_start import EarlierTrial, check_prior, earlier_trials
 from plait.tracking.tables import TABLES
 
 
@@ -115,7 +115,7 @@ class StudyTrials:
         self.shared.patience(lambda: keep_space(self._study, space))
         self.orders = StudyOrders(self.shared)
         self.rungs = StudyRungs(self.shared, settings, self.claims.signed)
-        self.prior = self.shared.patience(self._warm_start)
+        self.prior = self.shared.patience(self._earlier_trials)
         self._suggester = Suggester(self._study, settings, space, self.prior)
         self.shared.patience(self._tidy_up)
         if points:
@@ -222,7 +222,7 @@ class StudyTrials:
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
             enqueue(self._study, point.values, beyond=own >= self._settings.trials, request=point.request)
 
-    def _warm_start(self) -> tuple[EarlierTrial, ...]:
+    def _earlier_trials(self) -> tuple[EarlierTrial, ...]:
         if self._settings.prior is None:
             return ()
         with self.shared.exclusive():

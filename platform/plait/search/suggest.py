@@ -29,8 +29,8 @@ from plait.core.errors import SearchError
 from plait.core.settings import SearchSettings
 from plait.core.space import Choice, Dimension, Domain, Point, Real, Space, Value, Values, Whole
 from plait.search.points import as_written, outside_of, tried_points
+from plait.search.prior import EarlierTrial
 from plait.search.samplers import SAMPLERS
-from plait.search.warm_start import EarlierTrial
 
 SPACE = "plait.space"  # study: what is searched, by key
 ATTEMPTS = 6  # times that a sampler is asked for an untried combination before one is chosen without it

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from plait.core.errors import ConfigError, choices
@@ -21,13 +22,23 @@ class Registry(Generic[T]):
         key: the config key that names one, as in "search.stopping.kind".
         modules: modules that register their entries when they are imported; imported at the first lookup.
         group: entry-point group of further such modules, from other packages.
+        elsewhere: what others call it, and the entries that are meant.
     """
 
-    def __init__(self, kind: str, *, key: str, modules: tuple[str, ...] = (), group: str = "") -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        key: str,
+        modules: tuple[str, ...] = (),
+        group: str = "",
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.kind = kind
         self.key = key
         self._modules = modules
         self._group = group
+        self._elsewhere = elsewhere
         self._entries: dict[str, T] = {}
         self._loaded = False
 
@@ -52,10 +63,12 @@ class Registry(Generic[T]):
         """
         self._load()
         if name not in self._entries:
+            meant = self._elsewhere.get(name.lower().replace("_", ""))
+            near = f"Did you mean {meant}? " if meant else did_you_mean(name, self._entries)
             raise ConfigError(
                 f"{self.key}={name}",
                 f"Unknown {self.kind} {name!r}.",
-                f"{did_you_mean(name, self._entries)}Available: {choices(sorted(self._entries))}.",
+                f"{near}Available: {choices(sorted(self._entries))}.",
             )
         return self._entries[name]
 

@@ -1,4 +1,4 @@
-"""Warm start of the sampler: finished trials of an earlier study (search.prior)."""
+"""What the sampler knows from an earlier study: its finished trials (search.prior)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def earlier_trials(
 
 def describe_prior(settings: SearchSettings, known: int) -> str:
     """What the sampler makes of so many trials of an earlier study, for the user."""
-    line = f"search.prior={settings.prior}: warm start from its {known} finished trials"
+    line = f"search.prior={settings.prior}: the sampler learns from its {known} finished trials"
     needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
         return line
@@ -97,7 +97,7 @@ def read_prior(
     if lines:
         raise SearchError(
             f"search.prior={settings.prior}",
-            "A study can warm-start the sampler if it searched the same keys by the same objective:\n"
+            "The sampler can learn from a study that searched the same keys by the same objective:\n"
             + "\n".join(lines),
             "Use the same keys and objective (ranges may differ), or leave out search.prior.",
         )
