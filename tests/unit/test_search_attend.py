@@ -2,11 +2,16 @@
 
 from types import SimpleNamespace
 
+from job_results import ended
+
 from plait.core.lifecycle import JobState
 from plait.search.launch import Attend
 from plait.search.orders import Orders
 from plait.search.ownership import DeadWorker, Owner
+from plait.terminal.text import status_line
 from plait.tracking.leaderboard import JobRecord, Leaderboard
+
+CLAIMS = SimpleNamespace(own=set(), dead_workers=list)
 
 
 def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
@@ -16,7 +21,7 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
         board.add(JobRecord(f"trial-{number:04d}", number, {}, state=JobState.RUNNING))
     gone = DeadWorker(Owner("w", "vm", "7-w"), {0: 3, 1: 5})
     source = SimpleNamespace(
-        revision=0, total=2, claims=SimpleNamespace(own={0}, dead_workers=lambda: [gone])
+        revision=0, total=2, claims=SimpleNamespace(own={0}, dead_workers=lambda: [gone]), finished=list
     )
     said: list[str] = []
     Attend(source, board, said.append, Orders)()
@@ -27,7 +32,7 @@ def test_what_is_taken_up_in_the_same_look_is_not_orphaned() -> None:
 def test_the_total_that_is_shown_is_the_studys() -> None:
     """What was added by hand counts before it begins; the study is asked when something happened, or a while
     later."""
-    source = SimpleNamespace(revision=0, total=14, claims=SimpleNamespace(own=set(), dead_workers=list))
+    source = SimpleNamespace(revision=0, total=14, claims=CLAIMS, finished=list)
     board = Leaderboard("minimize", 12)
     times = iter((0.0, 1.0, 2.0, 10.0))
     attend = Attend(source, board, print, Orders, clock=lambda: next(times))
@@ -39,9 +44,23 @@ def test_the_total_that_is_shown_is_the_studys() -> None:
     assert shown == [14, 14, 16, 17]
 
 
+def test_trials_that_other_workers_ended_are_shown_at_once() -> None:
+    """The store tells of them a while later; what this worker trains it knows better than the study."""
+    board = Leaderboard("minimize", 3)
+    board.add(JobRecord("trial-0001", 1, {}, state=JobState.RUNNING, steps=10, step=5))
+    results = [ended("finished", 1.5, job="trial-0000", trial=0), ended("stopped", job="trial-0001", trial=1)]
+    claims = SimpleNamespace(own={1}, dead_workers=list)
+    source = SimpleNamespace(revision=0, total=3, claims=claims, finished=lambda: results)
+    Attend(source, board, print, Orders)()
+    assert status_line(board, None).endswith("1 of 3 ended, 1 running")
+    best = board.best()
+    assert best is not None
+    assert (best.name, best.objective) == ("trial-0000", 1.5)
+
+
 def test_a_store_that_goes_away_and_comes_back_is_told_once() -> None:
     answers = iter(["no answer", "no answer", "", "", "refused", "refused", ""])
-    source = SimpleNamespace(revision=0, total=2, claims=SimpleNamespace(own=set(), dead_workers=list))
+    source = SimpleNamespace(revision=0, total=2, claims=CLAIMS, finished=list)
     said: list[str] = []
     attend = Attend(
         source, Leaderboard("minimize", 2), said.append, Orders, lambda: next(answers), store="http://a"

@@ -19,7 +19,7 @@ from plait.config.overrides import read_request
 from plait.core.errors import CapacityError, ConfigError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.lifecycle import JobResult, JobState, PauseReason
-from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress
+from plait.core.messages import Event, JobAdmitted, JobEvaluated, JobGenerated, JobProgress, Notice
 from plait.core.objectives import Constraint
 from plait.core.settings import SearchSettings, StoppingSettings
 from plait.search.objective import METRICS, Observed, check_measured, check_objectives
@@ -253,6 +253,7 @@ def test_a_job_that_cannot_be_made_or_taken_fails_alone() -> None:
     states = [item.state for item in bench.trials]
     assert [number for number, state in enumerate(states) if state == TrialState.FAIL] == [3, 5]
     assert "trial-0005" not in bench.notes.started
+    assert Notice("trial-0005 failed: adapter.rank=0 too small") in bench.notes.events
     assert ("trial-0003", "failed", None, "too large") in bench.notes.judged
 
 

@@ -11,8 +11,11 @@ from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import Event, GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.engine.coordinator import INTERRUPTED
 from plait.terminal.text import share_done, status_line
-from plait.terminal.view import EXITING, Terminal, jobs_table, print_summary
+from plait.terminal.view import EXITING as ANSWER
+from plait.terminal.view import Terminal, jobs_table, print_summary
 from plait.tracking.leaderboard import JobRecord, Leaderboard
+
+EXITING = ANSWER.format("")
 
 
 def interrupted_search(console: Console) -> tuple[Leaderboard, Terminal]:
@@ -57,6 +60,15 @@ def test_ctrl_c_is_answered_at_once_and_leaves_the_live_view_whole(
         view.refresh()
         assert len(console.file.getvalue()) == drawn  # type: ignore[attr-defined]
     assert EXITING not in console.file.getvalue()[drawn:]  # type: ignore[attr-defined]
+
+
+def test_the_answer_to_ctrl_c_says_how_long_a_step_takes(capfd: pytest.CaptureFixture[str]) -> None:
+    with Terminal(Leaderboard("minimize", 1), Console(file=io.StringIO())) as view:
+        view.handle(GroupStep("g0", 1, ("trial-0000",), 1, 100, 12.4, None, 256))
+        view.announce()
+    assert capfd.readouterr().err.startswith(
+        "\nFinishing this step, then exiting (a step takes about 12 s). "
+    )
 
 
 def test_ctrl_c_is_answered_in_a_line_where_there_is_no_live_view(capfd: pytest.CaptureFixture[str]) -> None:

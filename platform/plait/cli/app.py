@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,6 +92,8 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
         PlaitError: bad input of any kind, Hydra's own complaints included.
     """
     _check_options(program, arguments)
+    # Hydra shows what any library logs; this one tells that it has found its fonts.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     application = Application([*program.split(), *arguments], flags or {})
     start = hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=ROOT)(application)
     with _command_line(program, arguments), _errors_come_through(), explained(application, arguments):

@@ -30,6 +30,7 @@ from plait.search.checks import Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
+from plait.search.prior import describe_prior
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
@@ -45,7 +46,6 @@ from plait.search.storage import Patience, existing_storage, from_anywhere, open
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
-from plait.search.warm_start import describe_prior
 from plait.tracking import Begun, DataFacts, Peers, SearchFacts, Tracker, data_facts, locate
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
@@ -84,11 +84,12 @@ def run_search(
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
     """
     check_command(command)
+    screen.say("Opening the tracking store ...")
     away = ask_store(command.settings)
     identity = identify(command.space, command.base, command.settings)
     name = command.settings.search.name or identity.name
     began, tracked = find_search(command, name, away)
-    prepared = prepare(command, name) if command.settings.search.fresh or not began else None
+    prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
     interrupts = Interrupts(screen.announce, signals)
     source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
     try:
@@ -118,6 +119,11 @@ def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
         prior=None,
     )
     return run_search(replace(command, settings=replace(settings, search=one), verb="train"), screen)
+
+
+def _prepare(command: SearchCommand, name: str, screen: Screen) -> Prepared:
+    screen.say("Tokenising the data, or reading it from the cache ...")
+    return prepare(command, name)
 
 
 def _open_study(command: SearchCommand, identity: Identity, patience: Patience) -> StudyTrials:
@@ -209,7 +215,7 @@ class _Launch:
             return self._nothing_to_train(SearchEnd(tuple(source.finished()), why=why))
         if self._tracked.away is not None:
             self._say(without_store(self._tracked.away, settings, source.name))
-        return self._train_all(prepared or prepare(self._command, source.name))
+        return self._train_all(prepared or _prepare(self._command, source.name, self._screen))
 
     def _nothing_to_train(self, done: SearchEnd) -> SearchEnd:
         """What is left of a search that is finished, or gave up: say so."""
@@ -246,6 +252,7 @@ class _Launch:
         settings, source, data = self._settings, self._source, prepared.data
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers)
+        self._say("Loading the model ...")
         with tracker:
             coordinator = build_coordinator(
                 settings, data.catalogue, folder, source.states_folder, tracker.commit
@@ -407,7 +414,15 @@ class Attend:
         if self.source.revision != self._revision or now >= self._next_look:  # each look reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
             self._next_look = now + LOOK_SECONDS
+            self._take_ended()
         return orders
+
+    def _take_ended(self) -> None:
+        """Show the trials that other processes have ended: the store tells of them later."""
+        for result in self.source.finished():
+            known = self.board.jobs.get(result.job)
+            if result.trial not in self.source.claims.own and (known is None or not known.ended):
+                self.board.take_result(result)
 
     def _watch_store(self) -> None:
         """Say it when the tracking store goes away, and when it is back."""

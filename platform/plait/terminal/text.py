@@ -117,9 +117,9 @@ def losses(board: Leaderboard) -> list[str]:
     by the evaluations while no job has finished."""
     live = [job.loss for job in board.jobs.values() if job.live and job.loss is not None]
     parts = (
-        [f"train loss {number(min(live))}" + (f", median {number(median(live))}" if live[1:] else "")]
-        if live
-        else []
+        [f"lowest train loss {number(min(live))}, median {number(median(live))}"]
+        if live[1:]
+        else [f"train loss {number(each)}" for each in live]
     )
     if (best := board.best()) is not None:
         parts.append(f"best {number(best.objective)} ({best.name})")

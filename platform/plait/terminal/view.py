@@ -7,6 +7,7 @@ by rich's, which takes several times as long.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import time
 from bisect import bisect_right
@@ -58,7 +59,7 @@ from plait.utils.durations import duration
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
 SHARE = 0.01  # of the time may go into drawing: the training thread draws
 LINES_AROUND = 6  # of the live view around the jobs: heading, status, best and room for the prompt
-EXITING = "Finishing this step, then exiting. Press Ctrl-C again to exit at once."
+EXITING = "Finishing this step, then exiting{}. Press Ctrl-C again to exit at once."
 CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
 TOGETHER = (JobEvaluated, JobGenerated, JobResult)
@@ -81,7 +82,6 @@ STATE = 10  # characters, so that the columns do not move
 GAP = "  "
 HEADING = Style(bold=True)
 DECAY = 0.99  # of an iteration's weight with each that follows it
-LEAST_ITERATIONS = 5  # before the remaining time is estimated
 
 
 class Terminal:
@@ -112,7 +112,9 @@ class Terminal:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if not self._console.is_terminal:
+            self._shown = -math.inf  # a line after the first iteration
+        else:
             # Events refresh it, not a thread: the leaderboard must not change while it is drawn.
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
@@ -152,12 +154,18 @@ class Terminal:
         of a line that the console writes, whose buffer it would write again. In the live view the answer
         overwrites the last line, from which the next drawing finds its way up."""
         self._exiting = True
-        live = self._live is not None
+        live, text = self._live is not None, self._exiting_text()
         try:
-            os.write(1 if live else 2, (f"\r\x1b[2K{EXITING}" if live else f"\n{EXITING}\n").encode())
+            os.write(1 if live else 2, (f"\r\x1b[2K{text}" if live else f"\n{text}\n").encode())
         except OSError as error:  # Ctrl-C also ends a `tee` that reads the output
             if error.errno == errno.EIO:
                 leave_terminal()
+
+    def _exiting_text(self) -> str:
+        """The answer to Ctrl-C, with how long a step takes as far as that is known."""
+        seconds = self._pace.step_seconds
+        known = "" if seconds is None else f" (a step takes about {duration(max(seconds, 1.0))})"
+        return EXITING.format(known)
 
     def refresh(self) -> None:
         """Draw the live view where that is due: while no job trains no event brings it about."""
@@ -184,7 +192,7 @@ class Terminal:
         status = status_rows(self._board, self.seconds_left, self._console.width)
         lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
         if self._exiting:
-            lines.append(Text(EXITING, "yellow", no_wrap=True, overflow="ellipsis"))
+            lines.append(Text(self._exiting_text(), "yellow", no_wrap=True, overflow="ellipsis"))
         elif best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
         return Group(jobs_table(self._board, rows, self._console.width), *lines)
@@ -387,8 +395,11 @@ def _short(text: str) -> str:
 class Pace:
     """Recent seconds for one optimiser step of one job; time in which all jobs were paused is not counted.
 
-    The time a search still needs follows from it and from what remains of the jobs. ``board`` handles each
-    event first.
+    The time a search still needs follows from it and from what remains of the jobs: crude after the first
+    iteration, better with each. ``board`` handles each event first.
+
+    Attributes:
+        step_seconds: of the last iteration; None before there is one.
     """
 
     def __init__(self, board: Leaderboard, clock: Callable[[], float]) -> None:
@@ -398,6 +409,7 @@ class Pace:
         self._last: float | None = None  # end of the last iteration; None if no job has trained since
         self._iterations = 0
         self._interrupted = False
+        self.step_seconds: float | None = None
         self._seconds = self._steps = 0.0
 
     def handle(self, event: Event) -> None:
@@ -411,6 +423,9 @@ class Pace:
         elif isinstance(event, GroupStep):
             now = self._clock()
             seconds = event.seconds if self._last is None else now - self._last
+            if self._iterations == 1:  # the first one also warms up kernels and caches
+                self._seconds = self._steps = 0.0
+            self.step_seconds = seconds
             self._seconds = DECAY * self._seconds + seconds
             self._steps = DECAY * self._steps + len(event.jobs)
             self._iterations += 1
@@ -423,7 +438,7 @@ class Pace:
     @property
     def seconds_left(self) -> float | None:
         """Wall-clock seconds that the whole search still needs; None before they can be estimated."""
-        if self._iterations < LEAST_ITERATIONS or self._interrupted:
+        if not self._iterations or self._interrupted:
             return None
         left = steps_left(list(self._board.jobs.values()), self._board.trials)
         return None if left is None else left * self._seconds / self._steps
