@@ -11,7 +11,8 @@ from plait.core.jobs import DataSpec
 from plait.data.loading import check_data
 from plait.data.sources import SOURCES, parse_options
 
-CONF = Path(__file__).parents[2] / "conf" / "data"
+ROOT = Path(__file__).parents[2]
+CONF, SWEEPS = ROOT / "conf" / "data", ROOT / "sweeps"
 
 
 @pytest.mark.parametrize("source", SOURCES.names())
@@ -97,3 +98,9 @@ def test_wrong_options_are_refused(spec, words):
         check_data(spec)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted(SWEEPS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_named_searches_set_options_that_there_are(path):
+    data = yaml.safe_load(path.read_text()).get("data", {})
+    parse_options(DataSpec.of(data.pop("source", "reasoning_gym"), **data))
