@@ -59,11 +59,11 @@ class JointSide:
 
     def steps(self, job: JobSpec) -> int:
         """Optimiser steps of the job's budget."""
-        return DataOrder.of(job.train, len(self.split(job))).steps
+        return DataOrder.over(job.train, self.split(job)).steps
 
     def batch(self, job: JobSpec, step: int) -> GlobalBatch:
         """The global batch of one optimiser step; steps beyond the budget repeat its batches."""
-        order = DataOrder.of(job.train, len(self.split(job)))
+        order = DataOrder.over(job.train, self.split(job))
         return training_batch(job, order, self.split(job), (step - 1) % order.steps + 1)
 
     def pack(self, jobs: Sequence[JobSpec], step: int, capacity: int) -> tuple[Microbatch, ...]:

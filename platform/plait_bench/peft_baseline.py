@@ -140,7 +140,7 @@ class PeftBaseline:
 
     def _batches(self, job: JobSpec, split: Split, step: int) -> tuple[Iterator[PaddedBatch], int]:
         """The turns of one optimiser step, and the labelled tokens of all of them."""
-        order = DataOrder.of(job.train, len(split))
+        order = DataOrder.over(job.train, split)
         samples = [split[index] for index in training_batch(job, order, split, step).samples]
         labelled = sum(int(sample.labels.sum()) for sample in samples)
         size = job.train.batch_size
@@ -180,7 +180,7 @@ class Training:
         self._adapter = adapter
         self._job = job
         self._split = split
-        self.steps = DataOrder.of(job.train, len(split)).steps
+        self.steps = DataOrder.over(job.train, split).steps
         self.done = self.tokens = self.positions = 0
 
     def step(self) -> float:

@@ -95,7 +95,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("engine.capacity=8", "data.overlong=error"), "tokens"),
+        (("engine.capacity=8",), "tokens"),
         (("adapter.target_modules=[nothing]",), "nothing"),
         (("cluster.kind=moon",), "local or described"),
     ],

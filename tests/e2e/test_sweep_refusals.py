@@ -124,7 +124,7 @@ def test_a_faulty_file_is_refused_before_the_model_loads(
         "data=jsonl",
         "data.path=rows.jsonl",
         "data.validation=1",
-        "data.loss=all",
+        "data.overlong=refuse",
         "adapter.rank=1,2",
     ]
     assert main(["sweep", "model=tiny", *arguments]) == 2

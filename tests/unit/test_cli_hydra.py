@@ -185,7 +185,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "search/stoping=asha"], ["search/stoping", "Did you mean search/stopping?"]),
         (["sweep", "model=llama"], ["model=llama", "model=hf model.id=ID"]),
         (["sweep", "model=tyni"], ["model=tyni", "Did you mean model=tiny", "smollm2-135m"]),
-        (["sweep", "data=a,b"], ["data=a", "jsonl, reasoning_gym"]),
+        (["sweep", "data=a,b"], ["data=a", "jsonl, mixture, reasoning_gym"]),
         (["sweep", "+sweeps=quick"], ["sweeps=quick", "Did you mean sweeps=quickstart"]),
         (["sweep", "adapter.rank=choice(1,2"], ["cannot be read", "KEY=VALUE"]),
         (

@@ -127,7 +127,7 @@ def wrong(config: dict[str, Any]) -> ConfigError:
             "Did you mean search.stopping.kind=asha? ",
         ),
         ({"planer": {}}, "planer", "Did you mean planner"),
-        ({"mode": "play"}, "mode='play'", "bench, plan, profile, simulate, train"),
+        ({"mode": "play"}, "mode='play'", "bench, data, plan, profile, simulate, train"),
         ({"tracking": {"flush_seconds": -1}}, "tracking.flush_seconds=-1", "at least"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

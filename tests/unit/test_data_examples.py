@@ -1,13 +1,17 @@
 """Rows of every format become examples; rows that cannot be used say why and where."""
 
+import json
+
 import pytest
 
 from plait.core.errors import DataError
-from plait.data.examples import Conversation, NamedFields, Pair, Text, Turn, read_example
+from plait.data.examples import Conversation, NamedFields, Pair, Text, read_example
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}
-TALK = Conversation((Turn("user", "2+2?", False), Turn("assistant", "4", True)))
+TALK = Conversation((USER, ANSWER))
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.mark.parametrize(
@@ -15,7 +19,11 @@ TALK = Conversation((Turn("user", "2+2?", False), Turn("assistant", "4", True)))
     [
         pytest.param({"text": "abc", "id": 3}, Text("abc"), id="text"),
         pytest.param({"prompt": "a ", "completion": "b"}, Pair("a ", "b", ""), id="prompt-completion"),
-        pytest.param({"prompt": [USER], "completion": [ANSWER]}, TALK, id="conversational"),
+        pytest.param(
+            {"prompt": [USER], "completion": [ANSWER]},
+            Conversation((USER, ANSWER), prompt=1),
+            id="conversational",
+        ),
         pytest.param({"messages": [USER, ANSWER]}, TALK, id="messages"),
         pytest.param({"instruction": "do", "input": "", "output": "x"}, Pair("do", "x", "\n\n"), id="alpaca"),
         pytest.param(
@@ -34,19 +42,31 @@ TALK = Conversation((Turn("user", "2+2?", False), Turn("assistant", "4", True)))
                 "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
             },
             Conversation(
-                (Turn("system", "be brief", False), Turn("user", "q", False), Turn("assistant", "a", True))
+                (
+                    {"role": "system", "content": "be brief"},
+                    {"role": "user", "content": "q"},
+                    {"role": "assistant", "content": "a"},
+                )
             ),
             id="sharegpt-system",
         ),
+        pytest.param({"messages": json.dumps([USER, ANSWER])}, TALK, id="json-in-a-cell"),
+        pytest.param(
+            {"messages": [USER | {"name": None}, CALL | {"content": None}], "tools": [TOOL]},
+            Conversation((USER, CALL), tools=(TOOL,)),
+            id="tools",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER], "chat_template_kwargs": {"thinking": False, "other": None}},
+            Conversation((USER, ANSWER), settings={"thinking": False}),
+            id="settings",
+        ),
+        pytest.param({"messages": None, "prompt": None, "text": "abc"}, Text("abc"), id="nulls-of-a-table"),
+        pytest.param({"prompt": "[{", "completion": "[{}]"}, Pair("[{", "[{}]", ""), id="text-like-a-list"),
     ],
 )
 def test_each_format_is_read(row, example):
     assert read_example(row, "here") == example
-
-
-def test_only_the_completions_assistant_turns_of_a_conversational_pair_are_answers():
-    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
-    assert [turn.answer for turn in read_example(row, "here").turns] == [False, False, False, True]
 
 
 def test_named_fields_come_before_known_formats():
@@ -75,11 +95,23 @@ def test_named_fields_come_before_known_formats():
             id="half-a-character",
         ),
         pytest.param({"messages": []}, None, ["messages is []", "list of messages"], id="no-messages"),
-        pytest.param({"messages": [USER]}, None, ["roles user", "this row has none"], id="no-answer"),
+        pytest.param(
+            {"messages": [USER | {"content": ["a", "b"]}]}, None, ["content is ['a', 'b']"], id="parts"
+        ),
+        pytest.param({"messages": "[{"}, None, ["messages is '[{'", "list of messages"], id="no-json"),
+        pytest.param({"prompt": [USER]}, None, ["fields prompt"], id="half"),
+        pytest.param({"prompt": [USER], "completion": "x"}, None, ["completion is 'x'"], id="mixed"),
+        pytest.param({"messages": [USER], "tools": "x"}, None, ["tools is 'x'", "functions"], id="tools"),
+        pytest.param(
+            {"messages": [USER], "chat_template_kwargs": 3},
+            None,
+            ["chat_template_kwargs is 3"],
+            id="settings",
+        ),
         pytest.param(
             {"messages": [{"role": "robot", "content": "x"}]},
             None,
-            ["'robot'", "assistant, system, tool, user"],
+            ["'robot'", "assistant, developer, system, tool, user"],
             id="role",
         ),
         pytest.param(
@@ -97,3 +129,21 @@ def test_a_row_that_cannot_be_used_says_why_and_where(row, named, words):
     assert str(caught.value).startswith("train.jsonl, line 7: ")
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": ["x" * 9_000_000]},
+        {"text": [0] * 9_000_000},
+        {"prompt": "x", "completion": b"x" * 9_000_000},
+        {"x" * 9_000_000: 1},
+        {f"field {number}": number for number in range(100_000)},
+        {"messages": "x" * 9_000_000},
+        {"messages": [{"role": "x" * 9_000_000, "content": ""}]},
+    ],
+)
+def test_an_error_does_not_repeat_a_long_row(row):
+    with pytest.raises(DataError) as caught:
+        read_example(row, "here")
+    assert len(str(caught.value)) < 1000

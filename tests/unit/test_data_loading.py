@@ -12,35 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym import factory
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenisers import CHATML, byte_tokeniser
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from plait.core.errors import ConfigError, DataError, InputError, StorageError
 from plait.core.jobs import DataSpec
-from plait.core.samples import Sample, Split
-from plait.data.loading import check_data, generation_limit, load_data, score
+from plait.core.samples import RowCounts, Sample, Split
+from plait.data.loading import check_data, describe_rows, generation_limit, load_data, score
 from plait.data.sources import parse_options
 from plait.data.tasks import HASH_DEPENDENT, TaskOptions, generate_task
 from plait.data.tokenising import Rendered, tokenise
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 GSM8K = Path(__file__).parents[2].parent / "shared" / "data" / "gsm8k" / "train.jsonl"
-
-
-def byte_tokeniser(merges=(), template=CHATML):
-    """A byte-level tokeniser with as many merges as a test asks for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {
-        token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in merges)])
-    }
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +42,7 @@ def labelled_text(sample, tokeniser):
 
 
 def load_rows(rows, tmp_path, tokeniser, **options):
-    spec = DataSpec.of("jsonl", path=write(tmp_path / "rows.jsonl", rows), validation=0, **options)
+    spec = DataSpec.of("file", path=write(tmp_path / "rows.jsonl", rows), validation=0, **options)
     check_data(spec)
     return load_data(spec, tokeniser, max_length=200, cache=tmp_path / "cache").train
 
@@ -80,7 +64,11 @@ ANSWER = {"role": "assistant", "content": "4"}
             id="bytes",
         ),
         pytest.param(
-            {"prompt": "ab", "completion": "c"}, {"loss": "all"}, "abc<|im_end|>", "bc<|im_end|>", id="all"
+            {"prompt": "ab", "completion": "c"},
+            {"completion_only_loss": False},
+            "abc<|im_end|>",
+            "bc<|im_end|>",
+            id="all",
         ),
         pytest.param(
             {"q": "a", "r": "b"},
@@ -91,40 +79,45 @@ ANSWER = {"role": "assistant", "content": "4"}
         ),
         pytest.param(
             {"messages": [USER, ANSWER, USER, ANSWER]},
-            {"separator": "|"},
+            {"template": "plain", "separator": "|", "assistant_only_loss": True},
             "User: 2+2? |Assistant: 4<|im_end|>|User: 2+2? |Assistant: 4<|im_end|>",
             "4<|im_end|>4<|im_end|>",
-            id="turns",
+            id="plain-turns",
         ),
         pytest.param(
             {"messages": [USER, ANSWER, USER]},
-            {"separator": "|"},
-            "User: 2+2? |Assistant: 4<|im_end|>",
+            {"template": "plain", "separator": "|", "assistant_only_loss": True},
+            "User: 2+2? |Assistant: 4<|im_end|>|User: 2+2? <|im_end|>",
             "4<|im_end|>",
-            id="unanswered-end",
+            id="plain-unanswered-end",
         ),
         pytest.param(
-            {"messages": [USER, ANSWER, USER, ANSWER]},
-            {"template": "chat"},
-            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>",
-            "4<|im_end|>4<|im_end|>",
-            id="chat-turns",
+            {"prompt": [USER], "completion": [ANSWER]},
+            {"template": "plain", "separator": "|"},
+            "User: 2+2? |Assistant: 4<|im_end|>",
+            "4<|im_end|>",
+            id="plain-prompt",
+        ),
+        pytest.param(
+            {"messages": [USER, ANSWER]},
+            {},
+            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n",
+            "user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n",
+            id="chat",
         ),
         pytest.param(
             {"prompt": "p", "completion": "c"},
             {"template": "chat"},
-            "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nc<|im_end|>",
-            "c<|im_end|>",
+            "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n",
+            "c<|im_end|>\n",
             id="chat-pair",
         ),
         pytest.param(
-            {"messages": [USER, ANSWER, USER]},
-            {"template": "chat", "loss": "all"},
-            "<|im_start|>user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-            "<|im_start|>user\n2+2? <|im_end|>",
-            "user\n2+2? <|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\n2+2? <|im_end|>",
-            id="chat-all",
+            {"messages": [USER, ANSWER]},
+            {"chat_template": "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"},
+            "[u]2+2? [a]4",
+            "u]2+2? [a]4",
+            id="own-template",
         ),
     ],
 )
@@ -136,7 +129,7 @@ def test_text_and_labels_of_each_kind_of_row(row, options, text, labelled, tmp_p
 
 def test_plain_and_templated_rows_keep_their_order(tmp_path, tokeniser):
     rows = [{"text": "aa"}, {"messages": [USER, ANSWER]}, {"text": "bb"}]
-    split = load_rows(rows, tmp_path, tokeniser, template="chat")
+    split = load_rows(rows, tmp_path, tokeniser)
     assert [tokeniser.decode(split[i].tokens)[:3] for i in range(3)] == ["aa<", "<|i", "bb<"]
 
 
@@ -153,7 +146,7 @@ def test_a_token_is_labelled_exactly_when_it_holds_a_labelled_character(pieces, 
             spans.append((len(text), len(text) + len(piece)))
         text += piece
         bytes_labelled += [counts] * len(piece.encode())
-    (sample,) = tokenise([Rendered(text, tuple(spans or [(0, 0)]), special=False)], tokeniser)
+    (sample,) = tokenise([Rendered(text, spans=tuple(spans))], tokeniser)
     at = 0
     for index, token in enumerate(sample.tokens[:-1]):
         size = len(tokeniser.convert_ids_to_tokens(int(token)))  # one character a byte in this alphabet
@@ -162,9 +155,9 @@ def test_a_token_is_labelled_exactly_when_it_holds_a_labelled_character(pieces, 
     assert at == len(bytes_labelled)
 
 
-@pytest.mark.parametrize("loss", ["completion", "all"])
+@pytest.mark.parametrize("completion_only", [True, False])
 @pytest.mark.parametrize("added", ["<s> $A", "$A </s>", "<s> $A </s>", "$A"])
-def test_begin_and_end_that_a_tokeniser_adds_itself_stand_once(added, loss, tmp_path):
+def test_begin_and_end_that_a_tokeniser_adds_itself_stand_once(added, completion_only, tmp_path):
     words = {word: index for index, word in enumerate(["<s>", "</s>", "▁a", "▁b", "▁c"])}
     backend = Tokenizer(models.WordLevel(words, unk_token="</s>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -172,17 +165,21 @@ def test_begin_and_end_that_a_tokeniser_adds_itself_stand_once(added, loss, tmp_
         single=added, special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     tokeniser = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    split = load_rows([{"prompt": "a b", "completion": " c"}], tmp_path, tokeniser, loss=loss)
+    split = load_rows(
+        [{"prompt": "a b", "completion": " c"}], tmp_path, tokeniser, completion_only_loss=completion_only
+    )
     begin = [0] if added.startswith("<s>") else []
     assert split[0].tokens.tolist() == [*begin, 2, 3, 4, 1]
-    prompt = [loss == "all"] * 2 if begin else [False, loss == "all"]  # nothing stands before the first token
+    prompt = (
+        [not completion_only] * 2 if begin else [False, not completion_only]
+    )  # nothing stands before the first token
     assert split[0].labels.tolist() == [False] * len(begin) + prompt + [True, True]
 
 
 @pytest.mark.parametrize(("validation", "kept"), [(0, 0), (3, 3), (0.25, 5), (0.01, 1), (None, 2)])
 def test_the_split_takes_a_count_or_a_share_and_loses_no_row(validation, kept, tmp_path, tokeniser):
     path = write(tmp_path / "rows.jsonl", [{"text": f"row {i}"} for i in range(20)])
-    specs = [DataSpec.of("jsonl", path=path, validation=validation, seed=seed) for seed in (1, 2)]
+    specs = [DataSpec.of("file", path=path, validation=validation, seed=seed) for seed in (1, 2)]
     loaded = [load_data(spec, tokeniser, max_length=20, cache=tmp_path) for spec in specs]
     for data in loaded:
         assert len(data.validation) == kept
@@ -200,70 +197,101 @@ def test_a_validation_file_leaves_every_row_of_the_other_for_training(tmp_path, 
     own = write(tmp_path / "b.jsonl", [{"text": f"b{i}"} for i in range(4)])
     sizes = {}
     for validation in (None, 2):
-        spec = DataSpec.of("jsonl", path=path, validation_path=own, validation=validation, size=5)
+        spec = DataSpec.of("file", path=path, validation_path=own, validation=validation, size=5)
         data = load_data(spec, tokeniser, max_length=20, cache=tmp_path)
         sizes[validation] = (len(data.train), len(data.validation))
         assert all(tokeniser.decode(data.validation[i].tokens).startswith("b") for i in range(2))
     assert sizes == {None: (5, 4), 2: (5, 2)}
     with pytest.raises(DataError, match=r"validation=9\n.*4 rows"):
-        check_data(DataSpec.of("jsonl", path=path, validation_path=own, validation=9))
+        check_data(DataSpec.of("file", path=path, validation_path=own, validation=9))
 
 
-def test_too_long_samples_are_refused_dropped_or_cut(tmp_path, tokeniser):
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "aaa", "completion": "b" * 30}, {"text": "ccc"}]
+def test_too_long_samples_are_truncated_dropped_or_refused(tmp_path, tokeniser):
+    rows = [
+        {"prompt": "a", "completion": "b"},
+        {"prompt": "aaa", "completion": "b" * 30},
+        {"text": "ccc"},
+        {"prompt": "a" * 12, "completion": "b"},
+        {"text": ""},
+    ]
     path = write(tmp_path / "rows.jsonl", rows)
 
-    def load(rule, **limits):
-        spec = DataSpec.of("jsonl", path=path, validation=0, overlong=rule)
-        return load_data(spec, tokeniser, **({"max_length": 10} | limits), cache=tmp_path).train
+    def load(path=path, **options):
+        spec = DataSpec.of("file", path=path, validation=0, **options)
+        return load_data(spec, tokeniser, max_length=10, cache=tmp_path).train
 
-    # The limit that really binds is named, and only a remedy that helps.
-    for limits in ({}, {"capacity": 40}, {"capacity": 8}):
-        with pytest.raises(DataError) as caught:
-            load("error", **limits)
-        assert caught.value.value == "rows.jsonl, line 2: 34 tokens"
-        assert "at most 10 tokens (model.max_length)" in caught.value.rule
-        assert "data.overlong=drop" in caught.value.remedy
-        assert "engine.capacity" not in str(caught.value)
-    with pytest.raises(DataError) as caught:
-        load("error", max_length=40, capacity=8)
-    assert "holds 8 tokens (engine.capacity)" in caught.value.rule
-    assert "engine.capacity=34 or more" in caught.value.remedy
-    assert "model.max_length" not in str(caught.value)
-    assert load("error", max_length=40, capacity=34).lengths.max() == 34
-    with pytest.raises(DataError, match=r"shortest has 3 tokens\n.*holds 2 tokens.*\n.*capacity=3 or more"):
-        load("drop", max_length=40, capacity=2)
-    dropped = load("drop")
-    assert dropped.lengths.tolist() == [3, 4]
+    for _ in range(2):  # the second time from the cache
+        cut = load()
+        assert cut.lengths.tolist() == [3, 10, 4]
+        assert cut.rows.tolist() == [0, 1, 2]
+        assert tokeniser.decode(cut[1].tokens) == "aaa" + "b" * 7
+        assert cut.counts == RowCounts(rows=5, truncated=1, dropped=0, unlabelled=2)
+    dropped = load(overlong="drop")
     assert dropped.rows.tolist() == [0, 2]
-    cut = load("truncate")
-    assert cut.lengths.tolist() == [3, 10, 4]
-    assert tokeniser.decode(cut[1].tokens) == "aaa" + "b" * 7
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "words"),
-    [
-        pytest.param(
-            [{"text": ""}], {}, ["line 1: no labelled tokens", "Remove the row."], id="nothing-to-learn"
-        ),
-        pytest.param(
-            [{"prompt": "a" * 40, "completion": "b"}],
-            {"overlong": "truncate"},
-            ["no labelled tokens in the first 10 of 42", "or set data.overlong=drop."],
-            id="cut-before-the-answer",
-        ),
-        pytest.param(
-            [{"text": "a" * 40}], {"overlong": "drop"}, ["none of 1 rows is left"], id="all-dropped"
-        ),
-    ],
-)
-def test_samples_that_cannot_be_trained_on_are_refused(rows, options, words, tmp_path, tokeniser):
-    spec = DataSpec.of("jsonl", path=write(tmp_path / "rows.jsonl", rows), validation=0, **options)
+    assert dropped.counts == RowCounts(rows=5, truncated=0, dropped=2, unlabelled=1)
+    assert dropped.summary()["unlabelled"] == 1
     with pytest.raises(DataError) as caught:
+        load(overlong="refuse")
+    assert caught.value.value == "rows.jsonl, line 2: 34 tokens"
+    assert "at most 10 tokens (model.max_length)" in caught.value.rule
+    assert "data.overlong=truncate or data.overlong=drop" in caught.value.remedy
+    with pytest.raises(DataError, match=r"line 1: no labelled tokens in 1\n.*\n.*data\.overlong=drop"):
+        load(path=write(tmp_path / "none.jsonl", [{"text": ""}]), overlong="refuse")
+
+
+def test_rows_of_which_none_is_left_are_refused_with_the_reasons(tmp_path, tokeniser):
+    rows = [{"text": "a" * 40}, {"text": ""}]
+    spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0, overlong="drop")
+    words = r"none of 2 rows is left: 1 longer than 10 tokens and 1 without.*\n.*shortest of these has 1\."
+    with pytest.raises(DataError, match=words):
         load_data(spec, tokeniser, max_length=10, cache=tmp_path)
-    for word in words:
-        assert word in str(caught.value)
+
+
+def test_what_is_not_trained_on_is_said(tmp_path, tokeniser):
+    rows = [{"text": "a" * 40}, {"text": ""}, {"text": "abc"}]
+    spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0)
+    data = load_data(spec, tokeniser, max_length=10, cache=tmp_path)
+    said = describe_rows(spec, data, 10)
+    assert "r.jsonl: of 3 rows, 1 truncated to 10 tokens" in said
+    assert "1 dropped, nothing in the first 10 tokens" in said
+    whole = load_data(DataSpec.of("reasoning_gym", size=40), tokeniser, max_length=2000, cache=tmp_path)
+    assert describe_rows(DataSpec("reasoning_gym"), whole, 2000) == ""
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "refuse"])
+def test_the_capacity_changes_no_sample(overlong, tmp_path, tokeniser):
+    path = write(tmp_path / "r.jsonl", [{"text": "a" * 30}, {"text": "b"}])
+    spec = DataSpec.of("file", path=path, validation=0, overlong=overlong)
+    for _ in range(2):  # the second time from the cache
+        with pytest.raises(
+            DataError, match=r"31 tokens\n.*engine\.capacity=8 .*\n.*engine\.capacity=31 or more"
+        ):
+            load_data(spec, tokeniser, max_length=40, capacity=8, cache=tmp_path)
+    with pytest.raises(DataError, match="at most 8 tokens on 4 devices"):
+        load_data(spec, tokeniser, max_length=40, capacity=8, cluster="4 devices", cache=tmp_path)
+    data = load_data(spec, tokeniser, max_length=40, capacity=31, cache=tmp_path)
+    assert data.train.lengths.tolist() == [31, 2]
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "refuse"])
+def test_no_more_of_a_text_is_tokenised_than_the_model_could_take(overlong, tmp_path):
+    seen = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, texts, **options):
+            seen.append(max(map(len, texts)))
+            return super().__call__(texts, **options)
+
+    counting = Counting(tokenizer_object=byte_tokeniser().backend_tokenizer, eos_token="<|im_end|>")
+    rows = [{"text": "a" * 1_000_000}, {"prompt": "b" * 5000, "completion": "c"}, {"text": "d"}]
+    spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", rows), validation=0, overlong=overlong)
+    if overlong == "refuse":
+        with pytest.raises(DataError, match="line 1: 1,000,000 characters"):
+            load_data(spec, counting, max_length=10, cache=tmp_path)
+    else:
+        data = load_data(spec, counting, max_length=10, cache=tmp_path)
+        assert data.train.lengths.tolist() == ([10, 2] if overlong == "truncate" else [2])
+    assert max(seen) <= 640
 
 
 @pytest.mark.parametrize(
@@ -274,10 +302,11 @@ def test_samples_that_cannot_be_trained_on_are_refused(rows, options, words, tmp
         pytest.param(b"\n  \n", ["is empty"], id="blank"),
         pytest.param(b'{"text": "a"}\n{"text": \n', ["line 2: not JSON", "column"], id="not-json"),
         pytest.param(b'{"text": ' + b"1" * 10_000 + b"}", ["line 1: not JSON", "4300 digits"], id="digits"),
-        pytest.param(b"[" * 100_000 + b"]" * 100_000, ["line 1: not JSON", "recursion"], id="deep"),
-        pytest.param(b'[{"text": "a"}]', ["line 1: list instead of an object"], id="array"),
+        pytest.param(b"[" * 100_000 + b"]" * 100_000, ["rows.jsonl: not JSON", "recursion"], id="deep"),
+        pytest.param(b'[{"text": "a"}, 3]', ["element 2: int instead of an object"], id="array"),
+        pytest.param(b'{"text": "a"}\n[1]\n', ["line 2: list instead of an object"], id="list"),
         pytest.param(b'{"text": "a"}\n\n{"body": "a"}\n', ["line 3: fields body"], id="fields"),
-        pytest.param(b'{"text": "\xff"}', ["byte 10 is not UTF-8"], id="encoding"),
+        pytest.param(b'{"text": "\xff"}', ["rows.jsonl: byte 10 is not UTF-8"], id="encoding"),
         pytest.param(b'{"text": "a"}', ["1 rows, 1 of them for validation"], id="too-few"),
     ],
 )
@@ -286,20 +315,20 @@ def test_a_file_that_cannot_be_used_is_refused_before_a_tokeniser_is_needed(cont
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError) as caught:
-        check_data(DataSpec.of("jsonl", path=str(path)))
+        check_data(DataSpec.of("file", path=str(path)))
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_folder_in_the_place_of_a_file_is_named_as_one(tmp_path):
-    with pytest.raises(DataError, match="this is a folder"):
-        check_data(DataSpec.of("jsonl", path=str(tmp_path)))
+def test_a_folder_without_data_files_is_named_as_one(tmp_path):
+    with pytest.raises(DataError, match="this folder has no data files"):
+        check_data(DataSpec.of("file", path=str(tmp_path)))
 
 
 def test_a_line_may_hold_any_unicode_line_break(tmp_path, tokeniser):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}'.encode())
-    spec = DataSpec.of("jsonl", path=str(path), validation=0)
+    spec = DataSpec.of("file", path=str(path), validation=0)
     check_data(spec)
     data = load_data(spec, tokeniser, max_length=100, cache=tmp_path)
     texts = {tokeniser.decode(data.train[index].tokens, skip_special_tokens=True) for index in range(2)}
@@ -308,13 +337,13 @@ def test_a_line_may_hold_any_unicode_line_break(tmp_path, tokeniser):
 
 def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named(tmp_path):
     spec = DataSpec.of(
-        "jsonl",
+        "file",
         path=write(tmp_path / "r.jsonl", [{"messages": [USER, ANSWER, USER, ANSWER]}]),
-        template="chat",
+        assistant_only_loss=True,
         validation=0,
     )
     for template, words in [
-        (None, "no chat template"),
+        (None, r"line 1: messages\n.*tokeniser has none\.\n.*data\.chat_template=FILE\.jinja"),
         ("{{ raise_exception('only users') }}", "line 1: only users"),
         ("{{ messages | length }}" + CHATML, "message 2 of 4"),
     ]:
@@ -322,14 +351,39 @@ def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named
             load_data(spec, byte_tokeniser(template=template), max_length=100, cache=tmp_path)
 
 
+def test_the_chat_template_may_be_a_file_whose_content_counts(tmp_path, tokeniser):
+    rows = [{"messages": [USER, ANSWER]}]
+    file = tmp_path / "chat.jinja"
+    for text in ("{{ messages[1].content }}!", "{{ messages[0].content }}?"):
+        file.write_text(text)
+        split = load_rows(rows, tmp_path, tokeniser, chat_template=str(file))
+        assert tokeniser.decode(split[0].tokens) == {"!": "4!", "?": "2+2? ?"}[text[-1]]
+    for wrong, words in [("chat.txt", "a Jinja template, or a file"), ("none.jinja", "No such file")]:
+        with pytest.raises(ConfigError, match=words):
+            load_rows(rows, tmp_path, tokeniser, chat_template=wrong)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b"}, r"line 1: no messages, with data\.assistant_only_loss=true"),
+        ({"messages": [USER]}, "line 1: roles user\n.*this row has none"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "this row has none"),
+    ],
+)
+def test_where_only_the_assistant_counts_every_row_must_have_one(row, words, tmp_path, tokeniser):
+    with pytest.raises(DataError, match=words):
+        load_rows([row], tmp_path, tokeniser, assistant_only_loss=True)
+
+
 def test_the_cache_is_used_rebuilt_when_damaged_and_never_stale(tmp_path, tokeniser):
     path = tmp_path / "rows.jsonl"
     write(path, [{"text": f"row {i}"} for i in range(4)])
-    spec = DataSpec.of("jsonl", path=str(path), validation=1)
+    spec = DataSpec.of("file", path=str(path), validation=1)
     cache = tmp_path / "cache"
 
     def load(**options):
-        asked = DataSpec.of("jsonl", **(spec.mapping() | options))
+        asked = DataSpec.of("file", **(spec.mapping() | options))
         return load_data(asked, options.pop("tokeniser", tokeniser), max_length=20, cache=cache)
 
     first = load()
@@ -344,7 +398,9 @@ def test_the_cache_is_used_rebuilt_when_damaged_and_never_stale(tmp_path, tokeni
         assert again.digest == first.digest
         assert np.array_equal(again.train.tokens, first.train.tokens)
         assert zipfile.is_zipfile(file)
-    assert load(loss="all").digest == first.digest  # the same samples: text rows are labelled whole
+    assert (
+        load(completion_only_loss=False).digest == first.digest
+    )  # the same samples: text rows are labelled whole
     assert load(seed=1).digest != first.digest or load(seed=2).digest != first.digest
     write(path, [{"text": f"rom {i}"} for i in range(4)])
     assert load().digest != first.digest
@@ -352,7 +408,7 @@ def test_the_cache_is_used_rebuilt_when_damaged_and_never_stale(tmp_path, tokeni
 
 
 def test_a_cache_with_another_content_than_it_says_is_rebuilt(tmp_path, tokeniser):
-    spec = DataSpec.of("jsonl", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 3), validation=1)
+    spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 3), validation=1)
     first = load_data(spec, tokeniser, max_length=20, cache=tmp_path / "cache")
     (file,) = (tmp_path / "cache").iterdir()
     with np.load(file) as archive:
@@ -365,7 +421,7 @@ def test_a_cache_with_another_content_than_it_says_is_rebuilt(tmp_path, tokenise
 
 def test_another_tokeniser_or_template_makes_other_samples(tmp_path):
     spec = DataSpec.of(
-        "jsonl",
+        "file",
         path=write(tmp_path / "r.jsonl", [{"prompt": "ab", "completion": "ab"}] * 2),
         validation=1,
         template="chat",
@@ -382,7 +438,7 @@ def test_another_tokeniser_or_template_makes_other_samples(tmp_path):
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path, tokeniser):
     (tmp_path / "file").write_text("")
-    spec = DataSpec.of("jsonl", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 2), validation=1)
+    spec = DataSpec.of("file", path=write(tmp_path / "r.jsonl", [{"text": "abc"}] * 2), validation=1)
     with pytest.raises(StorageError, match="cache folder"):
         load_data(spec, tokeniser, max_length=20, cache=tmp_path / "file" / "cache")
 
@@ -465,7 +521,7 @@ def test_every_task_can_be_trained_on_and_judged_or_says_why_not():
 
 def test_a_file_has_no_verifier():
     with pytest.raises(ConfigError, match="no verifier"):
-        score(DataSpec.of("jsonl", path="x"), [0], ["a"])
+        score(DataSpec.of("file", path="x"), [0], ["a"])
 
 
 def test_generated_answers_are_options_that_do_not_change_the_samples(tmp_path, tokeniser):
@@ -491,7 +547,7 @@ def test_gsm8k_by_naming_its_fields(tmp_path, tokeniser):
     if not GSM8K.is_file():
         pytest.skip(f"no {GSM8K.name} beside the repository")
     spec = DataSpec.of(
-        "jsonl", path=str(GSM8K), prompt_field="question", completion_field="answer", size=64, validation=0.25
+        "file", path=str(GSM8K), prompt_field="question", completion_field="answer", size=64, validation=0.25
     )
     check_data(spec)
     data = load_data(spec, tokeniser, max_length=3000, cache=tmp_path)

@@ -1,5 +1,6 @@
 """A source's options: what is wrong is refused with the right answers; the YAML says what the code says."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,35 +20,43 @@ CONF, SWEEPS = ROOT / "conf" / "data", ROOT / "sweeps"
 def test_the_config_group_has_every_option_with_the_codes_default(source):
     written = yaml.safe_load((CONF / f"{source}.yaml").read_text())
     assert written.pop("source") == source
-    if source == "jsonl":
-        assert written.pop("path") == "???"
-        written["path"] = "some.jsonl"
-    assert asdict(parse_options(DataSpec.of(source, **written))) == written
-    minimal = {"path": "some.jsonl"} if source == "jsonl" else {}
+    needed = {"file": {"path": "a.jsonl"}, "hub": {"id": "a/b"}, "mixture": {"sources": [{"path": "a"}]}}
+    minimal = needed.get(source, {})
+    for key in minimal:
+        assert written.pop(key) == "???"
+    written |= minimal
+    assert json.loads(json.dumps(asdict(parse_options(DataSpec.of(source, **written))))) == written
     assert parse_options(DataSpec.of(source, **written)) == parse_options(DataSpec.of(source, **minimal))
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        pytest.param(DataSpec("parquet"), ["'parquet'", "jsonl, reasoning_gym"], id="source"),
+        pytest.param(DataSpec("parquet"), ["'parquet'", "file, hub, mixture, reasoning_gym"], id="source"),
         pytest.param(
-            DataSpec.of("jsonl", path="x", tsak=1), ["data.tsak", "data.separator, data.size"], id="option"
+            DataSpec.of("file", path="x", tsak=1), ["data.tsak", "data.separator, data.size"], id="option"
         ),
         pytest.param(DataSpec.of("reasoning_gym", tsk="x"), ["Did you mean data.task?"], id="close-option"),
-        pytest.param(DataSpec("jsonl"), ["data has no path"], id="no-path"),
-        pytest.param(DataSpec.of("jsonl", path="???"), ["data.path is not set"], id="path-not-set"),
+        pytest.param(DataSpec("file"), ["data has no path"], id="no-path"),
+        pytest.param(DataSpec.of("file", path="???"), ["data.path is not set"], id="path-not-set"),
         pytest.param(DataSpec.of("reasoning_gym", size="many"), ["'many'", "a whole number"], id="type"),
         pytest.param(DataSpec.of("reasoning_gym", size=True), ["True", "a whole number"], id="bool"),
         pytest.param(DataSpec.of("reasoning_gym", size=0), ["data.size=0", "at least 1"], id="size"),
         pytest.param(
-            DataSpec.of("reasoning_gym", loss="all", generate=True),
-            ["data.loss='all'", "data.generate=true"],
+            DataSpec.of("reasoning_gym", completion_only_loss=False, generate=True),
+            ["data.completion_only_loss=false", "data.generate=true"],
             id="nothing-to-go-on-from",
         ),
-        pytest.param(DataSpec.of("reasoning_gym", loss="half"), ["'half'", "all, completion"], id="loss"),
-        pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, error, truncate"], id="overlong"),
-        pytest.param(DataSpec.of("reasoning_gym", template="x"), ["chat, plain"], id="template"),
+        pytest.param(
+            DataSpec.of("file", path="x", format="xml"), ["'xml'", "csv, json, parquet"], id="format"
+        ),
+        pytest.param(
+            DataSpec.of("file", path="x", validation_path="y", validation_split="z"),
+            ["Leave one out"],
+            id="both",
+        ),
+        pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, refuse, truncate"], id="overlong"),
+        pytest.param(DataSpec.of("reasoning_gym", template="x"), ["auto, chat, plain"], id="template"),
         pytest.param(
             DataSpec.of("reasoning_gym", validation=1.5), ["data.validation=1.5", "share"], id="validation"
         ),
@@ -58,7 +67,7 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
             DataSpec.of("reasoning_gym", size=None), ["data.size=None", "a whole number"], id="no-size"
         ),
         pytest.param(
-            DataSpec.of("jsonl", path="x", prompt_field="q"), ["completion_field=None"], id="one-field"
+            DataSpec.of("file", path="x", prompt_field="q"), ["completion_field=None"], id="one-field"
         ),
         pytest.param(DataSpec.of("reasoning_gym", task_options={"seed": 1}), ["data.seed"], id="task-seed"),
         pytest.param(

@@ -101,8 +101,11 @@ def test_a_command_names_it_and_gives_its_options_with_a_plus(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("data=csv", ["data=csv", "Unknown data source 'csv'", "jsonl, reasoning_gym"]),
-        ("data.source=csv", ["data.source=csv", "Unknown data source 'csv'", "jsonl, reasoning_gym, sums"]),
+        ("data=csv", ["data=csv", "Unknown data source 'csv'", "file, hub, jsonl, mixture, reasoning_gym"]),
+        (
+            "data.source=csv",
+            ["data.source=csv", "Unknown data source 'csv'", "file, hub, mixture, reasoning_gym, sums"],
+        ),
         ("data=sums", ["data=sums", "data.source=sums", "+data.KEY=VALUE"]),
         ("data.start=2", ["unknown key data.start"]),
     ],

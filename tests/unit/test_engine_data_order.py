@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from plait.core.errors import DataError
 from plait.core.jobs import JobSpec, TrainSpec
-from plait.core.samples import Sample, Split
-from plait.engine.steps import DataOrder, permutation, training_batch, validation_batch
+from plait.core.samples import Sample, Share, Split
+from plait.engine.steps import DataOrder, block_quotas, permutation, training_batch, validation_batch
 
 GOLDEN = (
     [3, 1, 2, 9, 5, 6, 8, 4, 7, 0],
     [2, 7, 5, 6, 8, 1, 3, 4, 9, 0],
     [6, 2, 1, 7, 0, 4, 8, 9, 5, 3],
 )
+GOLDEN_MIXTURE = [3, 1, 2, 14, 8, 4, 0, 2, 5, 2, 6, 4, 0, 17, 3, 0, 7, 1]
 BUDGETS = st.one_of(
     st.integers(1, 30).map(lambda steps: {"steps": steps, "epochs": None}),
     st.floats(0.1, 4.0).map(lambda epochs: {"steps": None, "epochs": epochs}),
@@ -104,3 +105,56 @@ def test_a_batch_without_labels_weighs_nothing() -> None:
 def test_an_empty_split_is_refused() -> None:
     with pytest.raises(DataError, match="at least one training sample"):
         DataOrder.of(TrainSpec(), 0)
+
+
+SHARES = (Share(5, 3.0), Share(4, 1.0), Share(9, 0.5))
+
+
+def test_every_block_of_a_mixture_has_the_shares_and_every_source_its_own_epochs():
+    order = DataOrder.of(TrainSpec(steps=60, batch_size=3, seed=4), 18, SHARES)
+    drawn = [pair for step in range(1, 61) for pair in zip(*order.at(step), strict=True)]
+    first = 0
+    for share, quota in zip(SHARES, (6, 2, 1), strict=True):
+        own = [(sample, draw) for sample, draw in drawn if first <= sample < first + share.samples]
+        for start in range(0, len(drawn), 9):
+            block = drawn[start : start + 9]
+            assert sum(first <= sample < first + share.samples for sample, _ in block) == quota
+        assert sorted(draw for _, draw in own) == [index // share.samples for index in range(len(own))]
+        assert len(set(own)) == len(own)
+        first += share.samples
+    assert (
+        len({tuple(sample // 5 for sample, _ in drawn[start : start + 9]) for start in range(0, 180, 9)}) > 5
+    )
+
+
+def test_a_mixture_s_order_depends_on_the_seed_and_not_on_batches_or_budget():
+    def stream(**train):
+        order = DataOrder.of(TrainSpec(**train), 18, SHARES)
+        return [sample for step in range(1, order.steps + 1) for sample in order.at(step)[0]]
+
+    assert (
+        stream(steps=30, batch_size=2)
+        == stream(steps=10, batch_size=6)
+        == stream(steps=90, batch_size=1)[:60]
+    )
+    assert stream(steps=10, batch_size=6) != stream(steps=10, batch_size=6, seed=1)
+    assert len(stream(epochs=2, batch_size=4)) == 36
+    # This order is part of what a search that resumes depends on.
+    assert stream(steps=2, batch_size=9) == GOLDEN_MIXTURE
+
+
+@pytest.mark.parametrize(
+    ("weights", "quotas"),
+    [
+        ((3.0, 1.0), (3, 1)),
+        ((0.7, 0.2, 0.1), (7, 2, 1)),
+        ((1.0, 2.0), (1, 2)),
+        ((5.0,), (1,)),
+        ((0.333, 0.667), (333, 667)),
+        ((1.0, 2.5001), (143, 357)),
+        ((1e-9, 1.0), (1, 1000)),
+        ((1e300, 1e300), (1, 1)),
+    ],
+)
+def test_the_quotas_of_a_block_have_the_ratio_of_the_weights(weights, quotas):
+    assert block_quotas(weights) == quotas

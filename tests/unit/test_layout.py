@@ -44,6 +44,8 @@ HOMES = {
     "triton": ("kernels/plait_kernels/",),
     "pandas": ("platform/plait/api",),
     "peft": ("platform/plait_bench/", "platform/plait/api"),
+    "datasets": ("platform/plait/data/datasets_library",),
+    "pyarrow": ("platform/plait/data/formats",),
 }
 NO_TORCH = (
     "platform/plait/planner/",

@@ -195,6 +195,13 @@ def profile(arguments: Sequence[str]) -> int:
     return run_sweep("profile", arguments, {"--json": False, "--without-weights": False})
 
 
+def data(arguments: Sequence[str]) -> int:
+    """Show the text that a search would train on, and what of it counts in the loss."""
+    from plait.cli.app import run_sweep
+
+    return run_sweep("data", arguments, {"--json": False})
+
+
 def bench(arguments: Sequence[str]) -> int:
     """List the named searches and benchmarks, or run one."""
     from plait.cli.app import run_sweep

@@ -16,6 +16,7 @@ from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.engine.build import (
+    LoadedData,
     check_engine,
     free_memory,
     open_data,
@@ -137,7 +138,9 @@ def _plan_local(command: SearchCommand) -> Outlook:
     check_engine(settings, command.probes)
     shape = check_model(settings.model, command.probes)
     jobs = suggest_jobs(replace(command, settings=settings))
-    data = open_data(settings, shape.max_length, jobs).catalogue
+    opened = open_data(settings, shape.max_length, jobs)
+    _say_of_rows(opened)
+    data = opened.catalogue
     # A search that is not begun yet: `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
     memory = free_memory(settings)
@@ -168,7 +171,14 @@ def draw_workload(
     if settings.model.kind in STAND_INS:
         longest = settings.model.max_length or sys.maxsize
     where = f"{profile.devices.count} × {profile.devices.kind}"
-    return Workload.of(jobs, open_data(settings, longest, jobs, cluster=where).catalogue)
+    opened = open_data(settings, longest, jobs, cluster=where)
+    _say_of_rows(opened)
+    return Workload.of(jobs, opened.catalogue)
+
+
+def _say_of_rows(data: LoadedData) -> None:
+    for line in data.said:
+        say(line)
 
 
 def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:

@@ -110,7 +110,7 @@ def search_command(
         prepare()  # only now: bad input leaves no folder
         return composer.job(trial)
 
-    planning = composed["mode"] in ("plan", "profile")
+    planning = composed["mode"] in ("plan", "profile", "data")
     if not planning:
         check_folder(directory)
     command = SearchCommand(
@@ -136,6 +136,10 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
         from plait.cli.profile import run_profile
 
         return run_profile(command, flags)
+    if mode == "data":
+        from plait.cli.data import run_data
+
+        return run_data(command, flags)
     if mode == "train":
         from plait.search.launch import run_search
         from plait.terminal.console import SearchConsole

@@ -20,7 +20,7 @@ Main = Callable[[Sequence[str]], int]
 
 _SETTINGS = """Arguments
   KEY=VALUE               a setting; `plait sweep --help` lists them all
-  GROUP=NAME              a whole group: model=tiny, data=jsonl
+  GROUP=NAME              a whole group: model=tiny, data=file
 """
 _SPACE = """  KEY=A,B                 several values; choice(...), range(...), interval(...) or
                           tag(log,interval(...)), as in `plait sweep`
@@ -122,6 +122,26 @@ Examples
 """,
     ),
     Verb(
+        "data",
+        "plait.cli.main:data",
+        "show the text that a search would train on",
+        hydra=True,
+        text=f"""plait data [--json] [KEY=VALUE ...]
+
+Show what would be trained on: the text of the first three rows as the model gets it, with
+what counts in the loss ("train") and what is only read ("read"); how long the samples are in
+tokens; and how many rows are truncated or left out. Takes the same arguments as
+`plait sweep`. Only the model's tokeniser is loaded.
+
+{_SETTINGS}  --json                  the same as JSON
+{_HYDRA}
+Examples
+  plait data data=file data.path=train.jsonl
+  plait data data=file data.path=chats.parquet data.assistant_only_loss=true
+  plait data data=mixture 'data.sources=[{{path: a.jsonl, weight: 3}}, {{path: b.csv, weight: 1}}]'
+""",
+    ),
+    Verb(
         "train",
         "plait.cli.main:train",
         "train one adapter",
@@ -135,7 +155,7 @@ an interrupted run; search.fresh=true starts again from the beginning.
 Examples
   plait train                                 SmolLM2-135M, a built-in task, this machine
   plait train adapter.rank=8 train.lr=3e-4 train.steps=100
-  plait train data=jsonl data.path=train.jsonl model=hf model.id=Qwen/Qwen2.5-0.5B
+  plait train data=file data.path=train.jsonl model=hf model.id=Qwen/Qwen2.5-0.5B
 """,
     ),
     Verb("resume", "plait.cli.resume:main", "resume a search that was killed or interrupted"),

@@ -40,8 +40,12 @@ ELSEWHERE = {
     "use_dora": "adapter.variant",
     **dict.fromkeys(("train_file", "dataset_path", "dataset_name", "train_data"), "data.path"),
     **dict.fromkeys(("validation_file", "eval_file", "val_file", "test_file"), "data.validation_path"),
+    "chat_template_path": "data.chat_template",
+    **dict.fromkeys(("train_on_inputs", "train_on_prompt"), "data.completion_only_loss"),
     **dict.fromkeys(("model_name_or_path", "model_name", "base_model", "pretrained_model"), "model.id"),
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), "model.max_length"),
+    **dict.fromkeys(
+        ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "max_length"), "model.max_length"
+    ),
     **dict.fromkeys(("torch_dtype", "bf16", "fp16"), "model.dtype"),
     "gradient_checkpointing": "engine.checkpointing",
     **dict.fromkeys(("output_dir", "logging_dir"), "tracking.root"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,31 +24,76 @@ class Sample(NamedTuple):
     labels: Bool  # (length,)
 
 
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """What became of the rows that a split was made of.
+
+    Attributes:
+        rows: all of them.
+        truncated: how many samples lack their end, since the model takes no longer ones.
+        dropped: how many rows are left out for their length.
+        unlabelled: how many rows are left out since nothing of them would count in the loss.
+    """
+
+    rows: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    unlabelled: int = 0
+
+    def __add__(self, other: RowCounts) -> RowCounts:
+        return RowCounts(
+            self.rows + other.rows,
+            self.truncated + other.truncated,
+            self.dropped + other.dropped,
+            self.unlabelled + other.unlabelled,
+        )
+
+
+class Share(NamedTuple):
+    """Consecutive samples of a split that are taken with a weight of their own: one source of a mixture."""
+
+    samples: int
+    weight: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``.
 
-    ``rows[i]`` is the row of the source that sample i was made of; a verifier scores answers by it.
+    Attributes:
+        rows: the row of the source that each sample was made of; a verifier scores answers by it.
+        counts: what became of the rows.
+        shares: parts of a mixture in their order, which have all samples; empty: all samples count alike.
     """
 
     tokens: Int32  # (total,)
     labels: Bool  # (total,)
     offsets: Int64  # (samples + 1,)
     rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))  # (samples,)
+    counts: RowCounts = RowCounts()
+    shares: tuple[Share, ...] = ()
 
     @classmethod
-    def of(cls, samples: list[Sample], rows: Sequence[int] | None = None) -> Split:
+    def of(
+        cls,
+        samples: list[Sample],
+        rows: Sequence[int] | None = None,
+        counts: RowCounts | None = None,
+        shares: tuple[Share, ...] = (),
+    ) -> Split:
         """A split from single samples; ``labels[0]`` of each is forced to False.
 
         Args:
             rows: the source's row of each; None where sample i is row i.
+            counts: None where every row is a sample as it was.
         """
         offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, np.int32)] + [sample.tokens for sample in samples])
         labels = np.concatenate([np.zeros(0, np.bool_)] + [sample.labels for sample in samples])
         labels[offsets[:-1]] = False
         origins = np.arange(len(samples)) if rows is None else np.asarray(rows)
-        return cls(tokens.astype(np.int32), labels, offsets, origins.astype(np.int64))
+        counts = RowCounts(len(samples)) if counts is None else counts
+        return cls(tokens.astype(np.int32), labels, offsets, origins.astype(np.int64), counts, shares)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -76,6 +121,7 @@ class Split:
         if not len(lengths):
             return {"samples": 0, "tokens": 0}
         return {
+            **asdict(self.counts),
             "samples": len(self),
             "tokens": int(lengths.sum()),
             "shortest": int(lengths.min()),

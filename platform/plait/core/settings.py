@@ -306,4 +306,4 @@ class RunSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
-Mode = Literal["train", "plan", "profile", "simulate", "bench"]
+Mode = Literal["train", "plan", "profile", "data", "simulate", "bench"]

@@ -1,6 +1,6 @@
 """Data: from a source's rows to tokenised samples.
 
-``examples`` (rows as prompts, completions and turns) ← ``sources`` (what a source is) ← ``jsonl``
-and ``tasks`` (the sources), ``tokenising`` (examples as text and as samples) ← ``loading`` (what the rest of
-Plait calls).
+``examples`` (rows as prompts, completions and messages) ← ``sources`` (what a source is) ← ``files`` (with
+``formats``), ``hub``, ``tasks`` and ``mixture`` (the sources), ``tokenising`` (examples as text and as
+samples), ``overlong`` (which of them are trained on), ``cache`` ← ``loading`` (what the rest of Plait calls).
 """

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from plait.core.errors import DataError, choices
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-}
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant", "observation": "tool"}
 FORMATS = (
     "{messages}, {conversations}, {prompt, completion}, {instruction, input, output}, {text}, "
     "or fields named by data.prompt_field and data.completion_field"
 )
+MOST_SHOWN = 60  # characters of a value in an error
+MOST_NAMES = 20  # fields of a row in an error
 
 Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text; all of it is what the model should learn to write."""
+    """Plain text."""
 
     text: str
 
@@ -42,19 +38,21 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One message; ``answer`` says that the model should learn to write it."""
-
-    role: str
-    content: str
-    answer: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in order, at least one of them an answer."""
+    """Messages in order.
 
-    turns: tuple[Turn, ...]
+    Attributes:
+        messages: each with ``role``, ``content`` (text) where it has one, and whatever else a chat template
+            may read (``tool_calls``).
+        prompt: how many of them are the prompt; None where the row does not say.
+        tools: descriptions of functions, for the chat template.
+        settings: the row's own variables of the chat template (``chat_template_kwargs``).
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    prompt: int | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 Example = Text | Pair | Conversation
@@ -71,33 +69,40 @@ class NamedFields:
 def read_example(row: Row, where: str, named: NamedFields | None = None) -> Example:
     """The example that a row holds; ``where`` ("train.jsonl, line 7") stands in errors.
 
+    A field that is null counts as absent: tables have every column in every row.
+
     Raises:
-        DataError: the row has none of the known formats, a field of the wrong kind, an unknown role, or
-            no turn of the assistant.
+        DataError: the row has none of the known formats, a field of the wrong kind, or an unknown role.
     """
+    row = _present(row)
     if named is not None:
-        texts = [_text(row, name, where) for name in (named.prompt, named.completion)]
-        return Pair(texts[0], texts[1], "\n")
+        return _pair(row, named.prompt, named.completion, "\n", where)
     for needed, read in _FORMATS:
         if all(name in row for name in needed):
             return read(row, where)
     raise DataError(
-        f"{where}: fields {choices(list(row)) or '(none)'}",
+        f"{where}: {_fields(row)}",
         f"A row must have one of these sets of fields: {FORMATS}.",
         "Name its fields, for example data.prompt_field=question data.completion_field=answer.",
     )
 
 
+def _fields(row: Row) -> str:
+    names = [shortened(name) for name in row]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"fields {choices(names[:MOST_NAMES]) or '(none)'}{more}"
+
+
 def _text(row: Row, name: str, where: str) -> str:
     if name not in row:
         raise DataError(
-            f"{where}: fields {choices(list(row)) or '(none)'}",
+            f"{where}: {_fields(row)}",
             f"The row has no field {name!r}.",
             "Correct the row, or name another field.",
         )
     value = row[name]
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} is {value!r}", f"{name} must be text.", "Correct the row.")
+        raise DataError(f"{where}: {name} is {shown(value)}", f"{name} must be text.", "Correct the row.")
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can write half of a pair, as where a text was cut in an emoji
@@ -109,24 +114,28 @@ def _text(row: Row, name: str, where: str) -> str:
     return value
 
 
+def _pair(row: Row, prompt: str, completion: str, separator: str, where: str) -> Example:
+    """A prompt and its completion, both text or both messages."""
+    if not any(isinstance(row.get(name), list) for name in (prompt, completion)):
+        return Pair(_text(row, prompt, where), _text(row, completion, where), separator)
+    head = _messages(row.get(prompt), prompt, "role", "content", ROLES, where)
+    tail = _messages(row.get(completion), completion, "role", "content", ROLES, where)
+    return _conversation(row, head + tail, where, prompt=len(head))
+
+
 def _read_prompt_completion(row: Row, where: str) -> Example:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) or isinstance(completion, list):
-        head = _turns(prompt, "prompt", where, answers=False)
-        return _conversation(head + _turns(completion, "completion", where, answers=True), where)
-    return Pair(_text(row, "prompt", where), _text(row, "completion", where), "")
+    return _pair(row, "prompt", "completion", "", where)
 
 
 def _read_messages(row: Row, where: str) -> Example:
-    return _conversation(_turns(row["messages"], "messages", where, answers=True), where)
+    return _conversation(row, _messages(row["messages"], "messages", "role", "content", ROLES, where), where)
 
 
 def _read_sharegpt(row: Row, where: str) -> Example:
-    turns = _entries(row["conversations"], "conversations", where)
-    read = [_turn(turn, "from", "value", SHAREGPT_ROLES, where, answers=True) for turn in turns]
+    read = _messages(row["conversations"], "conversations", "from", "value", SHAREGPT_ROLES, where)
     if row.get("system"):
-        read.insert(0, Turn("system", _text(row, "system", where), False))
-    return _conversation(tuple(read), where)
+        read = ({"role": "system", "content": _text(row, "system", where)}, *read)
+    return _conversation(row, read, where)
 
 
 def _read_alpaca(row: Row, where: str) -> Example:
@@ -150,42 +159,73 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[Row, str], Example]], ...] = (
 )
 
 
-def _entries(value: object, name: str, where: str) -> list[Row]:
-    if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+def _conversation(
+    row: Row, messages: tuple[dict[str, Any], ...], where: str, prompt: int | None = None
+) -> Conversation:
+    settings = row.get("chat_template_kwargs", {})
+    if not isinstance(settings, dict):
         raise DataError(
-            f"{where}: {name} is {_short(value)}", f"{name} must be a list of messages.", "Correct the row."
+            f"{where}: chat_template_kwargs is {shown(settings)}",
+            "chat_template_kwargs must be an object.",
+            "Correct the row.",
         )
-    return value
+    tools = _objects(row["tools"], "tools", where) if row.get("tools") else ()
+    return Conversation(messages, prompt, tools, _present(settings))
 
 
-def _turns(value: object, name: str, where: str, *, answers: bool) -> tuple[Turn, ...]:
-    roles = dict(zip(ROLES, ROLES, strict=True))
+def _messages(
+    value: object, name: str, role_field: str, text_field: str, roles: Mapping[str, str], where: str
+) -> tuple[dict[str, Any], ...]:
     return tuple(
-        _turn(turn, "role", "content", roles, where, answers=answers) for turn in _entries(value, name, where)
+        _message(each, role_field, text_field, roles, where) for each in _objects(value, name, where)
     )
 
 
-def _turn(
-    row: Row, role_field: str, text_field: str, roles: Mapping[str, str], where: str, *, answers: bool
-) -> Turn:
-    role = _text(row, role_field, where)
+def _message(
+    given: Row, role_field: str, text_field: str, roles: Mapping[str, str], where: str
+) -> dict[str, Any]:
+    role = _text(given, role_field, where)
     if role not in roles:
         raise DataError(
-            f"{where}: {role_field} is {role!r}", f"Roles are {choices(roles)}.", "Correct the row."
+            f"{where}: {role_field} is {shown(role)}", f"Roles are {choices(roles)}.", "Correct the row."
         )
-    return Turn(roles[role], _text(row, text_field, where), answers and roles[role] == "assistant")
+    rest = {name: value for name, value in given.items() if name not in (role_field, text_field)}
+    if text_field in given or "tool_calls" not in given:  # a message that only calls functions has no text
+        rest = {"content": _text(given, text_field, where)} | rest
+    return {"role": roles[role]} | rest
 
 
-def _conversation(turns: tuple[Turn, ...], where: str) -> Conversation:
-    if not any(turn.answer for turn in turns):
+def _objects(value: object, name: str, where: str) -> tuple[dict[str, Any], ...]:
+    """A list of objects, also as JSON text: a CSV file has no lists. Their fields that are null count as
+    absent."""
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except (ValueError, RecursionError):
+            given = value
+    if not isinstance(given, list) or not given or not all(isinstance(entry, dict) for entry in given):
+        what = "descriptions of functions" if name == "tools" else "messages"
         raise DataError(
-            f"{where}: roles {', '.join(turn.role for turn in turns)}",
-            "The loss counts the assistant's turns, and this row has none.",
-            "Add an assistant turn or remove the row.",
+            f"{where}: {name} is {shown(value)}", f"{name} must be a list of {what}.", "Correct the row."
         )
-    return Conversation(turns)
+    return tuple(_present(entry) for entry in given)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _present(row: Row) -> dict[str, Any]:
+    """The fields that are not null."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def shown(value: object) -> str:
+    """A value in an error, without the end of a long one."""
+    if isinstance(value, (str, bytes)):  # its repr would be made whole
+        return shortened(repr(value[: MOST_SHOWN + 1]))
+    if isinstance(value, (list, tuple)) and len(value) > MOST_SHOWN:
+        return f"{type(value).__name__} of {len(value)}"
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """A text in an error, without the end of a long one."""
+    return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from plait.core.errors import ConfigError, DataError, StorageError, choices
+from plait.core.errors import ConfigError, DataError, choices
 from plait.core.jobs import DataSpec
-from plait.core.samples import Int64, Sample, Split, TokenisedData
+from plait.core.samples import Int64, RowCounts, Sample, Share, Split, TokenisedData
+from plait.data.cache import content_digest, read_cached, write_cached
 from plait.data.examples import Example
+from plait.data.overlong import Candidate, LengthLimit, described, fit
 from plait.data.sources import SOURCES, CommonOptions, Rows, VerifiedOptions, parse_options
-from plait.data.tokenising import (
-    LengthLimit,
-    check_template,
-    check_tokeniser,
-    fit,
-    render,
-    tokenise,
-    tokeniser_digest,
-)
-from plait.utils.files import new_file
+from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CACHE_VERSION = 1  # raise it when the same rows and options give other samples than before
-_FIELDS = ("tokens", "labels", "offsets", "rows")
+SAMPLES_VERSION = 2  # raise it when the same rows and options give other samples than before
 
 
 def check_data(spec: DataSpec) -> None:
@@ -61,27 +52,40 @@ def load_data(
     """The samples of ``spec``, from the cache where it holds them.
 
     Args:
-        max_length: most tokens of a sample that the model takes.
+        max_length: most tokens of a sample that the model takes; what happens to longer ones is an option.
         capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
         cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
 
     Raises:
-        ConfigError, DataError: as :func:`check_data`; also a sample that is too long or without labels, and
-            a chat template that is missing or refuses.
+        ConfigError, DataError: as :func:`check_data`; also a chat template that is missing or refuses, a
+            sample that does not fit into a microbatch, and rows of which none can be trained on.
         StorageError: the cache cannot be written.
     """
     options = parse_options(spec)
     check_tokeniser(tokeniser)
-    check_template(options, tokeniser)
+    renderer = Renderer.of(options, tokeniser)
     rows = SOURCES.get(spec.source).open(options)
     limit = LengthLimit(max_length, capacity, cluster)
-    path = cache / f"{_cache_key(spec, rows, tokeniser, limit.tokens)}.npz"
+    path = cache / f"{_cache_key(spec, rows, renderer, max_length)}.npz"
     data = read_cached(path)
     if data is None:
-        train, validation = (_split(part, options, tokeniser, limit) for part in _read(rows, options))
+        parts = _read(rows, options)
+        train = _split([train for train, _ in parts], renderer, limit)
+        validation = _split([validation for _, validation in parts], renderer, limit)
         data = TokenisedData(content_digest(train, validation), train, validation)
         write_cached(path, data)
+    limit.check_capacity(max(int(split.lengths.max(initial=0)) for split in (data.train, data.validation)))
     return data
+
+
+def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
+    """One line about the rows that are not trained on as they are; "" where there are none."""
+    counts = data.train.counts + data.validation.counts
+    if not (said := list(described(counts, max_length))):
+        return ""
+    options = spec.mapping()
+    name = next((str(options[key]) for key in ("path", "id", "task") if options.get(key)), spec.source)
+    return f"Data {name}: of {counts.rows:,} rows, {'; '.join(said)}."
 
 
 def generation_limit(spec: DataSpec) -> int | None:
@@ -113,26 +117,38 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Examples for training or for validation, each with its place, and their row numbers."""
+    """Examples of one source for training or for validation, each with its place, and their row numbers."""
 
-    name: str
     examples: list[tuple[str, Example]]
     numbers: Int64
+    weight: float | None
 
     @classmethod
-    def of(cls, rows: Rows, examples: list[tuple[str, Example]], numbers: Int64) -> _Part:
-        return cls(rows.name, [examples[number] for number in numbers], numbers)
+    def of(cls, rows: Rows, examples: list[tuple[str, Example]], numbers: Int64, first: int) -> _Part:
+        return cls([examples[number] for number in numbers], numbers + first, rows.weight)
 
 
-def _read(rows: Rows, options: CommonOptions) -> tuple[_Part, _Part]:
-    """The examples for training and for validation."""
-    examples = rows.read()
+def _read(rows: Rows, options: CommonOptions) -> list[tuple[_Part, _Part]]:
+    """The examples of each source for training and for validation; rows are numbered in one sequence."""
+    parts: list[tuple[_Part, _Part]] = []
+    first = 0
+    for each in rows.parts or (rows,):
+        examples = each.read()
+        parts.append(_divide(each, examples, options, first))
+        first += len(examples)
+    return parts
+
+
+def _divide(
+    rows: Rows, examples: list[tuple[str, Example]], options: CommonOptions, first: int
+) -> tuple[_Part, _Part]:
+    """The examples for training and for validation, numbered from ``first``."""
     count = len(examples)
     if rows.validation is None:
         options.check_split(count, rows.name)
         chosen = _chosen(count, options.validation_rows(count), options.seed)
         rest = np.setdiff1d(np.arange(count), chosen)
-        return _Part.of(rows, examples, rest), _Part.of(rows, examples, chosen)
+        return _Part.of(rows, examples, rest, first), _Part.of(rows, examples, chosen, first)
     separate = rows.validation.read()
     there = len(separate)
     wanted = there if options.validation is None else options.validation_rows(there)
@@ -143,7 +159,7 @@ def _read(rows: Rows, options: CommonOptions) -> tuple[_Part, _Part]:
             "Set a smaller number, or null to use all of them.",
         )
     chosen = _chosen(there, wanted, options.seed)
-    return _Part.of(rows, examples, np.arange(count)), _Part.of(rows.validation, separate, chosen)
+    return _Part.of(rows, examples, np.arange(count), first), _Part.of(rows, separate, chosen, first)
 
 
 def _chosen(count: int, wanted: int, seed: int) -> Int64:
@@ -151,77 +167,31 @@ def _chosen(count: int, wanted: int, seed: int) -> Int64:
     return np.sort(np.random.default_rng(seed).permutation(count)[:wanted]).astype(np.int64)
 
 
-def _split(
-    part: _Part, options: CommonOptions, tokeniser: PreTrainedTokenizerBase, limit: LengthLimit
-) -> Split:
-    texts = [render(example, where, options, tokeniser) for where, example in part.examples]
-    samples = tokenise(texts, tokeniser)
-    kept = fit(samples, [where for where, _ in part.examples], options.overlong, limit)
-    fitting = [
-        (Sample(sample.tokens[:length], sample.labels[:length]), number)
-        for sample, length, number in zip(samples, kept, part.numbers, strict=True)
-        if length is not None
-    ]
-    if part.examples and not fitting:
-        shortest = min(len(sample.tokens) for sample in samples)
-        raise DataError(
-            f"{part.name}: none of {len(samples)} rows is left: the shortest has {shortest} tokens",
-            f"{limit.rule(shortest)} data.overlong=drop leaves out longer rows.",
-            f"{limit.remedy(shortest)}, or set data.overlong=truncate.",
-        )
-    return Split.of([sample for sample, _ in fitting], rows=[int(number) for _, number in fitting])
+def _split(parts: Sequence[_Part], renderer: Renderer, limit: LengthLimit) -> Split:
+    samples: list[tuple[Sample, int]] = []
+    counts, shares = RowCounts(), list[Share]()
+    for part in parts:
+        kept, own = fit(list(_candidates(part, renderer, limit)), renderer.options.overlong, limit)
+        samples += kept
+        counts += own
+        if part.weight is not None:
+            shares.append(Share(len(kept), part.weight))
+    return Split.of(
+        [sample for sample, _ in samples], [number for _, number in samples], counts, tuple(shares)
+    )
 
 
-def _cache_key(spec: DataSpec, rows: Rows, tokeniser: PreTrainedTokenizerBase, max_length: int) -> str:
-    options, without = parse_options(spec), SOURCES.get(spec.source).no_effect
-    asked = {key: value for key, value in asdict(options).items() if key not in without}
-    template = tokeniser.chat_template if options.template == "chat" else None
+def _candidates(part: _Part, renderer: Renderer, limit: LengthLimit) -> Iterator[Candidate]:
+    texts = [renderer.render(example, where) for where, example in part.examples]
+    samples = tokenise(texts, renderer.tokeniser, limit.characters)
+    for (where, _), text, sample, number in zip(part.examples, texts, samples, part.numbers, strict=True):
+        yield Candidate(sample, where, int(number), len(text.text))
+
+
+def _cache_key(spec: DataSpec, rows: Rows, renderer: Renderer, max_length: int) -> str:
+    without = {*SOURCES.get(spec.source).no_effect, "chat_template"}
+    asked = {key: value for key, value in asdict(renderer.options).items() if key not in without}
     origin = rows.digest + (rows.validation.digest if rows.validation else "")
-    content = [CACHE_VERSION, spec.source, asked, origin, tokeniser_digest(tokeniser), template, max_length]
+    tokeniser = tokeniser_digest(renderer.tokeniser)
+    content = [SAMPLES_VERSION, spec.source, asked, origin, tokeniser, renderer.template, max_length]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def content_digest(train: Split, validation: Split) -> str:
-    """Digest of both splits' samples and of the rows they came from."""
-    state = hashlib.sha256()
-    for split in (train, validation):
-        for name in _FIELDS:
-            array = np.ascontiguousarray(getattr(split, name))
-            state.update(f"{name}:{array.dtype.str}:{array.size};".encode())
-            state.update(array.tobytes())
-    return state.hexdigest()
-
-
-def read_cached(path: Path) -> TokenisedData | None:
-    """The data at ``path``; None where there is no file, or one that is truncated or altered."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            train, validation = (
-                Split(**{name: archive[f"{part}.{name}"] for name in _FIELDS})
-                for part in ("train", "validation")
-            )
-            digest = str(archive["digest"])
-    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
-        return None
-    if digest != content_digest(train, validation):
-        return None
-    return TokenisedData(digest, train, validation)
-
-
-def write_cached(path: Path, data: TokenisedData) -> None:
-    """Write ``data`` to ``path``, whole or not at all.
-
-    Raises:
-        StorageError: the folder cannot be written, or the disk is full.
-    """
-    arrays = {f"train.{name}": getattr(data.train, name) for name in _FIELDS}
-    arrays |= {f"validation.{name}": getattr(data.validation, name) for name in _FIELDS}
-    try:
-        with new_file(path) as file:
-            np.savez(file, digest=np.array(data.digest), **arrays)
-    except OSError as error:
-        raise StorageError(
-            f"{path.parent}: {error.strerror}",
-            "Plait keeps tokenised data in a cache folder.",
-            "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE.",
-        ) from error

@@ -14,12 +14,11 @@ from plait.config.fields import build
 from plait.core.checks import Rule, at_least, check
 from plait.core.errors import ConfigError, DataError
 from plait.core.jobs import DataSpec, Seed
-from plait.data.examples import Example
+from plait.data.examples import Example, NamedFields
 from plait.utils.registry import Registry
 
-Loss = Literal["completion", "all"]
-Template = Literal["plain", "chat"]
-Overlong = Literal["error", "drop", "truncate"]
+Template = Literal["auto", "chat", "plain"]
+Overlong = Literal["truncate", "drop", "refuse"]
 
 DEFAULT_SHARE = 0.1  # of the rows are for validation where data.validation is null
 VALIDATION = Rule(
@@ -36,20 +35,25 @@ class CommonOptions:
         size: most rows to take; None takes all.
         validation: rows kept for validation, as a share (below 1) or a count; 0 keeps none.
         seed: chooses the validation rows, and makes the rows of a generated task.
-        loss: "completion" counts what the model should answer (of a conversation, the assistant's turns),
-            "all" counts every token.
-        template: "chat" renders with the tokeniser's chat template, "plain" joins the texts.
-        separator: between prompt and completion under ``template: plain``; None: the format's own.
-        overlong: what happens to a sample longer than model and capacity allow.
+        completion_only_loss: count only the completion of a row that has a prompt; None: so, as True.
+            False counts the prompt, too. Other rows have no completion and are counted whole.
+        assistant_only_loss: count only the assistant's messages; every row must then be a conversation.
+        template: "auto" renders conversations with the chat template and joins other texts, "chat" renders
+            prompt and completion with it, too, as messages of user and assistant, "plain" uses none.
+        chat_template: the chat template, or a file that holds it; None: the tokeniser's own.
+        separator: between texts that are joined; None: the format's own.
+        overlong: what happens to a sample longer than the model takes.
     """
 
     size: Annotated[int | None, at_least(1)] = None
     validation: Annotated[float | None, VALIDATION] = None
     seed: Seed = 0
-    loss: Loss = "completion"
-    template: Template = "plain"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    template: Template = "auto"
+    chat_template: str | None = None
     separator: str | None = None
-    overlong: Overlong = "error"
+    overlong: Overlong = "truncate"
 
     def __post_init__(self) -> None:
         check(self, "data")
@@ -84,12 +88,41 @@ class VerifiedOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         CommonOptions.__post_init__(self)
-        if self.generate and self.loss != "completion":
+        if self.generate and self.completion_only_loss is False:
             raise ConfigError(
-                f"data.loss={self.loss!r} with data.generate=true",
+                "data.completion_only_loss=false with data.generate=true",
                 "Answers can only be generated if the prompt is not part of the loss.",
-                "Set data.loss=completion or data.generate=false.",
+                "Leave data.completion_only_loss out, or set data.generate=false.",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldOptions(CommonOptions):
+    """Options of a source whose rows have fields with names of their own.
+
+    Attributes:
+        prompt_field: the field that holds the prompt, where the rows have none of the known formats.
+        completion_field: the field that holds the completion.
+    """
+
+    prompt_field: str | None = None
+    completion_field: str | None = None
+
+    def __post_init__(self) -> None:
+        CommonOptions.__post_init__(self)
+        if (self.prompt_field is None) != (self.completion_field is None):
+            raise ConfigError(
+                f"data.prompt_field={self.prompt_field}, data.completion_field={self.completion_field}",
+                "Both fields must be named together.",
+                "Set both or neither.",
+            )
+
+    @property
+    def named(self) -> NamedFields | None:
+        """The fields that hold prompt and completion, where they are named."""
+        if self.prompt_field is None or self.completion_field is None:
+            return None
+        return NamedFields(self.prompt_field, self.completion_field)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +134,16 @@ class Rows:
         digest: changes whenever the rows do.
         read: makes the examples, each with its place ("train.jsonl, line 7").
         validation: separate rows for validation; None: they are split off these.
+        parts: the sources of a mixture, whose rows these are, each split by itself.
+        weight: share of the training samples that come from these rows, as a part of a mixture.
     """
 
     name: str
     digest: str
     read: Callable[[], list[tuple[str, Example]]]
     validation: Rows | None = None
+    parts: tuple[Rows, ...] = ()
+    weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +168,7 @@ class Source:
 SOURCES: Registry[Source] = Registry(
     "data source",
     key="data.source",
-    modules=("plait.data.jsonl", "plait.data.tasks"),
+    modules=("plait.data.files", "plait.data.hub", "plait.data.mixture", "plait.data.tasks"),
     group="plait.data_sources",
 )
 

@@ -1,30 +1,46 @@
 """Examples as text with the spans that count in the loss, and text as samples: token ids and labels.
 
-A seam: what a row becomes is decided here alone, apart from files, splits and the cache.
+A seam: what a row becomes is decided here alone, apart from files, splits and the cache. The rules are those
+of TRL's SFTTrainer; docs/data.md says where Plait differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.core.errors import DataError
+from plait.core.errors import ConfigError, DataError
 from plait.core.samples import Sample
-from plait.data.examples import Conversation, Example, Pair, Text, Turn
-from plait.data.sources import CommonOptions, Overlong
+from plait.data.examples import Conversation, Example, Pair, Text, shortened
+from plait.data.sources import CommonOptions
+from plait.utils.paths import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
+PLAIN_NAMES = {
+    "system": "System",
+    "developer": "Developer",
+    "user": "User",
+    "assistant": "Assistant",
+    "tool": "Tool",
+}
 ROWS_AT_ONCE = 1024  # bounds the memory of the offsets
+TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
+# What a template writes around that which the model generates, so that it alone can be counted.
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Ids = npt.NDArray[np.int32]
+Labels = npt.NDArray[np.bool_]
+Spans = tuple[tuple[int, int], ...]
+Template = str | dict[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,112 +48,223 @@ class Rendered:
     """A sample as text.
 
     Attributes:
-        spans: half-open character ranges that count in the loss, in order.
-        special: whether the text already has the special tokens that it should begin with.
+        text: prompt and completion.
+        prompt: the text of the prompt alone, which does not count; None where all counts.
+        spans: half-open character ranges that count, in order; None: all of the text.
+        templated: whether a chat template made the text, so that it already has every special token.
     """
 
     text: str
-    spans: tuple[tuple[int, int], ...]
-    special: bool
+    prompt: str | None = None
+    spans: Spans | None = None
+    templated: bool = False
 
 
-def check_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -> None:
-    """Raise a DataError where a chat template is asked for and the tokeniser has none."""
-    if options.template == "chat" and not tokeniser.chat_template:
-        raise DataError(
-            "data.template='chat'",
-            "This model's tokeniser has no chat template.",
-            "Set data.template=plain, or choose an instruction-tuned model.",
-        )
-
-
-def render(
-    example: Example, where: str, options: CommonOptions, tokeniser: PreTrainedTokenizerBase
-) -> Rendered:
-    """The text of an example under the template that the options ask for.
+def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -> Template:
+    """The chat template that the options ask for; None where there is none, or none is to be used.
 
     Raises:
-        DataError: the chat template refuses the roles, or renders earlier turns otherwise once later ones
-            follow, so that the assistant's turns cannot be distinguished.
+        ConfigError: it is neither a template nor a file that can be read.
     """
-    rendered = _render(example, where, options, tokeniser)
-    if options.loss == "all":
-        return replace(rendered, spans=((0, len(rendered.text)),))
-    # Nothing behind the last labelled character can change the loss.
-    return replace(rendered, text=rendered.text[: rendered.spans[-1][1]])
-
-
-def _render(
-    example: Example, where: str, options: CommonOptions, tokeniser: PreTrainedTokenizerBase
-) -> Rendered:
-    if isinstance(example, Text):
-        return Rendered(example.text, ((0, len(example.text)),), special=False)
-    if isinstance(example, Pair):
-        if options.template == "chat":
-            turns = (Turn("user", example.prompt, False), Turn("assistant", example.completion, True))
-            return _render_chat(Conversation(turns), where, tokeniser)
-        head = example.prompt + (example.separator if options.separator is None else options.separator)
-        text = head + example.completion
-        return Rendered(text, ((len(head), len(text)),), special=False)
-    if options.template == "chat":
-        return _render_chat(example, where, tokeniser)
-    return _render_plain(example, "\n\n" if options.separator is None else options.separator, tokeniser)
-
-
-def _render_plain(conversation: Conversation, separator: str, tokeniser: PreTrainedTokenizerBase) -> Rendered:
-    """Turns behind their names ("User: …"); each of the assistant's ends the sequence, as the last does."""
-    text, spans = "", []
-    for number, turn in enumerate(conversation.turns):
-        text += (separator if number else "") + f"{PLAIN_NAMES[turn.role]}: "
-        start = len(text)
-        text += turn.content
-        if turn.answer and number + 1 < len(conversation.turns):
-            text += str(tokeniser.eos_token)
-        if turn.answer:
-            spans.append((start, len(text)))
-    return Rendered(text, tuple(spans), special=False)
-
-
-def _render_chat(conversation: Conversation, where: str, tokeniser: PreTrainedTokenizerBase) -> Rendered:
-    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
-    whole = _apply(tokeniser, messages, where, generation=False)
-    spans = []
-    for number, turn in enumerate(conversation.turns):
-        if turn.answer:
-            head = _apply(tokeniser, messages[:number], where, generation=True)
-            through = _apply(tokeniser, messages[: number + 1], where, generation=False)
-            if not (through.startswith(head) and whole.startswith(through)):
-                raise DataError(
-                    f"{where}: message {number + 1} of {len(messages)}",
-                    "The chat template changes a turn when another one follows, so Plait cannot tell which "
-                    "tokens count in the loss.",
-                    "Set data.template=plain or data.loss=all.",
-                )
-            spans.append((len(head), _end_of_turn(through, tokeniser)))
-    return Rendered(whole[: _end_of_turn(whole, tokeniser)], tuple(spans), special=True)
-
-
-def _end_of_turn(text: str, tokeniser: PreTrainedTokenizerBase) -> int:
-    """Where the text ends for a reader that stops at the end-of-sequence token: many templates put a line
-    break behind it.
-    """
-    visible = len(text.rstrip())
-    return visible if text.endswith(str(tokeniser.eos_token), 0, visible) else len(text)
-
-
-def _apply(
-    tokeniser: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], where: str, *, generation: bool
-) -> str:
+    given = options.chat_template
+    if options.template == "plain":
+        return None
+    if given is None:
+        own: Template = tokeniser.chat_template or None
+        return own
+    if "{" in given:
+        return given
+    path = user_path(given)
     try:
-        return str(
-            tokeniser.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation)
-        )
-    except Exception as error:  # a template may raise anything of Jinja's
-        raise DataError(
-            f"{where}: {error}",
-            "The tokeniser's chat template refuses these messages.",
-            "Correct the row, or set data.template=plain.",
+        if path.suffix in TEMPLATE_FILES:
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template={shortened(given)}: {error}", "The file must be readable text."
         ) from error
+    raise ConfigError(
+        f"data.chat_template={shortened(given)}",
+        f"It must be a Jinja template, or a file whose name ends in one of {', '.join(TEMPLATE_FILES)}.",
+        "For example data.chat_template=chat.jinja.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Makes text of examples, as the options and the model's tokeniser ask for it."""
+
+    options: CommonOptions
+    tokeniser: PreTrainedTokenizerBase
+    template: Template
+
+    @classmethod
+    def of(cls, options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -> Renderer:
+        """The renderer of a source's options.
+
+        Raises:
+            ConfigError: as :func:`chat_template`.
+        """
+        return cls(options, tokeniser, chat_template(options, tokeniser))
+
+    def render(self, example: Example, where: str) -> Rendered:
+        """The text of an example.
+
+        Raises:
+            DataError: the template is missing or refuses the messages; or only the assistant's messages are
+                to count and there are none, or they cannot be distinguished.
+        """
+        options = self.options
+        if isinstance(example, Pair) and options.template == "chat":
+            user = {"role": "user", "content": example.prompt}
+            example = Conversation((user, {"role": "assistant", "content": example.completion}), prompt=1)
+        if options.assistant_only_loss:
+            _check_assistant(example, where)
+        if isinstance(example, Text):
+            return Rendered(example.text)
+        if isinstance(example, Pair):
+            head = example.prompt + (example.separator if options.separator is None else options.separator)
+            return Rendered(head + example.completion, self._prompt(head))
+        return self._plain(example) if options.template == "plain" else self._chat(example, where)
+
+    def _prompt(self, text: str) -> str | None:
+        return None if self.options.completion_only_loss is False else text
+
+    def _plain(self, conversation: Conversation) -> Rendered:
+        """Messages behind their names ("User: …"); each of the assistant's ends the sequence, as the last
+        does.
+        """
+        separator = "\n\n" if self.options.separator is None else self.options.separator
+        text, head, spans = "", None, []
+        for number, message in enumerate(conversation.messages):
+            text += (separator if number else "") + f"{PLAIN_NAMES[message['role']]}: "
+            if number == conversation.prompt:
+                head = self._prompt(text)
+            start = len(text)
+            text += message.get("content", "")
+            if message["role"] == "assistant":
+                if number + 1 < len(conversation.messages):
+                    text += str(self.tokeniser.eos_token)
+                spans.append((start, len(text)))
+        return Rendered(text, head, tuple(spans) if self.options.assistant_only_loss else None)
+
+    def _chat(self, conversation: Conversation, where: str) -> Rendered:
+        spans: Spans | None = None
+        if not self.options.assistant_only_loss:
+            text = self._apply(conversation, where)
+        elif MARKED.search(self._template_text(conversation)):
+            text, spans = self._marked(conversation, where)
+        else:
+            text = self._apply(conversation, where)
+            spans = self._turns(conversation, text, where)
+        head = None
+        if conversation.prompt is not None and self.options.completion_only_loss is not False:
+            head = self._apply(conversation, where, conversation.prompt, generation=True)
+        return Rendered(text, head, spans, templated=True)
+
+    def _turns(self, conversation: Conversation, text: str, where: str) -> Spans:
+        """Where the assistant's messages stand in the text, from prefixes of the conversation: each begins
+        behind the prompt for its generation."""
+        spans = []
+        count = len(conversation.messages)
+        for number, message in enumerate(conversation.messages):
+            if message["role"] != "assistant":
+                continue
+            head = self._apply(conversation, where, number, generation=True) if number else ""
+            through = self._apply(conversation, where, number + 1)
+            if not text.startswith(through):  # some templates end every conversation with this token
+                through = through.removesuffix(str(self.tokeniser.eos_token))
+            if not (through.startswith(head) and text.startswith(through)):
+                raise DataError(
+                    f"{where}: message {number + 1} of {count}",
+                    "The chat template changes a message when another one follows, so Plait cannot tell "
+                    "which tokens count in the loss.",
+                    "Set data.assistant_only_loss=false, or data.chat_template to a template with "
+                    "{% generation %} around the assistant's messages.",
+                )
+            spans.append((len(head), len(through)))
+        return tuple(spans)
+
+    def _template_text(self, conversation: Conversation) -> str:
+        tools = list(conversation.tools) or None
+        try:
+            return str(self.tokeniser.get_chat_template(self._explicit, tools))
+        except ValueError:  # there is none: _apply says so
+            return ""
+
+    @property
+    def _explicit(self) -> str | None:
+        """The template where it is not the tokeniser's own, of which there may be several by name."""
+        return self.template if isinstance(self.template, str) else None
+
+    def _apply(
+        self, conversation: Conversation, where: str, count: int | None = None, *, generation: bool = False
+    ) -> str:
+        """The text of the first ``count`` messages."""
+        self._check_template(where)
+        try:
+            return str(
+                self.tokeniser.apply_chat_template(
+                    [dict(message) for message in conversation.messages[:count]],
+                    tools=list(conversation.tools) or None,
+                    chat_template=self._explicit,
+                    tokenize=False,
+                    add_generation_prompt=generation,
+                    **conversation.settings,
+                )
+            )
+        except Exception as error:  # a template may raise anything of Jinja's
+            raise _refused(where, error) from error
+
+    def _marked(self, conversation: Conversation, where: str) -> tuple[str, Spans]:
+        """The text, and where the template marks what the assistant generates."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._check_template(where)
+        settings: Mapping[str, Any] = {**self.tokeniser.special_tokens_map, **conversation.settings}
+        try:
+            rendered: Any = render_jinja_template(  # its annotation names only the texts
+                [[dict(message) for message in conversation.messages]],
+                tools=list(conversation.tools) or None,
+                chat_template=self._template_text(conversation),
+                return_assistant_tokens_mask=True,
+                **settings,
+            )
+            (text,), (spans,) = rendered
+        except Exception as error:  # a template may raise anything of Jinja's
+            raise _refused(where, error) from error
+        return str(text), tuple((int(start), int(stop)) for start, stop in spans)
+
+    def _check_template(self, where: str) -> None:
+        if self.template is None:
+            raise DataError(
+                f"{where}: messages",
+                "Messages need a chat template, and this model's tokeniser has none.",
+                'Set data.chat_template=FILE.jinja, or data.template=plain for "User: …", or choose an '
+                "instruction-tuned model.",
+            )
+
+
+def _refused(where: str, error: Exception) -> DataError:
+    return DataError(
+        f"{where}: {error}",
+        "The chat template refuses these messages.",
+        "Correct the row, or set data.chat_template=FILE.jinja or data.template=plain.",
+    )
+
+
+def _check_assistant(example: Example, where: str) -> None:
+    if not isinstance(example, Conversation):
+        raise DataError(
+            f"{where}: no messages, with data.assistant_only_loss=true",
+            "Only the assistant's messages count then, so every row must be a conversation.",
+            "Leave data.assistant_only_loss out: of prompt and completion, the completion counts.",
+        )
+    if all(message["role"] != "assistant" for message in example.messages[example.prompt or 0 :]):
+        raise DataError(
+            f"{where}: roles {', '.join(message['role'] for message in example.messages)}",
+            "With data.assistant_only_loss=true the assistant's messages count, and this row has none.",
+            "Add an assistant message, or remove the row.",
+        )
 
 
 def tokeniser_digest(tokeniser: PreTrainedTokenizerBase) -> str:
@@ -162,46 +289,73 @@ def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
         )
 
 
-def tokenise(texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase) -> list[Sample]:
-    """One sample for each text, ended by the end-of-sequence token, which is labelled where the text is
-    labelled to its end.
+def tokenise(
+    texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, most: int | None = None
+) -> list[Sample]:
+    """One sample for each text. The end-of-sequence token ends those that no chat template made.
 
-    Prompt and completion are tokenised together; a token counts in the loss when a character of it does.
+    The prompt ends where the tokens of the whole differ from those of the prompt alone: a token that merges
+    both belongs to the completion. In a text with spans, a token counts when a character of it does.
+
+    Args:
+        most: characters of each text that are tokenised; None: all.
     """
     samples: list[Sample] = []
     for start in range(0, len(texts), ROWS_AT_ONCE):
-        for special, chunk in groupby(texts[start : start + ROWS_AT_ONCE], key=lambda text: text.special):
-            samples += _tokenise(list(chunk), tokeniser, add_special_tokens=not special)
+        for templated, chunk in groupby(texts[start : start + ROWS_AT_ONCE], key=lambda text: text.templated):
+            samples += _tokenise(list(chunk), tokeniser, most, templated=templated)
     return samples
 
 
 def _tokenise(
-    texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, *, add_special_tokens: bool
+    texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, most: int | None, *, templated: bool
 ) -> list[Sample]:
-    encoded = tokeniser(
-        [text.text for text in texts],
-        add_special_tokens=add_special_tokens,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    eos = int(tokeniser.eos_token_id)
-    return [
-        _sample(text, np.asarray(ids, np.int32), np.asarray(offsets, np.int64).reshape(-1, 2), eos)
-        for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    ]
+    """Samples of texts that a chat template made, or of texts that none made."""
+
+    def encode(each: Sequence[str]) -> Mapping[str, list[Any]]:
+        encoded: Mapping[str, list[Any]] = tokeniser(
+            [text[:most] for text in each],
+            add_special_tokens=not templated,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        return encoded
+
+    encoded = encode([text.text for text in texts])
+    heads = [text.prompt for text in texts if text.prompt is not None]
+    prompts = iter(encode(heads)["input_ids"] if heads else ())
+    samples = []
+    for text, given, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        ids = np.asarray(given, np.int32)
+        labels = np.ones(len(ids), np.bool_)
+        if text.spans is not None:
+            labels &= _labels(text.spans, np.asarray(offsets, np.int64).reshape(-1, 2))
+        if text.prompt is not None:
+            labels[: _common(ids, next(prompts))] = False
+        if not templated and (most is None or len(text.text) <= most):
+            ids, labels = _ended(text, ids, labels, int(tokeniser.eos_token_id))
+        labels[:1] = False  # nothing stands before it
+        samples.append(Sample(ids, labels))
+    return samples
 
 
-def _sample(text: Rendered, ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], eos: int) -> Sample:
-    labels = _labels(text.spans, offsets)
-    if not len(ids) or ids[-1] != eos:  # some tokenisers append it themselves, and some templates write it
+def _common(ids: Ids, prompt: Sequence[int]) -> int:
+    """How many tokens the whole and the prompt alone begin with together."""
+    count = min(len(ids), len(prompt))
+    differ = np.flatnonzero(ids[:count] != np.asarray(prompt[:count], np.int32))
+    return int(differ[0]) if len(differ) else count
+
+
+def _ended(text: Rendered, ids: Ids, labels: Labels, eos: int) -> tuple[Ids, Labels]:
+    """The tokens with an end-of-sequence token, which counts where the text does to its end."""
+    if not len(ids) or ids[-1] != eos:  # some tokenisers append it themselves, and some texts have it
         ids, labels = np.append(ids, np.int32(eos)), np.append(labels, False)
-    labels[-1] |= text.spans[-1][1] == len(text.text)
-    labels[0] = False
-    return Sample(ids, labels)
+    labels[-1] = text.spans is None or (bool(text.spans) and text.spans[-1][1] == len(text.text))
+    return ids, labels
 
 
-def _labels(spans: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _labels(spans: Spans, offsets: npt.NDArray[np.int64]) -> Labels:
     """Which tokens (count, 2: first character, behind the last) have a character in one of the spans.
 
     Byte-level tokenisers leave blanks out of a token's range, so a token is taken to begin where the one
@@ -213,80 +367,3 @@ def _labels(spans: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) ->
     for start, stop in spans:
         labels |= (stops > start) & (starts < stop)
     return labels
-
-
-@dataclass(frozen=True, slots=True)
-class LengthLimit:
-    """Longest sample, in tokens.
-
-    Attributes:
-        model: what the model takes.
-        capacity: what a microbatch holds; None where that does not limit.
-        cluster: described cluster whose devices set the capacity; "": engine.capacity does.
-    """
-
-    model: int
-    capacity: int | None = None
-    cluster: str = ""
-
-    @property
-    def tokens(self) -> int:
-        """The smaller limit."""
-        return self.model if self.capacity is None else min(self.model, self.capacity)
-
-    def rule(self, longest: int) -> str:
-        """The limit that a sample of ``longest`` tokens breaks; of both the one that cannot be raised."""
-        if longest > self.model:
-            return f"The model accepts samples of at most {self.model} tokens (model.max_length)."
-        if self.cluster:
-            return f"A sample must fit into one microbatch: at most {self.capacity} tokens on {self.cluster}."
-        return f"A sample must fit into one microbatch, which holds {self.capacity} tokens (engine.capacity)."
-
-    def remedy(self, longest: int) -> str:
-        """What would let a sample of ``longest`` tokens through."""
-        if longest > self.model:
-            return "Raise model.max_length if the model accepts more, choose a model for longer texts"
-        if self.cluster:
-            return "Describe more or larger devices (cluster.options), choose another cluster"
-        return f"Set engine.capacity={longest} or more"
-
-
-def fit(
-    samples: Sequence[Sample], places: Sequence[str], rule: Overlong, limit: LengthLimit
-) -> list[int | None]:
-    """For each sample the number of tokens to keep, or None to drop it.
-
-    Raises:
-        DataError: a sample is longer than the limit and the rule is "error", or no labelled token is left.
-    """
-    kept: list[int | None] = []
-    longest = limit.tokens
-    for sample, where in zip(samples, places, strict=True):
-        length = len(sample.tokens)
-        if length > longest and rule == "error":
-            raise DataError(
-                f"{where}: {length} tokens",
-                limit.rule(length),
-                f"{limit.remedy(_longest_allowed(samples, limit, length))}, "
-                "or set data.overlong=drop or data.overlong=truncate.",
-            )
-        if length > longest and rule == "drop":
-            kept.append(None)
-            continue
-        if not sample.labels[:longest].any():
-            cut = f"{limit.remedy(length)}, or set data.overlong=drop."
-            raise DataError(
-                f"{where}: no labelled tokens in the first {min(length, longest)} of {length}",
-                "A sample needs at least one token that counts in the loss, and its first token never "
-                "counts.",
-                cut if length > longest else "Remove the row.",
-            )
-        kept.append(min(length, longest))
-    return kept
-
-
-def _longest_allowed(samples: Sequence[Sample], limit: LengthLimit, length: int) -> int:
-    """The longest of the samples that the model takes, so that one remedy serves for all of them."""
-    if length > limit.model:
-        return length
-    return max(each for each in (len(sample.tokens) for sample in samples) if each <= limit.model)

@@ -72,7 +72,7 @@ class Admission:
             raise CapacityError(
                 f"a sample of {longest} tokens",
                 f"engine.capacity={self._capacity}; the model takes {self._facts.max_length} tokens.",
-                "Raise engine.capacity, or drop or cut long samples (data.overlong).",
+                "Raise engine.capacity, or truncate long samples (model.max_length).",
             )
         names = frozenset(resolve_targets(adapter.target_modules, self._facts.linears, self._facts.outside))
         sites = [linear for linear in self._facts.linears if linear.name in names]

@@ -16,7 +16,7 @@ from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
 from plait.core.settings import AUTO, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
-from plait.data.loading import generation_limit, load_data, score
+from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -35,11 +35,16 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(slots=True)
 class LoadedData:
-    """Data sets tokenised for one model; by digest what they are, and how long their samples are."""
+    """Data sets tokenised for one model; by digest what they are, and how long their samples are.
+
+    Attributes:
+        said: what to say of rows that are truncated or left out.
+    """
 
     catalogue: DataCatalogue
     facts: dict[str, Any]
     lengths: dict[str, Any]
+    said: tuple[str, ...] = ()
 
 
 def open_data(
@@ -66,11 +71,13 @@ def open_data(
     catalogue = DataCatalogue(load, generation_limit=generation_limit, score=score)
     facts: dict[str, Any] = {}
     lengths: dict[str, Any] = {}
+    said: dict[str, None] = {}
     for spec in dict.fromkeys(job.data for job in jobs):
         data = catalogue.of(spec)
+        said[describe_rows(spec, data, max_length)] = None
         facts[data.digest] = {"source": spec.source, "options": spec.mapping()}
         lengths[data.digest] = {"train": data.train.summary(), "validation": data.validation.summary()}
-    return LoadedData(catalogue, facts, lengths)
+    return LoadedData(catalogue, facts, lengths, tuple(filter(None, said)))
 
 
 def free_memory(settings: RunSettings) -> int:

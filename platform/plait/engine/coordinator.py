@@ -114,7 +114,7 @@ class Coordinator:
         if self._roster.find(job.name) is not None:
             raise ConfigError(f"job {job.name!r}", "Another job of this name is waiting or training.")
         data = self._data.of(job.data)
-        order = DataOrder.of(job.train, len(data.train))
+        order = DataOrder.over(job.train, data.train)
         demand = self._admission.demand(job.adapter, self._data.longest(job.data))
         new = LiveJob(job, data, order, demand, next(self._arrivals), self._clock(), resume_from)
         new.rungs, new.measured, new.warm_from = frozenset(rungs), measured, warm_from

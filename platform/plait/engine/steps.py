@@ -2,34 +2,40 @@
 
 The training samples form an endless stream: one seeded permutation of the split after another. A global
 batch is the next slice of that stream, so it may hold the end of one epoch and the start of the next.
-It does not depend on the packing, and any step can be computed without the ones before it. The rate is
+Of a mixture, each source has such a stream of its own, and shuffled blocks of fixed shares say which is next.
+The order does not depend on the packing, and any step can be computed without the ones before it. The rate is
 constant, or decays linearly or by a cosine, after a linear warm-up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from math import cos, pi
+from fractions import Fraction
+from functools import lru_cache, partial
+from math import cos, gcd, lcm, pi
 
 import numpy as np
 
 from plait.core.errors import DataError
 from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.plans import GlobalBatch, SplitName
-from plait.core.samples import Int64, Split
+from plait.core.samples import Int64, Share, Split
 
 _PERMUTATION = 0x50_6C_61_69_74  # sets this stream of random numbers apart from others of the same seed
+LONGEST_BLOCK = 1000  # samples of a mixture after which every source has had its share
 
 
 @lru_cache(maxsize=256)
-def permutation(seed: int, epoch: int, count: int) -> Int64:
+def permutation(seed: int, epoch: int, count: int, stream: tuple[int, ...] = ()) -> Int64:
     """The order of ``count`` samples in one epoch (count,).
+
+    Args:
+        stream: sets the orders of a mixture's sources apart; () where there is only one.
 
     Made from a bit generator's raw output, which NumPy promises never to change; its
     ``Generator.permutation`` carries no such promise.
     """
-    source = np.random.PCG64(np.random.SeedSequence([_PERMUTATION, seed, epoch]))
+    source = np.random.PCG64(np.random.SeedSequence([_PERMUTATION, seed, epoch, *stream]))
     keys = np.asarray(source.random_raw(count), dtype=np.uint64)
     order = np.argsort(keys, kind="stable").astype(np.int64)
     order.flags.writeable = False
@@ -43,16 +49,28 @@ class DataOrder:
     Attributes:
         samples: size of the training split.
         stream: samples of the whole budget; the last global batch takes what is left.
+        shares: the parts of a mixture; empty: all samples count alike.
     """
 
     seed: int
     samples: int
     batch: int
     stream: int
+    shares: tuple[Share, ...] = ()
 
     @classmethod
-    def of(cls, train: TrainSpec, samples: int) -> DataOrder:
-        """The order of a job over a split of ``samples`` samples.
+    def over(cls, train: TrainSpec, split: Split) -> DataOrder:
+        """The order of a job over a split.
+
+        Raises:
+            DataError: as :meth:`of`.
+        """
+        return cls.of(train, len(split), split.shares)
+
+    @classmethod
+    def of(cls, train: TrainSpec, samples: int, shares: tuple[Share, ...] = ()) -> DataOrder:
+        """The order of a job over a split of ``samples`` samples. An epoch has as many of them, whatever the
+        shares.
 
         Raises:
             DataError: the split is empty.
@@ -64,7 +82,7 @@ class DataOrder:
         else:
             assert train.epochs is not None  # TrainSpec holds exactly one of the two
             stream = max(1, round(train.epochs * samples))
-        return cls(train.seed, samples, train.global_batch, stream)
+        return cls(train.seed, samples, train.global_batch, stream, shares)
 
     @property
     def steps(self) -> int:
@@ -81,12 +99,42 @@ class DataOrder:
             raise IndexError(f"step {step} of a budget of {self.steps}")
         first = (step - 1) * self.batch
         positions = range(first, min(first + self.batch, self.stream))
-        draws = tuple(at // self.samples for at in positions)
-        samples = tuple(
-            int(permutation(self.seed, draw, self.samples)[at % self.samples])
-            for at, draw in zip(positions, draws, strict=True)
-        )
+        place = self._place if self.shares else partial(self._of_source, 0, self.samples, ())
+        samples, draws = zip(*map(place, positions), strict=True)
         return samples, draws
+
+    def _of_source(self, first: int, samples: int, stream: tuple[int, ...], item: int) -> tuple[int, int]:
+        """Which sample comes as the ``item``-th of a source, whose samples begin at ``first``, and how often
+        it had come before."""
+        draw, at = divmod(item, samples)
+        return first + int(permutation(self.seed, draw, samples, stream)[at]), draw
+
+    def _place(self, at: int) -> tuple[int, int]:
+        """The sample at a position of a mixture's stream. In each block every source has its quota."""
+        quotas = block_quotas(tuple(share.weight for share in self.shares))
+        block, place = divmod(at, sum(quotas))
+        slot = int(permutation(self.seed, block, sum(quotas), (0,))[place])
+        source = 0
+        while slot >= quotas[source]:
+            slot -= quotas[source]
+            source += 1
+        first = sum(share.samples for share in self.shares[:source])
+        item = block * quotas[source] + slot
+        return self._of_source(first, self.shares[source].samples, (1 + source,), item)
+
+
+@lru_cache(maxsize=64)
+def block_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """How many samples of a block come from each source of a mixture: whole numbers in the ratio of the
+    weights. Where they would need a block of more than ``LONGEST_BLOCK``, the nearest that do not.
+    """
+    exact = [Fraction(repr(weight)) for weight in weights]
+    scale = lcm(*(each.denominator for each in exact))
+    whole = [int(each * scale) for each in exact]
+    if sum(whole) // gcd(*whole) > LONGEST_BLOCK:
+        total = sum(exact)
+        whole = [max(1, round(LONGEST_BLOCK * each / total)) for each in exact]
+    return tuple(each // gcd(*whole) for each in whole)
 
 
 def training_batch(job: JobSpec, order: DataOrder, split: Split, step: int) -> GlobalBatch:

@@ -226,8 +226,8 @@ def fitting(
         f"job {name} has a sample of {longest} tokens ({workload.longest_is[name]}): with it alone {best} "
         f"takes {needs[best] / 2**30:.1f} GiB on a device",
         f"Of each of {where} {available / 2**30:.1f} GiB may be used (planner.memory_share={share}).",
-        "Set engine.checkpointing=true where it is not, drop or cut long samples (data.overlong, "
-        "model.max_length), train fewer jobs at once (search.parallel), or describe more or larger devices.",
+        "Set engine.checkpointing=true where it is not, truncate long samples (model.max_length), train "
+        "fewer jobs at once (search.parallel), or describe more or larger devices.",
     )
 
 

@@ -109,7 +109,7 @@ def compare(
         raise CapacityError(
             f"a sample of {longest} tokens on {profile.devices.count} × {profile.devices.kind}",
             f"No configuration takes it and fits: {reasons}.",
-            "Set engine.checkpointing=true, drop or cut long samples (data.overlong, model.max_length), or "
+            "Set engine.checkpointing=true, truncate long samples (model.max_length), or "
             "describe larger devices.",
         )
     return tuple(sorted(found, key=lambda each: -(each.tokens_per_second or 0.0)))

@@ -63,7 +63,7 @@ class Workload:
         batches, steps, longest, longest_is, tokens, labelled = {}, {}, {}, {}, 0, 0
         for job in ordered:
             sets = data.of(job.data)
-            order = DataOrder.of(job.train, len(sets.train))
+            order = DataOrder.over(job.train, sets.train)
             steps[job.name] = order.steps
             longest[job.name], longest_is[job.name] = max(
                 (int(split.lengths[place]), f"row {split.rows[place]} of {name}")
@@ -111,5 +111,5 @@ class Workload:
                 raise CapacityError(
                     f"job {name} has a sample of {length} tokens ({self.longest_is[name]})",
                     f"{where} takes at most {capacity} tokens at once.",
-                    "Drop or cut long samples (data.overlong, model.max_length), or use larger devices.",
+                    "Truncate long samples (model.max_length), or use larger devices.",
                 )

@@ -113,7 +113,7 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
-    return Prepared({"model": shape.digest} | material, data, settings, said)
+    return Prepared({"model": shape.digest} | material, data, settings, (*data.said, *said))
 
 
 def check_here(cluster: ClusterSettings) -> None:

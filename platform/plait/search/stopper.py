@@ -230,7 +230,7 @@ class Stopper:
 
 def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
     """Optimiser steps of the shortest of these jobs."""
-    return min(DataOrder.of(job.train, len(data.of(job.data).train)).steps for job in jobs)
+    return min(DataOrder.over(job.train, data.of(job.data).train).steps for job in jobs)
 
 
 def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Stopper | None:

@@ -110,6 +110,8 @@ def data_facts(spec: DataSpec, data: TokenisedData) -> DataFacts:
     counts: dict[str, float] = {"num_rows": len(data.train)}
     for word, split in splits.items():
         counts |= {f"{word}_samples": len(split), f"{word}_tokens": int(split.lengths.sum())}
+        left = split.counts
+        counts |= {f"{word}_truncated": left.truncated, f"{word}_dropped": left.dropped + left.unlabelled}
     return DataFacts(name, data.digest, {"source": spec.source} | options, counts)
 
 

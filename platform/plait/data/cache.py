@@ -1,0 +1,79 @@
+"""The cache of tokenised data: one file for each combination of rows, options and tokeniser.
+
+A seam: it alone knows the form on disk, and whether a file is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait.core.errors import StorageError
+from plait.core.samples import RowCounts, Share, Split, TokenisedData
+from plait.utils.files import new_file
+
+_FIELDS = ("tokens", "labels", "offsets", "rows")  # of a split: its arrays
+
+
+def content_digest(train: Split, validation: Split) -> str:
+    """Digest of both splits' samples, of the rows they came from, and of a mixture's weights."""
+    state = hashlib.sha256()
+    for split in (train, validation):
+        for name in _FIELDS:
+            array = np.ascontiguousarray(getattr(split, name))
+            state.update(f"{name}:{array.dtype.str}:{array.size};".encode())
+            state.update(array.tobytes())
+        if split.shares:
+            state.update(repr([tuple(share) for share in split.shares]).encode())
+    return state.hexdigest()
+
+
+def read_cached(path: Path) -> TokenisedData | None:
+    """The data at ``path``; None where there is no file, or one that is truncated or altered."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            train, validation = (_split(archive, f"{part}.") for part in ("train", "validation"))
+            digest = str(archive["digest"])
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+        return None
+    if digest != content_digest(train, validation):
+        return None
+    return TokenisedData(digest, train, validation)
+
+
+def write_cached(path: Path, data: TokenisedData) -> None:
+    """Write ``data`` to ``path``, whole or not at all.
+
+    Raises:
+        StorageError: the folder cannot be written, or the disk is full.
+    """
+    arrays = {f"train.{name}": array for name, array in _arrays(data.train).items()}
+    arrays |= {f"validation.{name}": array for name, array in _arrays(data.validation).items()}
+    try:
+        with new_file(path) as file:
+            np.savez(file, digest=np.array(data.digest), **arrays)
+    except OSError as error:
+        raise StorageError(
+            f"{path.parent}: {error.strerror}",
+            "Plait keeps tokenised data in a cache folder.",
+            "Make the folder writable, free space on its disk, or choose another folder with PLAIT_CACHE.",
+        ) from error
+
+
+def _arrays(split: Split) -> dict[str, Any]:
+    arrays = {name: getattr(split, name) for name in _FIELDS}
+    counts, shares = np.array(astuple(split.counts), np.int64), np.array(split.shares, np.float64)
+    return arrays | {"counts": counts, "shares": shares.reshape(-1, 2)}
+
+
+def _split(arrays: Mapping[str, Any], prefix: str) -> Split:
+    counts = RowCounts(*(int(each) for each in arrays[f"{prefix}counts"]))
+    shares = tuple(Share(int(samples), float(weight)) for samples, weight in arrays[f"{prefix}shares"])
+    own = {name: arrays[f"{prefix}{name}"] for name in _FIELDS}
+    return Split(**own, counts=counts, shares=shares)

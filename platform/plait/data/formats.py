@@ -1,0 +1,160 @@
+"""Formats of data files: from a file's bytes to its rows, each with its place.
+
+A seam: the only module that parses files. It needs no library but pyarrow, and that for Parquet alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from plait.core.errors import DataError
+from plait.data.examples import Row, shortened, shown
+
+# What makes rows of a file's content; the name of the file stands in places and errors.
+Parser = Callable[[bytes, str], Iterator[tuple[str, Row]]]
+Placed = tuple[str, Row]
+
+
+def parse_json(content: bytes, name: str) -> Iterator[Placed]:
+    """One object a line, or one array of objects: the first character decides.
+
+    Raises:
+        DataError: not UTF-8, not JSON, or not objects.
+    """
+    text = _decode(content, name)
+    if text.lstrip().startswith("["):
+        for number, row in enumerate(_load(text, name), start=1):
+            yield _object(row, f"{name}, element {number}")
+        return
+    # Not splitlines(): a JSON text may hold U+2028 and the like as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{name}, line {number}"
+            yield _object(_load(line, where), where)
+
+
+def parse_csv(content: bytes, name: str, delimiter: str = ",") -> Iterator[Placed]:
+    """A header with the names of the fields, then rows of text.
+
+    Raises:
+        DataError: not UTF-8, no header, a row with too many or too few fields, or wrong quotes.
+    """
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        reader = csv.reader(io.StringIO(_decode(content, name), newline=""), delimiter=delimiter, strict=True)
+        header: list[str] | None = None
+        for fields in filter(None, reader):
+            where = f"{name}, line {reader.line_num}"
+            if header is None:
+                header = _header(fields, where)
+            else:
+                yield where, _csv_row(header, fields, where)
+    except csv.Error as error:
+        raise DataError(
+            f"{name}, line {reader.line_num}: {error}",
+            "A CSV file has one row a line; fields with a comma, a quote or a line break stand in quotes.",
+            "Correct the file, or save it again from a program that quotes such fields.",
+        ) from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def parse_parquet(content: bytes, name: str) -> Iterator[Placed]:
+    """The rows of a Parquet file.
+
+    Raises:
+        DataError: it is none, or damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file: Any = pq.ParquetFile(pa.BufferReader(content))
+        number = 0
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield f"{name}, row {number}", row
+                number += 1
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(
+            f"{name}: {shortened(str(error))}",
+            "The file cannot be read as Parquet.",
+            "Write it again or copy it again: it may be incomplete.",
+        ) from error
+
+
+PARSERS: dict[str, Parser] = {
+    "json": parse_json,
+    "csv": parse_csv,
+    "tsv": partial(parse_csv, delimiter="\t"),
+    "parquet": parse_parquet,
+}
+SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+
+
+def _decode(content: bytes, name: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: byte {error.start} is not UTF-8", "A text file must be UTF-8.", "Convert the file."
+        ) from error
+
+
+def _load(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also of endless numbers and of endless nesting
+        place = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise DataError(
+            f"{where}: not JSON ({place})",
+            "A JSON file holds one object per line, or one array of objects.",
+            "Correct it.",
+        ) from error
+
+
+def _object(row: object, where: str) -> Placed:
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: {type(row).__name__} instead of an object",
+            "Each row must be one JSON object.",
+            "Write one object per line, or one array of objects.",
+        )
+    return where, row
+
+
+def _header(fields: list[str], where: str) -> list[str]:
+    if len(set(fields)) < len(fields):
+        (twice, _), *_ = Counter(fields).most_common(1)
+        raise DataError(
+            f"{where}: two fields are called {shown(twice)}",
+            "The first line of a CSV file names its fields.",
+            "Add that line, or give each field a name of its own.",
+        )
+    return fields
+
+
+def _csv_row(header: list[str], fields: list[str], where: str) -> Row:
+    if len(fields) != len(header):
+        raise DataError(
+            f"{where}: {len(fields)} fields",
+            f"The first line names {len(header)}.",
+            "Correct the row; a field with a comma or a line break must stand in quotes.",
+        )
+    return dict(zip(header, fields, strict=True))

@@ -1,0 +1,112 @@
+"""The source "mixture": several sources in one job, with weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any
+
+from plait.config.fields import build, convert, unknown_key
+from plait.core.checks import NOT_EMPTY
+from plait.core.errors import ConfigError, choices
+from plait.data.examples import Example
+from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOptions
+
+MIXTURE = "mixture"
+WEIGHT, SOURCE = "weight", "source"
+# What an entry's key says of its source, where it does not name one.
+MEANT = {"path": "file", "id": "hub", "task": "reasoning_gym"}
+# What holds for the whole mixture; an entry has its own size.
+SHARED = tuple(each.name for each in fields(CommonOptions) if each.name != "size")
+UNUSED = {each.name for each in fields(VerifiedOptions)} - {each.name for each in fields(CommonOptions)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOptions(CommonOptions):
+    """Options of a mixture. ``size`` stands in the sources, each of which has its own.
+
+    Attributes:
+        sources: each a mapping with the options of its source (``path``, ``id`` or ``task`` says which, or
+            ``source``) and ``weight``, its share of the training samples. Without weights, every row counts
+            alike.
+    """
+
+    sources: Annotated[tuple[dict[str, Any], ...], NOT_EMPTY]
+
+    def __post_init__(self) -> None:
+        CommonOptions.__post_init__(self)
+        if self.size is not None:
+            raise ConfigError(
+                f"data.size={self.size} with data=mixture",
+                "Each source of a mixture has its own size.",
+                "Set it there: {path: a.jsonl, size: 100}.",
+            )
+        weights = [_weight(entry, number) for number, entry in enumerate(self.sources)]
+        if None in weights and any(weight is not None for weight in weights):
+            raise ConfigError(
+                f"data.sources[{weights.index(None)}] has no weight, and others have",
+                "Either all sources of a mixture have a weight, or none has.",
+                "Add it: {path: a.jsonl, weight: 1}.",
+            )
+
+
+def open_rows(options: MixtureOptions) -> Rows:
+    """The rows of all sources, each with its weight.
+
+    Raises:
+        ConfigError, DataError: as the sources; the error names the entry's key where it is wrong.
+    """
+    shared = {name: getattr(options, name) for name in SHARED}
+    parts = []
+    state = hashlib.sha256()
+    for number, entry in enumerate(options.sources):
+        source, own = _own_options(entry, f"data.sources[{number}]", shared)
+        rows = replace(source.open(own), weight=_weight(entry, number))
+        state.update(f"{rows.digest} {rows.validation.digest if rows.validation else ''};".encode())
+        parts.append(rows)
+
+    def read() -> list[tuple[str, Example]]:
+        return [each for part in parts for each in part.read()]
+
+    return Rows(MIXTURE, state.hexdigest(), read, parts=tuple(parts))
+
+
+SOURCES.add(MIXTURE, Source(MixtureOptions, open_rows))
+
+
+def _weight(entry: Mapping[str, Any], number: int) -> float | None:
+    if entry.get(WEIGHT) is None:
+        return None
+    key = f"data.sources[{number}].{WEIGHT}"
+    weight: float = convert(float, entry[WEIGHT], key)
+    if not 0 < weight < float("inf"):
+        raise ConfigError(f"{key}={weight}", f"{key} must be above 0.", "Leave out a source that has none.")
+    return weight
+
+
+def _own_options(
+    entry: Mapping[str, Any], key: str, shared: Mapping[str, Any]
+) -> tuple[Source, CommonOptions]:
+    """The source that an entry names, and its options with those of the mixture."""
+    given = {name: value for name, value in entry.items() if name not in (WEIGHT, SOURCE)}
+    name = entry.get(SOURCE) or next((MEANT[each] for each in MEANT if each in given), "")
+    if not name or name == MIXTURE:
+        raise ConfigError(
+            f"{key}={json.dumps(dict(entry), default=str)}",
+            f"A source of a mixture has one of the keys {choices(MEANT)}, or names its {SOURCE}.",
+            "For example {path: a.jsonl, weight: 1}.",
+        )
+    source = SOURCES.get(name)
+    allowed = [each.name for each in fields(source.options) if each.name not in {*SHARED, *UNUSED}]
+    for each in given:
+        if each in shared:
+            raise ConfigError(
+                f"{key}.{each}={given[each]!r}",
+                f"{each} holds for the whole mixture.",
+                f"Set data.{each} instead.",
+            )
+        if each not in allowed:
+            raise unknown_key(f"{key}.{each}", [f"{key}.{known}" for known in (*allowed, WEIGHT, SOURCE)])
+    return source, build(source.options, {**shared, **given}, key)
