@@ -88,14 +88,17 @@ def test_every_command_against_a_running_sweep(
         point = {"adapter.rank": 4, "train.lr": 2e-3}  # written value by value, once it runs
         sweep.until(lambda: trials(folder)[3].params == point)
         sweep.until(lambda: "trial-0003" in steps(said("status")))
-        assert "choice(1,2,4)" in said("add", "adapter.rank=64", status=2)
+        assert "at least 1" in said("add", "adapter.rank=0", status=2)
 
-        assert "Trial 4" in said("clone", "1", "train.lr=1e-3", "train.priority=5", "--warm")
-        cloned = trials(folder)[1].params | {"train.lr": 1e-3}
+        text = said("clone", "1", "train.lr=2e-2", "train.priority=5", "--warm")
+        assert "Trial 4" in text
+        assert "train.lr=2e-2 lies outside the search space" in text
+        cloned = {"adapter.rank": trials(folder)[1].params["adapter.rank"]}
         sweep.until(lambda: trials(folder)[4].params == cloned)
         assert (Path(trials(folder)[4].user_attrs["plait.warm_from"]) / "checkpoint.json").exists()
         sweep.until(lambda: "trial-0004" in steps(said("status")))
         sweep.until(lambda: "1 paused" in said("status"))  # trial 3 was preempted
+        assert "train.lr=0.02  (outside the search space)" in said("status")
     # killed: what is asked for now is done when it goes on
     assert "is not running" in said("status")
     assert "no such trial" in said("stop", "9", status=2)

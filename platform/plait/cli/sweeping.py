@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from hydra._internal.config_loader_impl import get_overrides_dirname
@@ -38,6 +38,9 @@ from plait.search.stopping import check_stopping
 from plait.search.trials import SearchCommand, Trial
 from plait.utils.addresses import redact
 from plait.utils.paths import conf_dir
+
+if TYPE_CHECKING:
+    from plait.terminal.view import Screen
 
 # hydra.sweeper's key: search's key.
 KEYS = {
@@ -141,11 +144,10 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
 
         return run_data(command, flags)
     if mode == "train":
+        screen = _screen()
         from plait.search.launch import run_search
-        from plait.terminal.console import SearchConsole
-        from plait.terminal.view import Screen
 
-        return run_search(command, Screen(SearchConsole())).exit_status
+        return run_search(command, screen).exit_status
     from plait.cli.bench import run_benchmark
 
     return run_benchmark(command, composed, flags)
@@ -196,11 +198,20 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         overrides=tuple(arguments),
         directory=directory,
     )
+    screen = _screen()
     from plait.search.launch import run_training
+
+    return run_training(command, screen).exit_status
+
+
+def _screen() -> Screen:
+    """The screen of a search, which says why nothing happens yet."""
     from plait.terminal.console import SearchConsole
     from plait.terminal.view import Screen
 
-    return run_training(command, Screen(SearchConsole())).exit_status
+    screen = Screen(SearchConsole())
+    screen.say("Loading torch, transformers and MLflow ...")
+    return screen
 
 
 def search_config(config: DictConfig, arguments: Sequence[str]) -> dict[str, Any]:
