@@ -208,7 +208,7 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
 
 def _ask(loader: Any, source: Source, **options: Any) -> Any:
     """Call one of transformers' loaders; a failure becomes a ModelError. Code that comes with the files is
-    never run, and nobody is asked whether it may be."""
+    never run, and the terminal is not asked whether it may be."""
     try:
         with quiet():
             return loader(

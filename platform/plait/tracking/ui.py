@@ -50,7 +50,7 @@ def search_page(address: str, experiment_id: str, run_id: str) -> str:
 
 def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) -> tuple[str, str]:
     """How MLflow's pages show the trials of a search: a tag of the experiment, as the pages themselves write
-    it where somebody shares a view (MLflow 3.17).
+    it where someone shares a view (MLflow 3.17).
 
     Args:
         run_id: of the search's run.
