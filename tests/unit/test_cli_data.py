@@ -1,16 +1,22 @@
 """`plait data`: the text that would be trained on, with what counts in the loss, and without a model."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tokenisers import byte_tokeniser
 
+import plait.cli.data
 import plait.models.load
 from plait.cli.data import lines, pieces
 from plait.cli.main import main
+from plait.core.jobs import JobSpec
 from plait.core.samples import Sample
+from plait.core.settings import ModelSettings
+from plait.models.load import ModelShape
+from plait.search.checks import check_model
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "four\nü"}]
 
@@ -63,6 +69,18 @@ def test_counts_are_shown_and_a_sweep_over_data_shows_each(
     ]
     assert main([*command[:-1]]) == 0
     assert "of 3 rows, 1 truncated to 10 tokens" in capsys.readouterr().out
+
+
+def test_the_models_type_is_settled_before_its_files_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def check(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
+        seen.append(settings.dtype)
+        return check_model(settings, jobs)
+
+    monkeypatch.setattr(plait.cli.data, "check_model", check)
+    assert main([*COMMAND, "model.dtype=auto", "--json"]) == 0
+    assert seen in (["float32"], ["bfloat16"])
 
 
 def test_what_is_wrong_is_said_as_by_sweep(capsys: pytest.CaptureFixture[str]) -> None:

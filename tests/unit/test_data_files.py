@@ -154,6 +154,11 @@ def test_a_file_that_cannot_be_read_is_named(name, content, words, tmp_path):
         assert word in str(caught.value)
 
 
+def test_what_is_neither_a_file_nor_a_folder_is_refused():
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        check_data(DataSpec.of("file", path="/dev/zero", format="csv"))
+
+
 def test_a_folder_of_several_formats_is_refused(tmp_path):
     save_all(PAIRS, tmp_path / "rows")
     with pytest.raises(DataError, match=r"files of the formats csv, json, parquet, tsv\n"):

@@ -16,6 +16,7 @@ from plait.core.errors import EXIT_DONE
 from plait.core.jobs import DataSpec
 from plait.core.samples import Sample, TokenisedData
 from plait.data.loading import describe_rows, load_data
+from plait.engine.build import settle_dtype
 from plait.search.checks import check_jobs, check_model
 from plait.search.trials import SearchCommand
 from plait.terminal.console import filled, plain, wide_console
@@ -40,7 +41,7 @@ def run_data(command: SearchCommand, flags: Mapping[str, str]) -> int:
     from plait.models.load import load_tokeniser
 
     check_jobs(command.probes)
-    settings = command.settings
+    settings = settle_dtype(command.settings)  # a model is stored by its type
     longest = check_model(settings.model, command.probes).max_length
     tokeniser = load_tokeniser(settings.model, cache=cache_dir())
     found: list[dict[str, Any]] = []

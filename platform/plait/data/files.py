@@ -108,6 +108,8 @@ def _open(
             f"{path} was not saved by `datasets`, so it has no splits.",
             f"Leave {origin.split_key} out; data.validation_path names another file for validation.",
         )
+    if not path.is_dir() and not path.is_file():
+        raise DataError(f"{origin.key}={origin.path!r}", "This is neither a file nor a folder.")
     files = _files_in(path, origin) if path.is_dir() else [path]
     kind = origin.format or _format(files, origin)
     contents = [(each, _bytes(each, origin)) for each in files]
