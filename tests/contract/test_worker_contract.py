@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from curve_worker import CurveWorker
 from laboratory import random_data
+from processes import fleet
 from worker_contract import CAPACITY, WorkerContract
 
+from plait.core.messages import Detach
 from plait.core.settings import EngineSettings, ModelSettings
+from plait.distributed.fleet import Fleet
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.local_worker import LocalWorker
 from plait.models.base import BaseModel
@@ -34,3 +39,20 @@ class TestCurveWorker(WorkerContract):
     @pytest.fixture
     def worker(self) -> CurveWorker:
         return CurveWorker(curve=lambda job, step: 3.0 / (step + len(job.name)))
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    settings = EngineSettings(kernels="grouped", capacity=CAPACITY, threads=1)
+    model = ModelSettings(kind="tiny", dtype="float32", seed=3)
+    with fleet(2, model, settings, tmp_path_factory.mktemp("processes")) as made:
+        yield made
+
+
+class TestFleet(WorkerContract):
+    @pytest.fixture
+    def worker(self, processes: Fleet) -> Iterator[Fleet]:
+        """As after a start: no job is in."""
+        yield processes
+        for job in processes.jobs:
+            processes.execute(Detach(job))

@@ -25,7 +25,7 @@ from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
-from plait.engine.worker import WorkerFacts
+from plait.engine.worker import Worker, WorkerFacts
 from plait.models.base import BaseModel
 
 Weights = dict[str, tuple[Tensor, ...]]
@@ -218,14 +218,18 @@ class Laboratory:
         between: Callable[[int, Coordinator], None] = lambda *_: None,
         before: Callable[[LocalWorker, Command], None] = lambda *_: None,
         max_jobs: int | None = None,
+        worker: Worker | None = None,
     ) -> History:
-        """Train the jobs together until none is left; ``between`` is called before each iteration."""
+        """Train the jobs together until none is left; ``between`` is called before each iteration.
+
+        Another ``worker`` than one on the model here leaves no weights but those that it exports.
+        """
         engine = EngineSettings(kernels=kernels, capacity=capacity, checkpointing=checkpointing)
         data = DataCatalogue(random_data)
         recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
         planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner)
-        coordinator = Coordinator(recorder, data, settings, folder=self.folder)
+        coordinator = Coordinator(worker or recorder, data, settings, folder=self.folder)
         for job in jobs:
             coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))
         events: list[Event] = []

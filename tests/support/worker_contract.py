@@ -52,9 +52,10 @@ def run(worker: Worker, jobs: Sequence[JobSpec], step: int) -> list[WorkerEvent]
     for each in jobs:
         split = random_data(each.data).train
         batches.append(training_batch(each, DataOrder.of(each.train, len(split)), split, step))
+    packer = Packer(CAPACITY, len(worker.facts.devices))
     steps = StepJobs(tuple(StepJob(each.name, step, each.train.lr) for each in jobs))
     return [
-        *worker.execute(RunMicrobatches(Packer(CAPACITY).pack(batches))),
+        *worker.execute(RunMicrobatches(packer.pack(batches))),
         *worker.execute(steps),
     ]
 

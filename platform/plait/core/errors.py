@@ -66,6 +66,10 @@ class CapacityError(InputError):
     """A sample, a job or a group does not fit into memory or into a microbatch."""
 
 
+class ProcessError(InputError):
+    """A process of the run died, was silent for too long, or did not come."""
+
+
 class CheckpointError(PlaitError, RuntimeError):
     """A checkpoint is missing, truncated or altered."""
 

@@ -108,6 +108,15 @@ class AdapterStore:
         weights = named_tensors(self.bank, job)
         self._best[job] = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
 
+    def whole(self, job: str, *, best: bool) -> list[Tensor]:
+        """All tensors of a job, in one order everywhere: what trains, what is frozen and, where they are
+        wanted, its best weights, which are those of now where none are kept yet."""
+        block = self.bank.block(job)
+        if best and job not in self._best:
+            self.keep(job)
+        kept = self._best[job] if best else {}
+        return [block.state, block.frozen, *(kept[name] for name in sorted(kept))]
+
     @contextmanager
     def at_best(self, jobs: Sequence[str]) -> Iterator[None]:
         """Put the best weights that these jobs have into the bank, and those trained back afterwards."""

@@ -78,7 +78,8 @@ class Coordinator:
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock)
         self._capacity = settings.engine.capacity_or_usual
-        self._packer = Packer(self._capacity)
+        self._devices = worker.facts.devices
+        self._packer = Packer(self._capacity, len(self._devices))
         self._clock = clock
         self.checkpointer = Checkpointer(
             settings.engine, checkpoints or folder / "checkpoints", self._send, clock, commit
@@ -168,13 +169,13 @@ class Coordinator:
         live = [job.demand for job in self._live.values()]
         expected = Prediction(bytes=self._admission.predicted(live))
         group = Group(tuple(self._joined), self._capacity, predicted=expected)
-        replica = Replica(devices=(self._chosen.get("device", "cpu"),))
+        replicas = tuple(Replica(number, devices=(name,)) for number, name in enumerate(self._devices))
         choices: Choices = {
             **self._chosen,
             "capacity": self._capacity,
             "packing repeats": self._packer.repeats,
         }
-        return Plan((replica,), (group,), choices=choices)
+        return Plan(replicas, (group,), choices=choices)
 
     @property
     def idle(self) -> bool:

@@ -9,7 +9,7 @@ in every run and after a restart.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.core.errors import StorageError
@@ -29,6 +29,7 @@ from plait.core.plans import GlobalBatch, Microbatch
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
+from plait.planner.dispatch_step import by_load
 from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
 from plait.planner.packing_exact import PackingLimits, packed_batches
 from plait.planner.subset_sums import bins_bound
@@ -47,14 +48,16 @@ class Packer:
     Args:
         capacity: most tokens of a microbatch. It bounds memory, and no engine stores padding rows: the
             kernels' partial tiles cost none, so that P is 1 here.
+        replicas: to which the samples are shared out first, by tokens; each is packed by itself.
 
     Attributes:
         repeats: whether packing the same again gives the same; False once the clock stopped the solver.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, replicas: int = 1) -> None:
         self.repeats = True
         self._capacity = capacity
+        self._replicas = replicas
 
     def pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
         """Microbatches that hold all samples of these batches.
@@ -63,6 +66,16 @@ class Packer:
             CapacityError: a sample alone is longer than the capacity.
         """
         check_fits(batches, capacity=self._capacity)
+        if self._replicas == 1:
+            return self._pack(batches)
+        speeds = dict.fromkeys(range(self._replicas), 1.0)
+        parts = by_load(batches, speeds, capacities=dict.fromkeys(speeds, self._capacity))
+        packed = [(replica, each) for replica, own in parts.items() if own for each in self._pack(own)]
+        return tuple(
+            replace(each, replica=replica, index=index) for index, (replica, each) in enumerate(packed)
+        )
+
+    def _pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
         lengths = [batch.lengths for batch in batches]
         simple = first_fit_decreasing(lengths, capacity=self._capacity)
         first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))

@@ -63,8 +63,8 @@ class LocalWorker:
     ) -> None:
         threads = settings.threads or min(torch.get_num_threads(), allowed_cores() or torch.get_num_threads())
         torch.set_num_threads(threads)
-        self._adapters = AdapterStore(model)
-        self.bank = self._adapters.bank
+        self.adapters = AdapterStore(model)
+        self.bank = self.adapters.bank
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)
         model.install(backend=self._backend)
         self._model = model
@@ -93,6 +93,7 @@ class LocalWorker:
             },
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
             outside=model.outside,
+            devices=(str(model.device),),
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
@@ -106,7 +107,7 @@ class LocalWorker:
                 return [self._attach(command)]
             case Detach(job):
                 del self._jobs[job]
-                self._adapters.detach(job)
+                self.adapters.detach(job)
                 return []
             case RunMicrobatches(microbatches):
                 return self._run_all(microbatches, training=True)
@@ -114,7 +115,7 @@ class LocalWorker:
                 return self._run_all(microbatches, training=False)
             case KeepWeights(jobs):
                 for job in jobs:
-                    self._adapters.keep(job)
+                    self.adapters.keep(job)
                 return []
             case StepJobs(steps):
                 return self._step(steps)
@@ -122,11 +123,11 @@ class LocalWorker:
                 return self._generate(command)
             case SaveCheckpoint(job, directory, cursor):
                 started = self._clock()
-                self._adapters.save(job, directory, cursor)
+                self.adapters.save(job, directory, cursor)
                 return [Saved(job, self._clock() - started)]
             case Export(job, directory, kept_step):
                 started = self._clock()
-                self._adapters.export(job, directory, kept_step)
+                self.adapters.export(job, directory, kept_step)
                 return [Saved(job, self._clock() - started)]
 
     # ---- jobs -----------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class LocalWorker:
         if event is not None:
             return event
         self._jobs.pop(name, None)
-        self._adapters.detach(name)
+        self.adapters.detach(name)
         release_unused(self._model.device)
         return OutOfMemory(detail or "", self._clock() - started)
 
@@ -148,7 +149,7 @@ class LocalWorker:
         self._jobs[job.name] = job
         data = self._data.of(job.data).digest
         try:
-            found = self._adapters.attach(job, data, command.resume_from, command.warm_from)
+            found = self.adapters.attach(job, data, command.resume_from, command.warm_from)
         except CheckpointError as error:
             return JobFailed(job.name, 0, str(error), self._clock() - started)
         resumes = f"this checkpoint is skipped; the job resumes from step {found.cursor.step}"
@@ -165,7 +166,7 @@ class LocalWorker:
     def _static(self) -> Iterator[Tensor]:
         """Tensors that stay: weights and adapters."""
         yield from self._model.tensors()
-        yield from self._adapters.tensors()
+        yield from self.adapters.tensors()
 
     # ---- training -------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class LocalWorker:
         """Answers of all jobs together; the time is shared out by tokens."""
         started = self._clock()
         splits = {each.job: self._data_of(each.job).validation for each in command.jobs}
-        with self._adapters.at_best([each.job for each in command.jobs]):
+        with self.adapters.at_best([each.job for each in command.jobs]):
             answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
         whole = sum(each.tokens for each in answers.values())

@@ -91,7 +91,7 @@ class Predictions:
 
     def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
         """What an iteration will take."""
-        shapes = [_time_shape(each, jobs) for each in microbatches]
+        shapes = [_time_shape(each, jobs) for each in _longest_part(microbatches)]
         adapters = sum(job.demand.adapter_bytes for job in jobs.values())
         terms = (float(len(shapes)), *map(float, astuple(sum(shapes, EMPTY))), float(adapters))
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
@@ -220,6 +220,14 @@ class Predictions:
         """Mean error of what was predicted since the last fit, and forget it."""
         errors, self._ahead[target] = self._ahead[target], []
         return sum(errors) / len(errors) if errors else None
+
+
+def _longest_part(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+    """The microbatches of the replica with the most tokens: the others wait for it."""
+    parts: dict[int, list[Microbatch]] = {}
+    for each in microbatches:
+        parts.setdefault(each.replica, []).append(each)
+    return max(parts.values(), key=lambda part: sum(each.tokens for each in part))
 
 
 def _time_shape(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MicrobatchShape:

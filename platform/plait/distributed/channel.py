@@ -1,0 +1,194 @@
+"""The link between the coordinator and one process: pickled messages over an authenticated connection.
+
+``multiprocessing.connection`` does both. Messages are commands, answers and data sets, never tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from plait.core.errors import PlaitError
+from plait.core.jobs import DataSpec
+from plait.core.messages import WorkerEvent
+from plait.core.samples import TokenisedData
+from plait.core.settings import EngineSettings, ModelSettings
+from plait.engine.worker import WorkerFacts
+
+Address = tuple[str, int]
+
+# ---- what the coordinator sends, besides the commands of plait.core.messages ---------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the base model and join the other processes.
+
+    Attributes:
+        process, processes: its number, from 0, and how many there are.
+        store: file in which the processes find each other.
+        seconds: longest wait for another process.
+    """
+
+    model: ModelSettings
+    device: str
+    process: int
+    processes: int
+    store: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Make the engine's worker: with kernels that the first process has chosen, so that all have the same."""
+
+    engine: EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Provide:
+    """A data set, before the first job that asks for it is attached."""
+
+    spec: DataSpec
+    data: TokenisedData
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Take a job's tensors from the first process, which may have resumed it.
+
+    Attributes:
+        best: with the weights of its best evaluation.
+    """
+
+    job: str
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DropGradients:
+    """Forget all gradients: another process ran out of memory."""
+
+
+# ---- what a process sends ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A process is there."""
+
+    process: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The worker's facts, and the digest of its model."""
+
+    facts: WorkerFacts
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request is done; ``seconds`` by the clock, waiting for other processes included."""
+
+    events: tuple[WorkerEvent, ...] = ()
+    seconds: float = 0.0
+    built: Built | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request could not be carried out; the process goes on."""
+
+    error: PlaitError
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The process lives."""
+
+
+class Channel:
+    """One end of a link. Any thread may send; one receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._sending = threading.Lock()
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms for a small message
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        with self._sending:
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError, OSError: the other end is gone.
+        """
+        return self.connection.recv()
+
+    def close(self) -> None:
+        """Close this end."""
+        with suppress(OSError):
+            self.connection.close()
+
+
+def connect(address: Address, key: bytes) -> Channel:
+    """The process's end of a link.
+
+    Raises:
+        OSError: nobody listens there.
+        multiprocessing.AuthenticationError: the key is another one.
+    """
+    return Channel(Client(address, authkey=key))
+
+
+class Door:
+    """Where processes come in: a thread accepts them, so that waiting for the next has a limit."""
+
+    def __init__(self, address: Address, key: bytes) -> None:
+        self._listener = Listener(address, authkey=key, backlog=64)
+        self._came: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._open = True
+        threading.Thread(target=self._accept, daemon=True, name="door").start()
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    def _accept(self) -> None:
+        while self._open:
+            with suppress(AuthenticationError, EOFError, OSError):
+                self._came.put(Channel(self._listener.accept()))
+
+    def next(self, seconds: float) -> Channel | None:
+        """The next process that comes in; None where none does in time."""
+        try:
+            return self._came.get(timeout=max(0.0, seconds))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._open = False
+        with suppress(OSError):
+            self._listener.close()

@@ -1,0 +1,155 @@
+"""One process of a run: it holds a replica of the base model and does what the coordinator sends.
+
+Started as ``python -m plait.distributed.process`` with its address in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from plait.core.errors import PlaitError
+from plait.core.jobs import DataSpec
+from plait.core.messages import Attach, Command, StepJobs
+from plait.core.samples import TokenisedData
+from plait.distributed.channel import (
+    Address,
+    Answer,
+    Beat,
+    Build,
+    Built,
+    Channel,
+    DropGradients,
+    Hello,
+    Load,
+    Provide,
+    Refusal,
+    Share,
+    connect,
+)
+from plait.distributed.exchange import Exchange
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.devices import choose_device
+from plait.engine.local_worker import LocalWorker
+from plait.models.load import load_model
+from plait.utils.paths import cache_dir
+from plait_kernels.bank import GRADIENTS
+
+ADDRESS, KEY, NUMBER = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS"  # variables of the environment
+BEATS = 1.0  # seconds between two signs of life
+
+Request = Load | Build | Provide | Share | DropGradients | Command
+
+
+class Replica:
+    """The base model of this process, its worker and its link to the other processes."""
+
+    def __init__(self, request: Load) -> None:
+        self.number = request.process
+        device = choose_device(request.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", request.process % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        self._model = load_model(request.model, cache=cache_dir(), device=device)
+        self._exchange = Exchange(request.store, self.number, request.processes, device, request.seconds)
+        self._data: dict[DataSpec, TokenisedData] = {}
+        self._worker: LocalWorker | None = None
+
+    @property
+    def worker(self) -> LocalWorker:
+        """The engine's worker, once it is built."""
+        assert self._worker is not None
+        return self._worker
+
+    def answer(self, request: Request) -> Answer:
+        """Carry out a request.
+
+        Raises:
+            PlaitError: as the worker's ``execute``.
+        """
+        started = time.perf_counter()
+        match request:
+            case Build(engine):
+                self._worker = LocalWorker(self._model, DataCatalogue(self._data.__getitem__), engine)
+                return Answer(built=Built(self.worker.facts, self._model.identity.digest))
+            case Provide(spec, data):
+                self._data[spec] = data
+                return Answer()
+            case Share(job, best):
+                for tensor in self.worker.adapters.whole(job, best=best):
+                    self._exchange.share(tensor)
+                self.worker.bank.refresh([job])
+                return Answer(seconds=time.perf_counter() - started)
+            case DropGradients():
+                self.worker.bank.zero_gradients()
+                return Answer()
+            case StepJobs(steps):
+                self._exchange.add_up([self.worker.bank.block(each.job).state[GRADIENTS] for each in steps])
+            case Attach() if self.number > 0:
+                request = Attach(request.job)  # what it resumes from comes from the first process
+        assert not isinstance(request, Load)
+        events = self.worker.execute(request)
+        return Answer(tuple(events), time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._exchange.close()
+
+
+def serve(address: Address, key: bytes, number: int) -> None:
+    """Do what the coordinator sends until it closes the link.
+
+    Raises:
+        OSError: the coordinator is not there.
+        multiprocessing.AuthenticationError: the key is another one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the coordinator's
+    channel = connect(address, key)
+    channel.send(Hello(number, socket.gethostname(), os.getpid()))
+    threading.Thread(target=_beat, args=(channel,), daemon=True, name="beat").start()
+    replica: Replica | None = None
+    while True:
+        try:
+            request: Request = channel.receive()
+        except (EOFError, OSError):
+            break
+        try:
+            if isinstance(request, Load):
+                replica, reply = Replica(request), Answer()
+            else:
+                assert replica is not None
+                reply = replica.answer(request)
+        except PlaitError as error:
+            channel.send(Refusal(error))
+        else:
+            channel.send(reply)
+    if replica is not None:
+        replica.close()
+
+
+def _beat(channel: Channel) -> None:
+    """Say every second that this process lives; end it where nobody listens any more."""
+    while True:
+        time.sleep(BEATS)
+        try:
+            channel.send(Beat())
+        except OSError:
+            os._exit(1)  # it may be in the middle of a wait for processes that are gone, too
+
+
+def main(environment: Mapping[str, str] = os.environ) -> int:
+    """Serve the coordinator that the environment names."""
+    host, _, port = environment[ADDRESS].rpartition(":")
+    serve((host, int(port)), bytes.fromhex(environment[KEY]), int(environment[NUMBER]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Processes of a run, forked from one that has imported everything: imports take longest."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from laboratory import random_data
+
+from plait.core.settings import EngineSettings, ModelSettings
+from plait.distributed.channel import Address
+from plait.distributed.fleet import Fleet
+from plait.distributed.launch import launch_here
+from plait.distributed.process import serve
+from plait.engine.catalogue import DataCatalogue
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["plait.distributed.process", "transformers"])
+
+
+class ForkedProcess:
+    """A process of a run, as ``launch_here`` wants one started."""
+
+    def __init__(self, address: Address, key: bytes, number: int, log: Path) -> None:
+        self._process: Any = FORKS.Process(target=_serve, args=(address, key, number, str(log)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        self._process.join(0)
+        return self._process.exitcode  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _serve(address: Address, key: bytes, number: int, log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    serve(address, key, number)
+
+
+@contextmanager
+def fleet(count: int, model: ModelSettings, engine: EngineSettings, folder: Path) -> Iterator[Fleet]:
+    """A fleet of forked processes on random data."""
+    made = launch_here(
+        count,
+        model,
+        engine,
+        DataCatalogue(random_data),
+        folder,
+        join_seconds=60.0,
+        silence=30.0,
+        start=ForkedProcess,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
