@@ -11,7 +11,7 @@ from typing import Any
 
 from laboratory import random_data
 
-from plait.core.settings import EngineSettings, ModelSettings
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.distributed.channel import Address
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import launch_here
@@ -51,16 +51,8 @@ def _serve(address: Address, key: bytes, number: int, log: str) -> None:
 @contextmanager
 def fleet(count: int, model: ModelSettings, engine: EngineSettings, folder: Path) -> Iterator[Fleet]:
     """A fleet of forked processes on random data."""
-    made = launch_here(
-        count,
-        model,
-        engine,
-        DataCatalogue(random_data),
-        folder,
-        join_seconds=60.0,
-        silence=30.0,
-        start=ForkedProcess,
-    )
+    settings = RunSettings(model=model, engine=engine, cluster=ClusterSettings(processes=count))
+    made = launch_here(settings, DataCatalogue(random_data), folder, start=ForkedProcess)
     try:
         yield made
     finally:

@@ -23,6 +23,7 @@ Config = Mapping[str, Any]
 
 JOB_SPECS: dict[str, type] = {"adapter": AdapterSpec, "train": TrainSpec}
 JOB_GROUPS = (*JOB_SPECS, "data")
+CLUSTER_KEYS = tuple(each.name for each in fields(ClusterSettings) if each.name != "options")
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
 # What a file of sweeps/ says about itself, beside the groups.
@@ -170,5 +171,5 @@ def _data(section: dict[str, Any]) -> DataSpec:
 
 
 def _cluster(section: dict[str, Any]) -> ClusterSettings:
-    kind = convert(str, section.pop("kind", "local"), "cluster.kind")
-    return ClusterSettings(kind, section.pop("options", {}) | section)
+    own = {name: section.pop(name) for name in CLUSTER_KEYS if name in section}
+    return build(ClusterSettings, own | {"options": section.pop("options", {}) | section}, "cluster")

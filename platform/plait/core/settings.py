@@ -104,10 +104,22 @@ class PlannerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """The machine: "local" is this one, "described" is simulated."""
+    """The machine: "local" is this one, "described" is simulated.
+
+    Attributes:
+        processes: each with a replica of the base model, on a GPU of its own where there are GPUs.
+        join_seconds: longest wait for all processes to come, and for each other.
+        silence_seconds: without a sign of life for so long, a process counts as dead.
+    """
 
     kind: str = "local"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    processes: Annotated[int, between(1, 1024)] = 1
+    join_seconds: Annotated[float, above(0)] = 300.0
+    silence_seconds: Annotated[float, at_least(5)] = 60.0
+
+    def __post_init__(self) -> None:
+        check(self, "cluster")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,25 +90,20 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """The worker's facts, and the digest of its model."""
-
-    facts: WorkerFacts
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """A request is done; ``seconds`` by the clock, waiting for other processes included."""
+    """A request is done; ``seconds`` by the clock, waiting for other processes included.
+
+    ``facts`` are those of a worker that was built.
+    """
 
     events: tuple[WorkerEvent, ...] = ()
     seconds: float = 0.0
-    built: Built | None = None
+    facts: WorkerFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request could not be carried out; the process goes on."""
+    """A request could not be carried out; the process serves further ones."""
 
     error: PlaitError
 
@@ -154,7 +149,7 @@ def connect(address: Address, key: bytes) -> Channel:
     """The process's end of a link.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
         multiprocessing.AuthenticationError: the key is another one.
     """
     return Channel(Client(address, authkey=key))
@@ -188,7 +183,7 @@ class Door:
             return None
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Accept no further process."""
         self._open = False
         with suppress(OSError):
             self._listener.close()

@@ -1,6 +1,7 @@
 """What the processes of a run tell each other directly: sums of gradients and copies of adapters.
 
-Sums are added in the order of the processes, so their bits do not depend on who was first.
+A seam: stages and shards will exchange in other ways, through the same groups. Sums are added in the order of
+the processes, so their bits do not depend on who was first.
 """
 
 from __future__ import annotations

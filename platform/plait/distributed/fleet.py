@@ -1,7 +1,8 @@
 """A worker that stands for several processes, each with a replica of the base model.
 
-Every process has every adapter whole, with its moments. Microbatches go to the replica that they name; before
-a step, the processes add up the job's gradients in the order of the processes, and all step alike.
+A seam: it does not know how its processes were started. Every process has every adapter whole, with its
+moments. Microbatches go to the replica that they name; before a step, the processes add up the job's
+gradients in the order of the processes, and all step alike.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ from plait.distributed.channel import (
     Answer,
     Beat,
     Build,
-    Built,
     Channel,
     DropGradients,
     Hello,
@@ -74,7 +74,7 @@ class Fleet:
     Args:
         processes: in the order of their numbers.
         silence: seconds without a sign of life after which a process counts as dead.
-        closed: called once, at the end, to see that the processes are gone.
+        closed: called once, at the end, to see that the processes have ended.
     """
 
     def __init__(
@@ -97,15 +97,14 @@ class Fleet:
     def _build(self, engine: EngineSettings) -> WorkerFacts:
         """Make all workers; the first one's choice of kernels holds for all."""
         first, *others = self._processes
-        built = {first.hello.process: self._ask({0: Build(engine)})[0].built}
-        chosen = built[0]
+        answers = self._ask({first.hello.process: Build(engine)})
+        chosen = answers[0].facts
         assert chosen is not None
-        same = replace(engine, kernels=chosen.facts.chosen["kernels"])
-        answers = self._ask({each.hello.process: Build(same) for each in others})
-        built |= {number: answer.built for number, answer in answers.items()}
-        return self._agree([each for each in built.values() if each is not None])
+        same = replace(engine, kernels=chosen.chosen["kernels"])
+        answers |= self._ask({each.hello.process: Build(same) for each in others})
+        return self._agree([each.facts for each in answers.values() if each.facts is not None])
 
-    def _agree(self, built: Sequence[Built]) -> WorkerFacts:
+    def _agree(self, built: Sequence[WorkerFacts]) -> WorkerFacts:
         """The facts that hold for all processes: the least memory, shared by processes on one processor."""
         for process, each in zip(self._processes, built, strict=True):
             if each.model != built[0].model:
@@ -116,11 +115,11 @@ class Fleet:
                 )
         on_host = Counter(process.hello.host for process in self._processes)
         memory = [
-            each.facts.memory_bytes // (on_host[process.hello.host] if each.facts.devices == ("cpu",) else 1)
+            each.memory_bytes // (on_host[process.hello.host] if each.devices == ("cpu",) else 1)
             for process, each in zip(self._processes, built, strict=True)
         ]
-        devices = tuple(device for each in built for device in each.facts.devices)
-        return replace(built[0].facts, memory_bytes=min(memory), devices=devices)
+        devices = tuple(device for each in built for device in each.devices)
+        return replace(built[0], memory_bytes=min(memory), devices=devices)
 
     # ---- commands --------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Starts the processes of a run on this machine and waits until each has loaded its model."""
+"""Starts the processes of a run on this machine and waits until each has loaded its model.
+
+A seam: the one place that knows how processes start; loaded only where a run has several.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from plait.core.errors import PlaitError, ProcessError
-from plait.core.settings import EngineSettings, ModelSettings
+from plait.core.settings import RunSettings
 from plait.distributed.channel import Address, Answer, Channel, Door, Hello, Load, Refusal
 from plait.distributed.fleet import Fleet, Process
 from plait.distributed.process import ADDRESS, KEY, NUMBER
@@ -55,33 +58,25 @@ def start_process(address: Address, key: bytes, number: int, log: Path) -> Start
 
 
 def launch_here(
-    count: int,
-    model: ModelSettings,
-    engine: EngineSettings,
-    data: DataCatalogue,
-    folder: Path,
-    *,
-    join_seconds: float,
-    silence: float,
-    start: Start = start_process,
+    settings: RunSettings, data: DataCatalogue, folder: Path, *, start: Start | None = None
 ) -> Fleet:
-    """Start ``count`` processes on this machine, as one worker.
+    """Start the run's processes on this machine, as one worker.
 
     Args:
         folder: for what the processes print.
-        join_seconds: longest wait for all of them to come and load their model.
-        silence: as :class:`Fleet`.
+        start: starts one; None: as a Python process of its own.
 
     Raises:
         ProcessError: one did not come, or died.
         ModelError: the model cannot be loaded.
     """
+    cluster, engine, count = settings.cluster, settings.engine, settings.cluster.processes
     folder.mkdir(parents=True, exist_ok=True)
     key = secrets.token_bytes(32)
     door = Door(HERE, key)
     shared = tempfile.TemporaryDirectory(prefix="plait-")
     logs = [folder / f"process-{number}.log" for number in range(count)]
-    started = [start(door.address, key, number, log) for number, log in enumerate(logs)]
+    started = [(start or start_process)(door.address, key, number, log) for number, log in enumerate(logs)]
 
     def closed() -> None:
         for each in started:
@@ -90,16 +85,16 @@ def launch_here(
         shared.cleanup()
 
     try:
-        processes = _gather(door, started, logs, join_seconds)
+        processes = _gather(door, started, logs, cluster.join_seconds)
         store = str(Path(shared.name) / "store")
         for process in processes:
-            process.channel.send(
-                Load(model, engine.device, process.hello.process, count, store, join_seconds)
-            )
+            number, seconds = process.hello.process, cluster.join_seconds
+            process.channel.send(Load(settings.model, engine.device, number, count, store, seconds))
         for process in processes:
             _loaded(process.channel, logs[process.hello.process])
         threads = engine.threads or max(1, (allowed_cores() or os.cpu_count() or 1) // count)
-        return Fleet(processes, data, replace(engine, threads=threads), silence=silence, closed=closed)
+        engine = replace(engine, threads=threads)
+        return Fleet(processes, data, engine, silence=cluster.silence_seconds, closed=closed)
     except BaseException:
         closed()
         raise

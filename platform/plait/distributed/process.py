@@ -24,7 +24,6 @@ from plait.distributed.channel import (
     Answer,
     Beat,
     Build,
-    Built,
     Channel,
     DropGradients,
     Hello,
@@ -78,7 +77,7 @@ class Replica:
         match request:
             case Build(engine):
                 self._worker = LocalWorker(self._model, DataCatalogue(self._data.__getitem__), engine)
-                return Answer(built=Built(self.worker.facts, self._model.identity.digest))
+                return Answer(facts=self.worker.facts)
             case Provide(spec, data):
                 self._data[spec] = data
                 return Answer()
@@ -110,7 +109,8 @@ def serve(address: Address, key: bytes, number: int) -> None:
         OSError: the coordinator is not there.
         multiprocessing.AuthenticationError: the key is another one.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is the coordinator's
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # sent to all processes of a terminal: the coordinator answers
     channel = connect(address, key)
     channel.send(Hello(number, socket.gethostname(), os.getpid()))
     threading.Thread(target=_beat, args=(channel,), daemon=True, name="beat").start()
@@ -135,13 +135,13 @@ def serve(address: Address, key: bytes, number: int) -> None:
 
 
 def _beat(channel: Channel) -> None:
-    """Say every second that this process lives; end it where nobody listens any more."""
+    """Say every second that this process lives; end it where the coordinator has ended."""
     while True:
         time.sleep(BEATS)
         try:
             channel.send(Beat())
         except OSError:
-            os._exit(1)  # it may be in the middle of a wait for processes that are gone, too
+            os._exit(1)  # it may be waiting for processes that are dead, too
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:

@@ -20,7 +20,7 @@ from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.worker import ActivationShape, WorkerFacts
+from plait.engine.worker import ActivationShape, Worker, WorkerFacts
 from plait.utils.files import write_text
 from plait.utils.paths import cache_dir
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from plait.models.load import ModelShape
 
 PLAN_FILE = "plan.json"
+MakeWorker = Callable[[RunSettings, DataCatalogue], Worker]
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -81,10 +82,11 @@ def open_data(
 
 
 def free_memory(settings: RunSettings) -> int:
-    """Bytes that the run's device has, as its worker will count them."""
+    """Bytes that each of the run's devices has, as its worker will count them."""
     from plait.engine.devices import choose_device, device_bytes
 
-    return device_bytes(choose_device(settings.engine.device))
+    device = choose_device(settings.engine.device)
+    return device_bytes(device) // (settings.cluster.processes if device.type == "cpu" else 1)
 
 
 def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
@@ -93,7 +95,8 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
     Raises:
         ConfigError: not.
     """
-    if settings.engine.device in ("auto", "cpu") and settings.engine.kernels == "auto":
+    engine, processes = settings.engine, settings.cluster.processes
+    if engine.device in ("auto", "cpu") and engine.kernels == "auto" and processes == 1:
         return  # there is always one
     import torch
 
@@ -102,7 +105,13 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
     device = choose_device(settings.engine.device)
     dtype = settle_dtype(settings).model.dtype
     check_kernels(settings.engine.kernels, device, getattr(torch, dtype))
-    check_variants(settings.engine.kernels, {job.adapter.variant for job in jobs})
+    check_variants(engine.kernels, {job.adapter.variant for job in jobs})
+    if device.type == "cuda" and processes > torch.cuda.device_count():
+        raise ConfigError(
+            f"cluster.processes={processes}",
+            f"Each process has a GPU of its own, and there are {torch.cuda.device_count()}.",
+            "Use as many processes as GPUs, or engine.device=cpu.",
+        )
 
 
 def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettings:
@@ -137,13 +146,15 @@ def settle_engine(
         {(job.adapter, data.longest(job.data)) for job in jobs},
         recorded if isinstance(recorded, int) else None,
     )
-    asked: dict[str, int | str] = {"capacity": capacity}
-    if settings.engine.kernels != "auto":
-        asked["kernels"] = settings.engine.kernels
+    asked: dict[str, int | str] = {
+        "engine.capacity": capacity,
+        "engine.kernels": settings.engine.kernels,
+        "cluster.processes": settings.cluster.processes,
+    }
     said = tuple(
-        f"engine.{name}={value}; this search was started with {before[name]}, so rounding may differ."
+        f"{name}={value}; this search was started with {before[key]}, so rounding may differ."
         for name, value in asked.items()
-        if name in before and before[name] != value
+        if (key := name.partition(".")[2]) in before and value not in (before[key], "auto")
     )
     return replace(settings, engine=replace(settings.engine, capacity=capacity)), (
         *said,
@@ -192,36 +203,47 @@ def build_coordinator(
     folder: Path,
     checkpoints: Path | None = None,
     commit: Callable[[], None] = lambda: None,
+    make_worker: MakeWorker | None = None,
 ) -> Coordinator:
     """Load the model and put the engine together.
 
     Args:
         folder: for finished adapters, and checkpoints where ``checkpoints`` is None.
+        make_worker: makes the owner of the tensors; None: one in this process.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
     """
-    from plait.engine.devices import choose_device
-    from plait.engine.local_worker import LocalWorker
-    from plait.models.load import load_model
+    import torch
 
-    device = choose_device(settings.engine.device)
-    model = load_model(settings.model, cache=cache_dir(), device=device)
+    from plait.engine.devices import choose_device
+
     kernels = settings.engine.kernels
     if not settings.search.fresh:
-        kernels = _same_kernels(kernels, device, model.dtype, folder)
+        device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
+        kernels = _same_kernels(kernels, device, dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
+    worker = (make_worker or _local_worker)(replace(settings, engine=engine), data)
     parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
-        LocalWorker(model, data, engine),
+        worker,
         data,
         replace(settings, planner=planner),
         folder=folder,
         checkpoints=checkpoints,
         commit=commit,
-        profile=stored_profile(settings, model.identity.digest),
+        profile=stored_profile(settings, worker.facts.model),
     )
+
+
+def _local_worker(settings: RunSettings, data: DataCatalogue) -> Worker:
+    from plait.engine.devices import choose_device
+    from plait.engine.local_worker import LocalWorker
+    from plait.models.load import load_model
+
+    device = choose_device(settings.engine.device)
+    return LocalWorker(load_model(settings.model, cache=cache_dir(), device=device), data, settings.engine)
 
 
 def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:

@@ -173,6 +173,7 @@ class Coordinator:
         choices: Choices = {
             **self._chosen,
             "capacity": self._capacity,
+            "processes": len(self._devices),
             "packing repeats": self._packer.repeats,
         }
         return Plan(replicas, (group,), choices=choices)

@@ -94,6 +94,7 @@ class LocalWorker:
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
             outside=model.outside,
             devices=(str(model.device),),
+            model=model.identity.digest,
         )
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:

@@ -75,6 +75,7 @@ class WorkerFacts:
         max_length: longest sample of the model in tokens.
         memory_bytes: what the device has in all.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
+        model: digest of the base model.
         devices: of its replicas of the base model, by their number.
         inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
             known to be shared.
@@ -88,6 +89,7 @@ class WorkerFacts:
     inputs: tuple[tuple[frozenset[str], int], ...] = ()
     outside: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
+    model: str = ""
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""

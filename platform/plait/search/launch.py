@@ -13,8 +13,9 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +23,11 @@ from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
-from plait.core.settings import TrackingSettings
+from plait.core.settings import RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.engine.worker import Worker
 from plait.search.checks import Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
@@ -253,12 +255,18 @@ class _Launch:
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers)
         self._say("Loading the model ...")
-        with tracker:
+        with tracker, ExitStack() as ending:
             coordinator = build_coordinator(
-                settings, data.catalogue, folder, source.states_folder, tracker.commit
+                settings,
+                data.catalogue,
+                folder,
+                source.states_folder,
+                tracker.commit,
+                partial(_processes, folder, ending) if settings.cluster.processes > 1 else None,
             )
             chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
-            self._say(chosen.format(**coordinator.plan().choices))
+            many = ", {processes} processes" if settings.cluster.processes > 1 else ""
+            self._say((chosen + many).format(**coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
             self._say(f"View with: {self._view(tracker)}")
             tracker.use_data(self._data_facts(data.catalogue))
@@ -436,3 +444,17 @@ class Attend:
             if away
             else f"{self.store} answers again; buffered records are being sent."
         )
+
+
+def _processes(folder: Path, ending: ExitStack, settings: RunSettings, data: DataCatalogue) -> Worker:
+    """Start the run's processes, to be ended with ``ending``.
+
+    Raises:
+        ProcessError: one does not come.
+        ModelError: the model cannot be loaded.
+    """
+    from plait.distributed.launch import launch_here
+
+    fleet = launch_here(settings, data, folder / "processes")
+    ending.callback(fleet.close)
+    return fleet

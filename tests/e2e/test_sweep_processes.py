@@ -1,0 +1,67 @@
+"""A search over several processes: the same losses as over one, and what happens where one of them dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ForkedProcess
+
+from plait.cli.main import main
+from plait.core.messages import RunMicrobatches
+from plait.distributed import launch
+from plait.distributed.fleet import Fleet
+
+SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
+
+
+def objectives(leaderboard: Any) -> dict[str, float]:
+    return {row["trial"]: row["objective"] for row in leaderboard()}
+
+
+def test_two_processes_train_what_one_does(
+    folder: Path, short: tuple[str, ...], leaderboard: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    assert main(command) == 0
+    alone = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    assert main([*command, "search.fresh=true", "cluster.processes=2"]) == 0
+    assert "2 processes" in capsys.readouterr().out
+    assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
+    assert len(alone) == 3
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_process_that_dies_is_named_and_the_same_command_resumes(
+    short: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[ForkedProcess] = []
+
+    def start(*given: Any) -> ForkedProcess:
+        started.append(ForkedProcess(*given))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "start_process", start)
+    run, runs = Fleet.execute, iter(range(100))
+
+    def execute(fleet: Fleet, command: Any) -> Any:
+        if isinstance(command, RunMicrobatches) and next(runs) == 1:
+            os.kill(started[1].pid, signal.SIGKILL)
+        return run(fleet, command)
+
+    monkeypatch.setattr(Fleet, "execute", execute)
+    command = ["sweep", *short, *SEARCH, "cluster.processes=2", "engine.checkpoint_steps=1"]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "process 1" in said
+    assert "it died (RunMicrobatches)" in said
+    assert "same command" in said
+    assert main(command) == 0
+    assert "resuming 3" in capsys.readouterr().out
