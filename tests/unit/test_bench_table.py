@@ -72,7 +72,7 @@ def test_the_table_has_what_is_compared_first_and_the_rest_on_request() -> None:
     assert " ".join(lines[2].split()) == "one 20 % (1) 22 % simulated +10.0 % ±10 % within"
     assert "+50.0 %" in lines[3]
     assert lines[3].rstrip().endswith("outside, explained (2)         12 %")
-    assert lines[4:7] == [f"(1) {PAPER}", "(2) other data", "1 within, 1 outside, explained"]
+    assert lines[4:7] == [f"(1) {PAPER}", "(2) other data", "1 within; 1 outside, explained"]
     text = "\n".join(lines)
     assert "floor" not in text
     assert "Lengths are assumed." not in text

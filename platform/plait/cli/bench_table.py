@@ -33,7 +33,8 @@ def show(report: Report, console: Console, *, details: bool) -> None:
         console.print(details_table(report))
     else:
         more = len(report.figures) - len(compared)
-        plain(console, f"--details shows {more} more figures, notes and assumptions; --json all of it.")
+        others = f"{more} more figures, " if more else ""
+        plain(console, f"--details shows {others}notes and assumptions; --json is for programs.")
 
 
 def to_json(report: Report) -> str:
@@ -79,7 +80,7 @@ def _show_compared(name: str, figures: Sequence[Figure], console: Console) -> No
         plain(console, f"({at}) {text}")
     counts = Counter(figure.result for figure in figures if figure.result)
     if len(counts) > 1 or len(figures) > 1:
-        plain(console, ", ".join(f"{count} {result}" for result, count in counts.items()))
+        plain(console, "; ".join(f"{count} {result}" for result, count in counts.items()))
 
 
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
@@ -106,10 +107,11 @@ def _cells(figure: Figure, notes: Notes) -> list[str]:
     beside = figure.beside
     assert beside is not None
     what = beside.source if isinstance(beside, Published) else beside.name
+    source = notes.mark(what)
     why = "" if figure.result == "within" or not beside.why else notes.mark(beside.why)
     return [
         figure.name,
-        f"{_value(beside.value, figure.unit)} {notes.mark(what)}",
+        f"{_value(beside.value, figure.unit)} {source}",
         _value(figure.ours, figure.unit),
         figure.how,
         _difference(figure),
