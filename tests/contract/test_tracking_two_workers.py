@@ -227,6 +227,45 @@ def test_one_process_at_a_time_writes_the_searchs_own_curves(settings: TrackingS
     second.close()
 
 
+def test_hosts_that_share_no_folder_write_the_searchs_own_curves_one_after_the_other(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.tracker.WATCH_PAUSE", 0.0)
+    turn = ["one"]
+    facts = SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s")
+    hosts = {}
+    for at, host in enumerate(("one", "other")):
+        own = replace(settings, root=tmp_path / host)
+        hosts[host] = Tracker(own, writes_curves=lambda host=host: turn[0] == host)
+        hosts[host].start_search(facts)
+        begin(hosts[host], at)
+
+    def step(host: str, at: int) -> None:
+        hosts[host].handle(GroupStep("g0", at, (f"trial-000{host == 'other':d}",), 1, 100, 0.5, None, 200))
+
+    for at in range(1, 4):
+        for host in hosts:
+            step(host, at)
+    hosts["one"].peers = lambda: Peers(training=True)
+    hosts["one"].end_search(JobState.PAUSED)
+    hosts["one"].close()
+    last = 4  # its last words
+    turn[0] = "other"
+    hosts["other"].flush()
+    hosts["other"]._watch_curves()
+    for at in range(4, 6):
+        step("other", at)
+    hosts["other"].end_search()
+    hosts["other"].close()
+    found = load_search(settings, "both")
+    history = MlflowClient(locate(settings).uri).get_metric_history(found.run_id, "search/seconds")
+    steps = [point.step for point in history]
+    assert steps[:last] == list(range(1, last + 1))
+    assert steps[last:]
+    assert steps == sorted(set(steps)), "a step was written twice"
+    assert [point.value for point in history] == sorted(point.value for point in history)
+
+
 def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: TrackingSettings) -> None:
     first = worker(settings)
     begin(first, 0)

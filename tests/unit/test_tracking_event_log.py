@@ -453,7 +453,7 @@ def started(tracker: Tracker, log: EventLog) -> Tracker:
     clock = SearchClock(log.path.with_name("totals"), FoundRun("parent"), lambda: 0.0)
     run = SearchRun(log, tracker.board, clock, 100)
     tables = SearchTables(log.path.parent, run.write_table)
-    tracker._started = _Started("demo", log, Writer(Nowhere(), log, 3600.0), run, tables)
+    tracker._started = _Started("demo", (), log, Writer(Nowhere(), log, 3600.0), run, tables)
     return tracker
 
 

@@ -253,7 +253,7 @@ class _Launch:
         """Train, record and report; whether the search's run says all of the search now."""
         settings, source, data = self._settings, self._source, prepared.data
         folder = search_folder(settings.tracking.root, source.name)
-        tracker = Tracker(settings.tracking, peers=self._peers)
+        tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
         self._say("Loading the model ...")
         with tracker, ExitStack() as ending:
             coordinator = build_coordinator(

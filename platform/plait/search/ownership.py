@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from plait.core.lifecycle import JobState
 from plait.engine.checkpoints import newest_step
-from plait.search.attributes import OWNER, STATE, state_of
+from plait.search.attributes import CURVES, OWNER, STATE, state_of
 from plait.search.locks import LifeLock, holder_lives, remove_dead
 from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
@@ -123,6 +123,18 @@ class Workers:
         """This process trains no more."""
         self._ended.set()
         self._lock.release()
+
+    def beside(self, owner: Owner) -> bool:
+        """Whether a worker has its file in this one's folder."""
+        return owner.host == self.own.host and Path(owner.file).parent == self._lock.path.parent
+
+    def heir(self) -> Owner | None:
+        """Another living worker of this folder; None where there is none."""
+        for path in sorted(self._lock.path.parent.glob("*")):
+            with suppress(FileNotFoundError):
+                if path != self._lock.path and holder_lives(path):
+                    return Owner(path.name.partition("-")[2], self.own.host, str(path))
+        return None
 
     def dead(self, owner: Owner | None, attributes: Mapping[str, Any]) -> bool:
         """Whether this worker is dead, so that its trials are orphaned.
@@ -254,6 +266,36 @@ class Claims:
             return False
         time.sleep(POLL_SECONDS)
         return True
+
+    # ---- the search's own curves ---------------------------------------------------------------------------
+
+    def writes_curves(self) -> bool:
+        """Whether processes of this folder write the search's own curves: those of one folder do, and agree
+        by a lock in it. Another folder's adopt the curves when the worker that the study names is dead. Waits
+        for no storage.
+        """
+        workers, study = self._workers, self._shared.study
+        if workers is None:
+            return True
+        attributes = study.user_attrs
+        holder = owner_of(attributes.get(CURVES))
+        if holder is None or workers.dead(holder, attributes):
+            with self._shared.exclusive():
+                found = owner_of(study.user_attrs.get(CURVES))
+                if found == holder:  # no other process was faster
+                    found = workers.own
+                    study.set_user_attr(CURVES, found.to_json())
+            holder = found
+        return holder is not None and workers.beside(holder)
+
+    def leave_curves(self) -> None:
+        """Leave the search's own curves to another process of this folder, or to any, as far as the storage
+        answers."""
+        workers, study = self._workers, self._shared.study
+        with suppress(Exception):
+            if workers is not None and owner_of(study.user_attrs.get(CURVES)) == workers.own:
+                heir = workers.heir()
+                study.set_user_attr(CURVES, "" if heir is None else heir.to_json())
 
     # ---- under the study's lock ----------------------------------------------------------------------------
 

@@ -313,6 +313,7 @@ class StudyTrials:
     def close(self) -> None:
         """This process draws no more: what it has not ended is free to be taken up."""
         if self._workers is not None:
+            self.claims.leave_curves()
             self._workers.close()
 
     # ---- reading -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ process writes from there.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from plait.utils.line_log import real_locks
 
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
 REFRESH_SHARE = 0.005  # of the time may go into making them
+SKIPPED_SECONDS = 120.0  # of steps, where another host's process has written the curves so far
 DIGITS = 20  # of the step of the search's curves, and of the microseconds after it, in their file
 SUMS = (  # over all jobs, those of earlier processes included
     names.TRAIN_TOKENS,
@@ -190,17 +192,22 @@ def _send(store: Store, log: EventLog) -> list[str]:
 class SearchClock:
     """Steps and seconds of the search's curves: one process writes them at a time, however many train.
 
-    That process holds a lock until it ends; then another one continues where it stopped. Processes on
-    other hosts have a folder, and curves, of their own.
+    That process holds a lock until it ends; then another one continues where it stopped. Of processes that do
+    not share the folder, those of one folder write.
 
     The lock is on the file ``path``, which holds the last step and seconds.
+
+    Attributes:
+        here: whether the curves are written in this folder.
 
     Raises:
         StorageError: the folder cannot be written.
     """
 
-    def __init__(self, path: Path, found: FoundRun, rising: Callable[[], float]) -> None:
-        self._path, self._rising = path, rising
+    def __init__(
+        self, path: Path, found: FoundRun, rising: Callable[[], float], *, here: bool = True
+    ) -> None:
+        self._path, self._rising, self.here = path, rising, here
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -222,13 +229,21 @@ class SearchClock:
 
     def next(self) -> tuple[int, float] | None:
         """The next step and its seconds, if this process writes it."""
-        if self._file is None or not self._take(self._file):
+        if not self.here or self._file is None or not self._take(self._file):
             return None
         self._step += 1
         microseconds = round(self.seconds * 1_000_000)
         with suppress(OSError):  # a disk that is full: then others begin with what the store has
             os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self._step, DIGITS, microseconds), 0)
         return self._step, microseconds / 1_000_000
+
+    def adopt(self, step: int, seconds: float) -> None:
+        """Write the curves from here on, after the last point in the store. What another host's killed
+        process did not send in its last minutes is sent some day: steps of as long are skipped."""
+        self._before += max(seconds - self.seconds, 0.0)
+        rate = step / max(self.seconds, 1.0)
+        self._step = max(self._step, step + math.ceil(rate * SKIPPED_SECONDS))
+        self.here = True
 
     def close(self) -> None:
         """Leave the curves to others."""

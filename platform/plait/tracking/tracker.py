@@ -49,6 +49,7 @@ from plait.utils.addresses import redact
 
 LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
 READ_PAUSE = 15.0  # seconds at least between two readings of what other processes train
+WATCH_PAUSE = 5.0  # seconds between two questions where the search's own curves are written
 READ_SHARE = 0.005  # of the time may go into them
 
 
@@ -107,11 +108,13 @@ class Tracker:
         clock: Callable[[], float] = time.time,
         rising: Callable[[], float] = time.monotonic,
         peers: Callable[[], Peers] = Peers,
+        writes_curves: Callable[[], bool] = lambda: True,
     ) -> None:
         self.location = locate(settings)
         check_folder(self.location.root, "tracking.root")
         self.board = Leaderboard("minimize", 0)
         self.peers = peers
+        self._writes_curves = writes_curves
         self.notices: list[str] = []
         self.away: AwayError | None = None
         self._settings = settings
@@ -128,6 +131,7 @@ class Tracker:
         self._ended: dict[str, JobResult] = {}  # jobs that had ended when it began without the store
         self._read: Sequence[JobRecord] = ()  # what the writer's thread read of other processes' jobs
         self._next_reading = time.monotonic() + READ_PAUSE
+        self._next_watch = time.monotonic() + WATCH_PAUSE
 
     # ---- the search ------------------------------------------------------------------------------------
 
@@ -179,10 +183,14 @@ class Tracker:
         head = Head(found.run_id, f"search {search.name}", str(self.location))
         self._ids[head.parent] = self._connection.run_id = found.run_id
         log = open_event_log(folder, head, self._now)
-        clock = SearchClock(folder.parent / f"totals-{found.run_id}", found, self._rising)
+        totals = folder.parent / f"totals-{found.run_id}"
+        here = False
+        with suppress(Exception):  # the study may be unavailable just now: it is asked again
+            here = self._writes_curves()
+        clock = SearchClock(totals, found, self._rising, here=here)
         run = SearchRun(log, self.board, clock, self._settings.points)
         sender = StoreSender(self._connection.store, found.run_id, self._ids)
-        writer = Writer(sender, log, self._settings.flush_seconds, between=self._read_others)
+        writer = Writer(sender, log, self._settings.flush_seconds, between=self._between)
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
         tables = SearchTables(folder.parent, run.write_table)
@@ -229,12 +237,36 @@ class Tracker:
                 self._take_others(self._stored_jobs())
         self._started.tables.finish()
         run.refresh(self.run_id, now=True)
+        if not run.clock.here:  # the last process writes the last point, wherever it is
+            with suppress(Exception):
+                self._settle_curves(self._started)
         run.write_point({})
         if not peers.training:
             log.state(log.head.parent, state, reason)
         log.commit()
 
     # ---- jobs of other processes -----------------------------------------------------------------------
+
+    def _between(self) -> None:
+        """What the writer's thread does beside sending: training waits for no store and no study."""
+        self._watch_curves()
+        self._read_others()
+
+    def _watch_curves(self) -> None:
+        """Ask now and then where the search's own curves are written; adopt them when it is to be here."""
+        now, started = time.monotonic(), self._started
+        if started is None or now < self._next_watch:
+            return
+        self._next_watch = now + WATCH_PAUSE
+        self._settle_curves(started)
+
+    def _settle_curves(self, started: _Started) -> None:
+        clock, here = started.run.clock, self._writes_curves()
+        if here and not clock.here:
+            store, run_id = self._connection.store(), started.log.head.parent_id
+            seconds = store.client.get_run(run_id).data.metrics.get(names.SEARCH_SECONDS, 0.0)
+            clock.adopt(store.last_step(run_id, names.SEARCH_SECONDS), seconds)
+        clock.here = here
 
     def _read_others(self) -> None:
         """Read now and then what other processes train; in the writer's thread: training waits for no
