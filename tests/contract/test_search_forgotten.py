@@ -86,6 +86,8 @@ def test_a_search_that_is_forgotten_is_nowhere_but_in_mlflows_bin(
     monkeypatch.setattr("builtins.input", lambda _: "y")
     assert "mine was deleted." in said("mine", *(["--keep-adapters"] if kind == "SQLite" else []))
     assert (runs(tmp_path), runs(tmp_path, ViewType.DELETED_ONLY)) == (0, 3)
+    (experiment,) = MlflowClient(sqlite_in(tmp_path)).search_experiments(filter_string="name = 'plait'")
+    assert not [key for key in experiment.tags if "sharedViewState" in key]
     assert studies(tmp_path, storage) == []
     folder = search_folder(tmp_path, "mine")
     assert [path.name for path in folder.glob("*")] == (["adapters"] if kind == "SQLite" else [])

@@ -341,7 +341,7 @@ def test_a_further_trial_may_leave_the_space_and_is_marked(tmp_path: Path, said:
     study = killed(tmp_path)
     zero = study.get_trials()[0].params
     text = said("add", "adapter.rank=64", "train.lr=2e-4", "train.steps=80")
-    assert "adapter.rank=64 train.steps=80 lies outside the search space: the sampler does not learn" in text
+    assert "adapter.rank=64 train.steps=80 lie outside the search space: the sampler does not learn" in text
     said("clone", "0", "train.lr=1")
     study._storage.set_trial_state_values(study.get_trials()[7]._trial_id, TrialState.RUNNING)
     said("clone", "7", "train.batch_size=3")  # of what is outside, and more of it

@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def leave(status: int) -> None:
     """From here on Ctrl-C ends the process at once: nothing is left to save, and what Python does at its
-    exit would show a traceback."""
+    exit would show a traceback. What was printed is written out before."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os._exit(status or EXIT_INTERRUPTED))
 

@@ -191,7 +191,8 @@ class SearchControl:
         starts = f"Trial {number} starts next, as soon as a slot is free{preempts}."
         if outside:
             words = " ".join(f"{key}={each.text}" for key, each in outside.items())
-            starts += f" {words} lies outside the search space: the sampler does not learn from this trial."
+            verb = "lie" if len(outside) > 1 else "lies"
+            starts += f" {words} {verb} outside the search space: the sampler does not learn from this trial."
         return self._when(starts)
 
     def _read(self, overrides: Sequence[str]) -> tuple[AddedPoint, int | None]:

@@ -20,7 +20,7 @@ from plait.tracking.connection import open_store, storage_errors
 from plait.tracking.leaderboard import JobRecord
 from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
-from plait.tracking.ui import search_page
+from plait.tracking.ui import page_tag, search_page
 
 SHOWN = 20  # searches listed in a remedy
 
@@ -173,7 +173,9 @@ def chosen(result: SearchResult, trial: int | None) -> JobRecord:
             )
         if result.best is None:
             rule = "Without a trial number, the best finished trial is meant."
-            raise SearchError(f"search {result.name!r} has no finished job", rule, _trials(result.records))
+            finished = any(item.state == JobState.FINISHED for item in result.records)
+            lacks = "no finished trial that keeps its constraints" if finished else "no finished job"
+            raise SearchError(f"search {result.name!r} has {lacks}", rule, _trials(result.records))
         return result.best
     found = next((item for item in result.records if item.trial == trial), None)
     if found is None:
@@ -266,5 +268,8 @@ def delete_runs(settings: TrackingSettings, run_ids: Sequence[str]) -> None:
     store = store_to_read(settings) if run_ids else None
     if store is not None:
         with storage_errors(store.location):
+            shown = store.client.get_experiment(store.experiment_id).tags
             for run_id in run_ids:
                 store.client.delete_run(run_id)
+                if (tag := page_tag(run_id)) in shown:
+                    store.client.delete_experiment_tag(store.experiment_id, tag)

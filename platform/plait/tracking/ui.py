@@ -66,7 +66,12 @@ def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) 
         "orderByAsc": first.direction == MINIMISE,
         "selectedColumns": [*columns, "attributes.`Dataset`"],
     }
-    return f"{SHARED_VIEW}{_share_key(run_id)}", json.dumps(state)
+    return page_tag(run_id), json.dumps(state)
+
+
+def page_tag(run_id: str) -> str:
+    """The tag of the experiment that says how the trials of a search's run are shown."""
+    return f"{SHARED_VIEW}{_share_key(run_id)}"
 
 
 def _share_key(run_id: str) -> str:
