@@ -130,7 +130,7 @@ def test_ids_and_labels_equal_trls(rows, template, options, max_length, begin, t
         assert found[number].labels[1:].tolist() == labels[1:].tolist()
 
 
-@pytest.mark.parametrize("rows", [MESSAGES, PROMPTED])
+@pytest.mark.parametrize("rows", [MESSAGES, PROMPTED, [{"messages": [ANSWER, USER, ANSWER]}]])
 def test_a_template_without_marks_counts_what_it_would_with_them(rows, tmp_path):
     """TRL replaces such a template by one with marks around all that belongs to an assistant's message."""
     plain, marked = (

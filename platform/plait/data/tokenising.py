@@ -169,8 +169,8 @@ class Renderer:
         for number, message in enumerate(conversation.messages):
             if message["role"] != "assistant":
                 continue
-            head = self._apply(conversation, where, number, generation=True) if number else ""
             through = self._apply(conversation, where, number + 1)
+            head = self._before(conversation, where, number, through)
             if not text.startswith(through):  # some templates end every conversation with this token
                 through = through.removesuffix(str(self.tokeniser.eos_token))
             if not (through.startswith(head) and text.startswith(through)):
@@ -183,6 +183,18 @@ class Renderer:
                 )
             spans.append((len(head), len(through)))
         return tuple(spans)
+
+    def _before(self, conversation: Conversation, where: str, number: int, through: str) -> str:
+        """What stands before a message: the conversation up to it, and the prompt for its generation.
+
+        Args:
+            through: the conversation with the message.
+        """
+        if number:
+            return self._apply(conversation, where, number, generation=True)
+        # A template cannot render nothing: the prompt is what it adds behind the message.
+        prompt = self._apply(conversation, where, 1, generation=True).removeprefix(through)
+        return through[: through.index(prompt) + len(prompt)] if prompt in through else ""
 
     def _template_text(self, conversation: Conversation) -> str:
         tools = list(conversation.tools) or None
