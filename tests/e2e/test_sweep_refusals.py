@@ -58,6 +58,10 @@ Short = tuple[str, ...]
             ["adapter.rank=1,2", "search.prior=none", "search.prior_storage=none.db"],
             ["search.prior=none", "There is no other study"],
         ),
+        (
+            ["adapter.rank=1,2", "search.prior=none", "search.prior_storage=file:///dev/null"],
+            ["search.prior_storage=file"],
+        ),
         (["adapter.rank=1,2", "search.storage=file/study.db"], ["search.storage", "file/study.db"]),
         (
             ["adapter.rank=1,2", "search/stopping=median", "search.stopping.rungs=[9]"],

@@ -1,13 +1,10 @@
 """A search outlives the reader of its output."""
 
-import io
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from plait.terminal.console import OUTPUT_CLOSED, OUTPUT_FAILED, SearchConsole
+from plait.terminal.console import OUTPUT_CLOSED, OUTPUT_FAILED
 
 SEARCH = """
 from plait.terminal.console import SearchConsole
@@ -49,14 +46,3 @@ def test_a_search_continues_when_its_output_is_full() -> None:
             check=True,
         )
     assert done.stderr == f"{OUTPUT_FAILED.format('No space left on device')}\n"
-
-
-def test_only_a_real_stream_can_be_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook's says that it is one, and shows what moves a cursor as garbage."""
-
-    class OfNotebook(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("sys.stdout", OfNotebook())
-    assert not SearchConsole().is_terminal

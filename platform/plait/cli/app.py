@@ -128,7 +128,7 @@ def explained(application: Application, arguments: Sequence[str]) -> Iterator[No
         raise explain(error, arguments) from error
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], f"Found at {error.full_key}.") from error
-    except ValueError as error:
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:  # Hydra's own faults
         if isinstance(error, PlaitError) or application.began:
             raise
         raise ConfigError(str(error), "Hydra cannot compose a configuration of these words.") from error

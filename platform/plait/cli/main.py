@@ -159,12 +159,17 @@ def overview() -> str:
 
 
 def report(error: PlaitError) -> int:
-    """Print an error as value, rule and remedy, with its traceback if HYDRA_FULL_ERROR=1; the exit status."""
+    """Print an error as value, rule and remedy, addresses without passwords; the exit status.
+
+    With HYDRA_FULL_ERROR=1 its traceback comes first.
+    """
+    from plait.utils.addresses import redact  # only now: most commands have nothing to say
+
     if os.environ.get(FULL_ERROR) == "1":
         traceback.print_exception(error)
-    print(f"plait: {_short(error.value)}", file=sys.stderr)
+    print(f"plait: {redact(_short(error.value))}", file=sys.stderr)
     for part in (error.rule, error.remedy):
-        for line in _short(part).splitlines():
+        for line in redact(_short(part)).splitlines():
             print(f"  {line}", file=sys.stderr)
     return error.exit_status
 

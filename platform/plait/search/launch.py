@@ -44,7 +44,7 @@ from plait.search.results import (
 )
 from plait.search.run import SECOND, Interrupts, SearchLoop, View
 from plait.search.stopper import Stopper, make_stopper, shortest_budget
-from plait.search.storage import Patience, existing_storage, from_anywhere, open_storage
+from plait.search.storage import Patience, from_anywhere, open_storage, prior_storage
 from plait.search.study import StudyTrials
 from plait.search.tracked import Tracked, ask_store, catch_up, without_store
 from plait.search.trials import SearchCommand, Trial
@@ -130,7 +130,6 @@ def _prepare(command: SearchCommand, name: str, screen: Screen) -> Prepared:
 
 def _open_study(command: SearchCommand, identity: Identity, patience: Patience) -> StudyTrials:
     search, root = command.settings.search, command.settings.tracking.root
-    earlier = search.prior_storage
     return StudyTrials(
         search,
         command.space,
@@ -138,7 +137,7 @@ def _open_study(command: SearchCommand, identity: Identity, patience: Patience) 
         open_storage(search.storage, root),
         folder=lambda name: search_folder(root, name),
         patience=patience,
-        prior_storage=None if earlier is None else existing_storage(earlier, root),
+        prior_storage=prior_storage(search, root),
     )
 
 

@@ -7,7 +7,6 @@ import stat
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from io import TextIOWrapper
 from typing import IO, Any, TextIO, cast
 
 from rich.console import Console
@@ -59,10 +58,8 @@ class SearchConsole(Console):
 
     def __init__(self) -> None:
         self._output = _Output(sys.stdout)
-        # A notebook's stream has no cursor, though it calls itself a terminal: it gets plain lines, each of
-        # which rich would make an element of the page.
-        terminal = None if isinstance(sys.stdout, TextIOWrapper) else False
-        super().__init__(file=cast("IO[str]", self._output), force_terminal=terminal, force_jupyter=False)
+        # In a notebook, lines of text too: rich would make an element of the page of each.
+        super().__init__(file=cast("IO[str]", self._output), force_jupyter=False)
 
     def on_broken_pipe(self) -> None:
         """Stop writing, and say so once on standard error."""
