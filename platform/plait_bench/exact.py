@@ -13,6 +13,7 @@ import numpy as np
 from plait.core.samples import Int64
 from plait.cost.replica import ReplicaCost
 from plait.planner.deployment import Deployment, able, enumerated, maximal
+from plait.planner.deployment_patterns import Devices
 from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, dispatch_of, makespan, single
 from plait.planner.solver import Limits, Program, Solution, solve
 
@@ -22,7 +23,7 @@ EXACT = Limits(nodes=10**7, seconds=600.0)
 def exact_deployment(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
-    devices: int,
+    devices: Devices,
     *,
     equal_shares: bool = False,
     limits: Limits = EXACT,

@@ -22,6 +22,7 @@ from plait.cost.replica import ReplicaCost
 from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
 from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, fixed_buckets
 from plait.planner.deployment import Deployment, best_equal_replicas, deploy
+from plait.planner.deployment_patterns import Devices
 from plait.planner.dispatch import (
     Dispatch,
     ReplicaKind,
@@ -219,12 +220,13 @@ def compare(
     workload = Workload.draw(tasks, assumption, SAMPLE_STEPS)
     buckets = workload.buckets(profile)
     counts = workload.expected(buckets)
+    devices = {profile.kind: profile.devices.count}
     costs = costs_of(profile, buckets.lengths, profile.devices.count)
     theirs = exact_dispatch(replicas(costs, published), counts, DEPLOY_LIMITS)
     figures = []
     needs = _needs_largest(replicas(costs, published), costs, counts)
     for name, allowed in (("all", costs), ("tp only", [cost for cost in costs if not cost.ramp])):
-        ours = best(allowed, counts, profile.devices.count)
+        ours = best(allowed, counts, devices)
         figures.append(
             Figure(
                 f"{assumption}; {name}: published slower by",
@@ -237,8 +239,8 @@ def compare(
                 detail=detail,
             )
         )
-    chosen = deploy(costs, counts, profile.devices.count)
-    equal = best_equal_replicas(costs, counts, profile.devices.count)
+    chosen = deploy(costs, counts, devices)
+    equal = best_equal_replicas(costs, counts, devices)
     figures.append(
         Figure(
             f"{assumption}; equal replicas (Task-Fused) slower by",
@@ -273,7 +275,7 @@ def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], c
     )
 
 
-def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
+def best(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> Deployment:
     """Plait's deployment by LobRA's objective, with the integer program's bound."""
     return exact_deployment(costs, counts, devices, equal_shares=True, limits=DEPLOY_LIMITS)
 
@@ -359,7 +361,7 @@ def savings(
     edges[-1] = max(edges[-1], *limits(profile))
     costs = costs_of(profile, seen.lengths, profile.devices.count)
     expected = Workload(assumption, known).expected(seen)
-    plan = deploy(costs, expected, profile.devices.count)
+    plan = deploy(costs, expected, {profile.kind: profile.devices.count})
     rows = {
         "fused": options.fused,
         "published": options.deployment,

@@ -103,10 +103,10 @@ def _deployment_figures(
             counts = [-(-count * share // profile.devices.count) for count in workload.expected(buckets)]
             instances.append((costs, counts))
             begin = perf_counter()
-            plans.append(deploy(costs, counts, devices))
+            plans.append(deploy(costs, counts, {profile.kind: devices}))
             seconds.append(perf_counter() - begin)
         case, plan = f"deployment, {devices} devices, {name}", plans[0]
-        linear = relaxation_bound(*instances[0], devices)
+        linear = relaxation_bound(*instances[0], {profile.kind: devices})
         published = None if theirs is None else Published(theirs, SOURCE, sense="at most")
         note = f"longest {max(seconds):.2f} s; " if len(plans) > 1 else ""
         note += f"{plan}; step {plan.makespan:.3f} s, bound {plan.bound:.3f} s, LP bound {linear:.3f} s"
@@ -184,8 +184,8 @@ class StepPlanner:
 def _ahead_figures(profile: ClusterProfile, batches: Int64, rows: Rows, step_seconds: float) -> list[Figure]:
     """Median and longest milliseconds that a step waits for its plan: made when it begins, and made ahead."""
     costs = costs_of(profile, limits(profile), _devices(rows))
-    kinds = tuple((kind.cost.configuration, kind.count) for kind in replicas(costs, rows))
-    to = Replicas(kinds, profile.time)
+    kinds = ((kind.cost.configuration, profile.time, kind.count) for kind in replicas(costs, rows))
+    to = Replicas(tuple(kinds))
     steps = [[int(length) for length in batch] for batch in batches]
     now, ahead = [], []
     with ProcessPoolExecutor(1) as executor:

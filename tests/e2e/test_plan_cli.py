@@ -89,7 +89,7 @@ def test_the_tables_say_what_is_unknown(short: Short, capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "trial-0002" in out
     assert "unknown" in out
-    assert "No profile yet: run `plait profile` for time estimates" in out
+    assert "Seconds are unknown: run `plait profile` on this machine first" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

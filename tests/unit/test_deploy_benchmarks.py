@@ -12,6 +12,7 @@ import yaml
 from plait.core.errors import ConfigError, DataError, InputError
 from plait.core.figures import Benchmark
 from plait.core.settings import ClusterSettings, RunSettings
+from plait.cost.profiles import cluster_profile
 from plait_bench.lobra import ablation, deployment, fit_by_degree, read_layer_times, time_model
 from plait_bench.mlora import memory_model
 from plait_bench.planning_time import planner, planning_time
@@ -62,6 +63,13 @@ def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
     assert figures["dispatch, a step waits: planned ahead"].ours >= 0.0
     assert figures["deployment, 16 devices, batch by devices: above the bound"].ours == gap.ours
     assert figures["dispatch, 5 kinds of replica: search"].unit == "ms"
+
+
+def test_the_error_in_the_profile_is_that_of_the_benchmark(settings: RunSettings) -> None:
+    *_, whole = time_model(settings, [], _options("lobra/time_model")).figures
+    error = cluster_profile(settings.cluster.options).error
+    assert error is not None
+    assert 100 * error == pytest.approx(whole.ours, abs=0.05)
 
 
 def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import completed, deploy, relaxation_bound, search
-from plait.planner.deployment_patterns import PRECISIONS, Patterns, Pricing, Ranges
+from plait.planner.deployment_patterns import Patterns, Ranges
 from plait.planner.dispatch import ReplicaKind
+from plait.planner.pricing import PRECISIONS, Pricing
 from plait_bench.exact import exact_deployment
 
 
-def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], int]:
+def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], dict[str, int]]:
     rng = np.random.default_rng(seed)
     head = {1: HeadTime(0.1, 0.002), 2: HeadTime(0.1, 0.001)} if seed % 2 else {}
     layers = {
@@ -28,7 +29,7 @@ def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], int]:
     lengths = [40, 100, 200]
     shapes = [(1, 1, 100), (1, 2, 200), (2, 1, 200)]
     costs = [ReplicaCost.of(Configuration(*shape), lengths, time) for shape in shapes]
-    return costs, [int(value) for value in rng.integers(1, 7, size=3)], int(rng.integers(3, 5))
+    return costs, [int(value) for value in rng.integers(1, 7, size=3)], {"": int(rng.integers(3, 5))}
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -39,7 +40,7 @@ def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
     found = search(costs, counts, devices, bound=low, goal=0.001)
     assert low <= found.bound <= optimum * (1 + 1e-6)
     assert optimum * (1 - 1e-6) <= found.expected.makespan <= optimum * 1.1
-    assert sum(kind.devices for kind in found.kinds) <= devices
+    assert sum(kind.devices for kind in found.kinds) <= devices[""]
     assert [sum(row[j] for row in found.expected.assigned) for j in range(3)] == counts
     assert search(costs, counts, devices, bound=low, goal=0.001) == found
 
@@ -59,8 +60,8 @@ def test_small_deployments_are_near_the_optimum(seed: int) -> None:
     shapes = [(1, 1, int(rng.choice([100, 200, 400]))), (1, 2, 200), (2, 1, 200), (1, 4, 400)]
     costs = [ReplicaCost.of(Configuration(*shape), [40, 100, 200], time) for shape in shapes]
     counts = [int(value) for value in rng.integers(1, 6, size=3)]
-    optimum = exact_deployment(costs, counts, 5).makespan
-    found = deploy(costs, counts, 5)
+    optimum = exact_deployment(costs, counts, {"": 5}).makespan
+    found = deploy(costs, counts, {"": 5})
     assert found.bound <= optimum * (1 + 1e-6)
     assert optimum * (1 - 1e-6) <= found.makespan <= optimum * 1.03
 
@@ -75,7 +76,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
             assert relaxed.share <= relaxed.most * (1 + 1e-6)
             if factor > 1:
                 assert relaxed.share >= 1 - 1e-6  # it can be done, so nothing else may be proved
-        nothing = patterns.relax(optimum, Ranges((devices + 1, 0, 0), (devices + 1, 0, 0)))
+        nothing = patterns.relax(optimum, Ranges((devices[""] + 1, 0, 0), (devices[""] + 1, 0, 0)))
         assert nothing.most == 0.0
 
 

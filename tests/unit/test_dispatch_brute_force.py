@@ -119,15 +119,15 @@ def test_deployment_equals_brute_force(seed: int, equal_shares: bool) -> None:
         if devices - min(sizes) < used <= devices:  # adding an idle replica is never slower
             kinds = [ReplicaKind(cost, count) for cost, count in zip(costs, p, strict=True) if count]
             least = min(least, _best(kinds if equal_shares else _units(kinds), counts))
-    found = exact_deployment(costs, counts, devices, equal_shares=equal_shares)
+    found = exact_deployment(costs, counts, {"": devices}, equal_shares=equal_shares)
     assert found.makespan == pytest.approx(least, rel=1e-6)
     assert found.bound == pytest.approx(least, rel=1e-5)
     assert sum(kind.devices for kind in found.kinds) <= devices
-    assert relaxation_bound(costs, counts, devices) <= least
+    assert relaxation_bound(costs, counts, {"": devices}) <= least
     if equal_shares:
         return
     for enumerated in (0, 4000):
-        searched = deploy(costs, counts, devices, most_enumerated=enumerated)
+        searched = deploy(costs, counts, {"": devices}, most_enumerated=enumerated)
         assert searched.bound <= least * (1 + 1e-9)
         assert searched.makespan >= least * (1 - 1e-9)
         assert sum(kind.devices for kind in searched.kinds) <= devices
@@ -138,7 +138,7 @@ def test_the_relaxation_is_no_more_than_a_replica_whose_slowest_stage_depends_on
     time = TimeModel(7, {1: LayerTime(0.0, 1e-3, 1e-5)}, {1: HeadTime(0.0, 2.5e-3)})
     cost = ReplicaCost.of(Configuration(1, 2, 400), [40, 400], time)
     counts = [500, 30]
-    bound = relaxation_bound([cost], counts, 2)
+    bound = relaxation_bound([cost], counts, {"": 2})
     busiest = max(float(np.dot(each, counts)) for each in cost.each)
     assert bound == pytest.approx(busiest, rel=1e-6)
     assert bound <= cost.seconds(counts)
@@ -172,7 +172,7 @@ def test_sequence_that_fits_nowhere_is_named() -> None:
         dispatch([ReplicaKind(cost, 2)], [3, 1])
     assert "512 tokens" in str(caught.value)
     with pytest.raises(CapacityError, match="1024 tokens"):
-        deploy([cost], [3, 1], 4)
+        deploy([cost], [3, 1], {"": 4})
 
 
 def test_single_replicas_keep_order_and_number() -> None:

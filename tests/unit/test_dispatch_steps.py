@@ -27,7 +27,11 @@ from plait_bench.planning_time import StepPlanner
 ROOT = Path(__file__).resolve().parents[2]
 TIME = TimeModel(32, {tp: LayerTime(2.5e-3, 5e-6 / tp**0.8, 1e-10) for tp in (1, 2, 8)})
 REPLICAS = Replicas(
-    ((Configuration(1, 1, 2048), 6), (Configuration(2, 1, 4096), 1), (Configuration(8, 1, 16384), 1)), TIME
+    (
+        (Configuration(1, 1, 2048), TIME, 6),
+        (Configuration(2, 1, 4096), TIME, 1),
+        (Configuration(8, 1, 16384), TIME, 1),
+    )
 )
 
 
@@ -76,7 +80,7 @@ def test_buckets_refuse_what_they_cannot_hold() -> None:
 @settings(max_examples=25)
 def test_every_sample_goes_to_a_replica_that_takes_it(lengths: list[int]) -> None:
     plan = plan_step(lengths, REPLICAS)
-    limits = [configuration.max_tokens for configuration, count in REPLICAS.kinds for _ in range(count)]
+    limits = [configuration.max_tokens for configuration, _, count in REPLICAS.kinds for _ in range(count)]
     assert len(plan.replica_of) == len(lengths)
     assert all(length <= limits[replica] for length, replica in zip(lengths, plan.replica_of, strict=True))
     per_replica = np.bincount(plan.replica_of, minlength=len(limits))
@@ -136,18 +140,18 @@ def test_equal_replicas_are_never_better_than_the_chosen_deployment() -> None:
     shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
     costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
     counts = [120, 30, 3]
-    equal, chosen = best_equal_replicas(costs, counts, 16), deploy(costs, counts, 16)
+    equal, chosen = best_equal_replicas(costs, counts, {"": 16}), deploy(costs, counts, {"": 16})
     assert str(equal) == "⟨8,1⟩×2"
     assert chosen.makespan <= equal.makespan
     assert equal.bound >= chosen.bound * (1 - 1e-9)
     with pytest.raises(CapacityError, match="16384 tokens on 4 devices"):
-        best_equal_replicas(costs, counts, 4)
+        best_equal_replicas(costs, counts, {"": 4})
 
 
 def test_search_keeps_a_replica_for_the_longest_sequence() -> None:
     """Without its rare, large replica a deployment leaves the longest sequence nowhere: it must not win."""
     shapes = [(1, 1, 2048), (2, 1, 4096), (8, 1, 16384)]
     costs = [ReplicaCost.of(Configuration(*shape), [512, 2048, 16384], TIME) for shape in shapes]
-    found = deploy(costs, [300, 40, 1], 24, most_enumerated=0)
+    found = deploy(costs, [300, 40, 1], {"": 24}, most_enumerated=0)
     assert any(kind.cost.configuration.max_tokens == 16384 for kind in found.kinds)
     assert found.bound <= found.makespan

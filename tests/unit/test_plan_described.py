@@ -16,6 +16,7 @@ from plait.core.errors import CapacityError, ConfigError, ModelError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings, SearchSettings
+from plait.cost.clusters import Cluster
 from plait.cost.memory import MemoryCoefficients, MemoryModel, StaticBytes
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.cost.replica import Configuration
@@ -55,7 +56,11 @@ def memory(token: float, *, weights: int = 8 * GIB, layers: int = 32) -> ModelMe
 
 
 def planned(profile: ClusterProfile, settings: RunSettings, of: ModelMemory | None = None) -> Outlook:
-    return plan_described(workload(), settings, profile, of, tokeniser="x")
+    return plan_described(workload(), settings, on(profile), of, tokeniser="x")
+
+
+def on(profile: ClusterProfile) -> Cluster:
+    return Cluster(profile.name, (profile,))
 
 
 # ---- the model's sizes ------------------------------------------------------------------------------------
@@ -100,26 +105,26 @@ def test_an_adapter_on_what_the_cluster_s_model_does_not_have_is_refused() -> No
 def test_a_capacity_is_halved_until_its_heaviest_microbatch_fits() -> None:
     profile = cluster_profile(described("h100_llama31_8b"))  # one device of 80 GiB, 6,144 tokens
     for token, capacity in [(1.0, 6144), (0.02 * GIB, 1536), (0.5 * GIB, 96), (0.9 * GIB, 60)]:
-        found = fitting(profile, memory(token), workload(), share=0.8, together=2)
-        assert found.configurations == (Configuration(1, 1, capacity),)
-    assert fitting(profile, None, workload(), share=0.8, together=2).configurations == profile.configurations
+        found = fitting(on(profile), memory(token), workload(), share=0.8, together=2)
+        assert found.kinds[0].configurations == (Configuration(1, 1, capacity),)
+    assert fitting(on(profile), None, workload(), share=0.8, together=2) == on(profile)
 
 
 def test_a_sample_that_fits_nowhere_is_named_with_the_memory() -> None:
     profile = cluster_profile(described("h100_llama31_8b"))
     message = r"sample of 60 tokens .*: with it alone ⟨1,1⟩ takes 68.0 GiB.*\n.*80 GiB 64.0 GiB may be used"
     with pytest.raises(CapacityError, match=message):
-        fitting(profile, memory(1.0 * GIB), workload(), share=0.8, together=2)
+        fitting(on(profile), memory(1.0 * GIB), workload(), share=0.8, together=2)
     long = workload(lengths=(40, 7000))
     with pytest.raises(CapacityError, match="sample of 7000 tokens"):
-        fitting(profile, memory(1.0), long, share=0.8, together=2)
+        fitting(on(profile), memory(1.0), long, share=0.8, together=2)
 
 
 def test_too_few_devices_for_any_replica_name_the_table() -> None:
     options = described("h100_llama31_70b")
     options["device"]["count"] = 2
     with pytest.raises(CapacityError, match=r"'mixed' has no replica for so few devices: ⟨1,4⟩ takes 4"):
-        fitting(cluster_profile(options), None, workload(), share=0.8, together=2)
+        fitting(on(cluster_profile(options)), None, workload(), share=0.8, together=2)
 
 
 def test_what_memory_made_of_a_capacity_is_said_and_bytes_are_predicted() -> None:
@@ -166,13 +171,13 @@ def test_where_a_job_ends_the_others_go_on_without_it(monkeypatch: pytest.Monkey
     short, long = workload(jobs=1, steps=6), workload(jobs=2, steps=60)
     mixed = replace(long, steps={"j0": 6, "j1": 60}, batches={**long.batches, "j0": short.batches["j0"]})
     settings = RunSettings(search=SearchSettings(parallel=2))
-    found = plan_described(mixed, settings, profile, None, tokeniser="x")
+    found = plan_described(mixed, settings, on(profile), None, tokeniser="x")
     assert [(group.jobs, group.steps) for group in found.groups] == [(("j0", "j1"), 12), (("j1",), 54)]
     ends = [group.predicted_seconds for group in found.groups]
     assert ends == sorted(ends)
     assert ends[-1] == pytest.approx(found.predicted_seconds)
     monkeypatch.setattr("plait.planning.workload.MOST_STEPS", 8)
-    few = plan_described(mixed, settings, profile, None, tokeniser="x")
+    few = plan_described(mixed, settings, on(profile), None, tokeniser="x")
     assert few.predicted_seconds == pytest.approx(found.predicted_seconds, rel=0.02)
     assert few.device_seconds_alone == pytest.approx(found.device_seconds_alone, rel=0.02)
 
@@ -180,7 +185,7 @@ def test_where_a_job_ends_the_others_go_on_without_it(monkeypatch: pytest.Monkey
 def test_side_by_side_each_job_has_the_replica_on_which_it_takes_least() -> None:
     profile = cluster_profile(described("a100_40g_llama2_7b"))
     search = SearchSettings(parallel=2)
-    found = plan_described(workload(), RunSettings(search=search), profile, None, tokeniser="x")
+    found = plan_described(workload(), RunSettings(search=search), on(profile), None, tokeniser="x")
     # 4 steps of one microbatch of 100 tokens, two jobs: on one device each, whatever else the table has
     lengths = MicrobatchShape.of([40, 60], labelled=98)
     assert found.device_seconds_side_by_side == pytest.approx(
@@ -189,7 +194,8 @@ def test_side_by_side_each_job_has_the_replica_on_which_it_takes_least() -> None
     single = replace(
         profile, configurations=tuple(each for each in profile.configurations if each.devices == 8)
     )
-    wide = plan_described(workload(), RunSettings(search=search), single, None, tokeniser="x")
+    settings = RunSettings(search=search)
+    wide = plan_described(workload(), settings, on(single), None, tokeniser="x", numbers=[{"": 16}])
     assert found.device_seconds_side_by_side is not None
     assert wide.device_seconds_side_by_side is not None
     assert wide.device_seconds_side_by_side > found.device_seconds_side_by_side
@@ -200,11 +206,12 @@ def test_side_by_side_each_job_has_the_replica_on_which_it_takes_least() -> None
 def test_the_engine_s_capacity_bounds_the_cluster_s_table() -> None:
     cluster = ClusterSettings("described", described("h100_llama31_8b"))
     settings = RunSettings(cluster=cluster, engine=EngineSettings(capacity=512))
-    found, profile = described_cluster(settings)
+    found, described_as = described_cluster(settings)
+    (profile,) = described_as.kinds
     assert {each.max_tokens for each in profile.configurations} == {512}
     assert found.engine.capacity == 512
     assert {
-        each.max_tokens for each in described_cluster(RunSettings(cluster=cluster))[1].configurations
+        each.max_tokens for each in described_cluster(RunSettings(cluster=cluster))[1].kinds[0].configurations
     } == {6144}
     kinds = configurations(profile, every=True, most_tokens=2048)
     assert {each.max_tokens for each in kinds} == {512, 1024, 2048}

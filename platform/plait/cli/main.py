@@ -193,7 +193,7 @@ def plan(arguments: Sequence[str]) -> int:
     """Predict what a search would take, without training."""
     from plait.cli.app import run_sweep
 
-    return run_sweep("plan", arguments, {"--json": False, "--timeline": True})
+    return run_sweep("plan", arguments, {"--json": False, "--timeline": True, "--devices": True})
 
 
 def profile(arguments: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import ModelSettings, RunSettings
-from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.cost.clusters import Cluster, described_cluster
 from plait.engine.build import (
     LoadedData,
     check_engine,
@@ -25,9 +25,10 @@ from plait.engine.build import (
     worker_facts,
 )
 from plait.planning.described import plan_described
+from plait.planning.expected import rates_of
 from plait.planning.here import plan_here
 from plait.planning.model_memory import model_memory
-from plait.planning.outlook import ChangeOutlook, Outlook
+from plait.planning.outlook import ChangeOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model
 from plait.search.study import suggest_jobs
@@ -41,9 +42,12 @@ if TYPE_CHECKING:
 
 JSON = "--json"
 TIMELINE = "--timeline"
+DEVICES = "--devices"
 KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 UNKNOWN = "unknown"
-NO_PROFILE = "No profile yet: run `plait profile` for time estimates"
+NO_PROFILE = "Seconds are unknown: run `plait profile` on this machine first, then `plait plan` again"
+SHOWN = 64  # trials in the table
+UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "of money"}  # of the objective
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
 
 
@@ -61,7 +65,7 @@ def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
             f"For example {TIMELINE} run.html.",
         )
     waves: list[Forecast] = []
-    outlook = plan_search(command, on_wave=waves.append)
+    outlook = plan_search(command, devices=flags.get(DEVICES), on_wave=waves.append)
     if timeline is not None:
         write_timeline(timeline, outlook.cluster, waves)
     if JSON in flags:
@@ -96,37 +100,79 @@ def write_timeline(path: Path, cluster: str, waves: Sequence[Forecast]) -> None:
         raise StorageError(f"{path}: {error.strerror}", "The timeline cannot be written there.") from error
 
 
-def plan_search(command: SearchCommand, *, on_wave: Callable[[Forecast], None] | None = None) -> Outlook:
+def plan_search(
+    command: SearchCommand,
+    *,
+    devices: str | None = None,
+    on_wave: Callable[[Forecast], None] | None = None,
+) -> Outlook:
     """Suggest the search's trials and plan them, on this machine or on the described cluster.
 
     Args:
+        devices: numbers of devices to plan for, as ``--devices`` has them.
         on_wave: is given the forecast of each wave that is simulated.
 
     Raises:
         InputError: as :func:`run_plan`.
     """
-    if command.settings.cluster.kind != "local":
-        settings, profile = described(command.settings)
-        asked = command.settings.engine.capacity
-        if asked is not None and asked > settings.engine.capacity_or_usual:
+    if command.settings.cluster.kind == "local":
+        if devices is not None:
             raise ConfigError(
-                f"engine.capacity={asked}",
-                f"A replica of {profile.name} takes at most {settings.engine.capacity} tokens "
-                f"(table {profile.table!r}).",
+                f"{DEVICES} {devices}",
+                "On this machine Plait trains on one device; numbers of devices are for a described cluster.",
+                "Choose one with cluster=NAME (`plait plan --help` lists them).",
             )
-        check_jobs(command.probes)
-        shape = check_model(settings.model, command.probes)
-        check_cluster(profile, settings.model, shape)
-        workload = draw_workload(command, settings, shape, profile)
-        return plan_described(
-            workload,
-            settings,
-            profile,
-            model_memory(profile, settings.engine, workload.jobs, say=say),
-            tokeniser=model_name(settings.model),
-            on_wave=on_wave,
+        return _plan_local(command)
+    settings, cluster = described(command.settings)
+    numbers = () if devices is None else read_numbers(devices, cluster)
+    rates_of(settings.planner.objective, cluster)  # raises where a price is missing
+    asked = command.settings.engine.capacity
+    if asked is not None and asked > settings.engine.capacity_or_usual:
+        tables = ", ".join(dict.fromkeys(repr(each.table) for each in cluster.kinds))
+        raise ConfigError(
+            f"engine.capacity={asked}",
+            f"A replica of {cluster.name} takes at most {settings.engine.capacity} tokens (table {tables}).",
         )
-    return _plan_local(command)
+    check_jobs(command.probes)
+    shape = check_model(settings.model, command.probes)
+    check_cluster(cluster, settings.model, shape)
+    workload = draw_workload(command, settings, shape, cluster)
+    return plan_described(
+        workload,
+        settings,
+        cluster,
+        model_memory(cluster.kinds[0], settings.engine, workload.jobs, say=say),
+        tokeniser=model_name(settings.model),
+        numbers=numbers,
+        on_wave=on_wave,
+    )
+
+
+def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
+    """Numbers of devices as ``--devices`` has them: 1,2,4 or, of several kinds, H100:4,H100:2+A100:8.
+
+    Raises:
+        ConfigError: an entry is no number above 0, or names no kind of the cluster.
+    """
+    kinds = list(cluster.devices)
+    found = []
+    for entry in text.split(","):
+        pairs = (
+            [("", entry)] if kinds == [""] else [tuple(each.partition(":")[::2]) for each in entry.split("+")]
+        )
+        numbers = {
+            kind: int(number) for kind, number in pairs if number.strip().isdecimal() and kind in kinds
+        }
+        if len(numbers) < len(pairs) or not all(numbers.values()):
+            example = "1,2,4,8" if kinds == [""] else f"{kinds[0]}:1,{':1+'.join(kinds)}:1"
+            raise ConfigError(
+                f"{DEVICES} {text}: {entry!r}",
+                "Each entry is a number of devices, 1 or more"
+                + ("." if kinds == [""] else f", of each kind that is used: {choices(kinds)}."),
+                f"For example {DEVICES} {example}.",
+            )
+        found.append(numbers)
+    return tuple(found)
 
 
 def _plan_local(command: SearchCommand) -> Outlook:
@@ -155,7 +201,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
 
 
 def draw_workload(
-    command: SearchCommand, settings: RunSettings, shape: ModelShape, profile: ClusterProfile
+    command: SearchCommand, settings: RunSettings, shape: ModelShape, cluster: Cluster
 ) -> Workload:
     """The search's first trials with the global batches of their data, on a described cluster.
 
@@ -170,8 +216,7 @@ def draw_workload(
     longest = shape.max_length
     if settings.model.kind in STAND_INS:
         longest = settings.model.max_length or sys.maxsize
-    where = f"{profile.devices.count} × {profile.devices.kind}"
-    opened = open_data(settings, longest, jobs, cluster=where)
+    opened = open_data(settings, longest, jobs, cluster=str(cluster))
     _say_of_rows(opened)
     return Workload.of(jobs, opened.catalogue)
 
@@ -181,10 +226,10 @@ def _say_of_rows(data: LoadedData) -> None:
         say(line)
 
 
-def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
-    """The cluster's profile, and settings whose samples may be as long as the cluster takes them.
+def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
+    """The cluster, and settings whose samples may be as long as the cluster takes them.
 
-    ``engine.capacity``, where it is given, bounds what the cluster's table allows.
+    ``engine.capacity``, where it is given, bounds what the cluster's tables allow.
 
     Raises:
         ConfigError: no such kind of cluster, or an entry of its description is missing or wrong.
@@ -194,23 +239,23 @@ def described(settings: RunSettings) -> tuple[RunSettings, ClusterProfile]:
             f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
         )
     settings = settle_dtype(settings)  # of the model here, which may lend its tokeniser alone
-    profile = cluster_profile(settings.cluster.options)
-    most = max(each.max_tokens for each in profile.allowed or profile.configurations)
+    cluster = described_cluster(settings.cluster)
+    most = max(each.max_tokens for kind in cluster.kinds for each in kind.allowed or kind.configurations)
     asked = settings.engine.capacity
     if asked is not None:
-        rows = (replace(each, max_tokens=min(asked, each.max_tokens)) for each in profile.configurations)
-        profile, most = replace(profile, configurations=tuple(rows)), min(asked, most)
-    return replace(settings, engine=replace(settings.engine, capacity=most)), profile
+        cluster, most = cluster.at_most(asked), min(asked, most)
+    return replace(settings, engine=replace(settings.engine, capacity=most)), cluster
 
 
-def check_cluster(profile: ClusterProfile, settings: ModelSettings, shape: ModelShape) -> None:
-    """The cluster's profile is of the run's model. One that Plait brings along lends its tokeniser alone.
+def check_cluster(cluster: Cluster, settings: ModelSettings, shape: ModelShape) -> None:
+    """The cluster's profiles are of the run's model. One that Plait brings along lends its tokeniser alone.
 
     Raises:
-        ConfigError: the profile is of another model.
+        ConfigError: they are of another model.
     """
     if settings.kind not in STAND_INS:
-        profile.check_model(model_name(settings), layers=shape.layer_count, hidden_size=shape.hidden_size)
+        model = model_name(settings)
+        cluster.kinds[0].check_model(model, layers=shape.layer_count, hidden_size=shape.hidden_size)
 
 
 def model_name(settings: ModelSettings) -> str:
@@ -219,16 +264,86 @@ def model_name(settings: ModelSettings) -> str:
 
 
 def show(outlook: Outlook, console: Console) -> None:
-    """Print a plan: replicas, groups, totals with and without Plait, assumptions."""
+    """Print a plan: replicas, groups, trials, totals with and without Plait, assumptions."""
     plain(console, f"{outlook.cluster}: {outlook.devices}")
+    if outlook.objective is not None:
+        plain(console, _objective(outlook, outlook.objective))
     plain(console, f"profile: {outlook.profile}" if outlook.profile else NO_PROFILE)
-    console.print(_replicas(outlook), _groups(outlook), _totals(outlook))
+    console.print(_replicas(outlook), _groups(outlook), _trials(outlook), _totals(outlook))
+    if outlook.every:
+        console.print(_devices(outlook))
     if outlook.simulated:
         console.print(_simulated(outlook))
     if outlook.changes:
         console.print(_changes(outlook))
+    if outlook.predicted_seconds is not None:
+        plain(console, _predicted(outlook))
     for line in outlook.assumptions:
         plain(console, f"- {line}")
+
+
+def _objective(outlook: Outlook, chosen: ObjectiveOutlook) -> str:
+    """Which devices are used and why."""
+    unit = UNITS[chosen.objective]
+    other = "fewer device-seconds" if chosen.objective == "time" else "less time"
+    return (
+        f"uses {outlook.devices} of {chosen.available} (planner.objective={chosen.objective}): "
+        f"{chosen.value:,.4g} {unit} a step, {100 * (chosen.value / chosen.bound - 1):.1f} % above what is "
+        f"proven for any number of devices; up to {100 * chosen.slack:g} % may be given up for {other} "
+        "(planner.slack)"
+    )
+
+
+def _predicted(outlook: Outlook) -> str:
+    """Seconds and money of the search, how far they may be off, and how that is known."""
+    money = "" if outlook.money is None else f", {_money(outlook.money)} of money"
+    band = "unknown" if outlook.error is None else f"± {100 * outlook.error:.1f} % in the mean"
+    return (
+        f"predicted: {_seconds(outlook.predicted_seconds)} on {outlook.devices}{money}; error {band} "
+        f"({outlook.error_source})"
+    )
+
+
+def _trials(outlook: Outlook) -> Table:
+    """Each trial with what distinguishes it, and where it trains."""
+    table = filled(
+        "Trials",
+        ("trial", "wave", "configuration", "trained on"),
+        (
+            (
+                each.trial,
+                str(each.wave),
+                " ".join(f"{key}={_short(value)}" for key, value in each.values.items()),
+                ", ".join(f"{name} {100 * share:.0f} %" for name, share in each.replicas.items()),
+            )
+            for each in outlook.trials[:SHOWN]
+        ),
+        left=("trial", "configuration", "trained on"),
+    )
+    if len(outlook.trials) > SHOWN:
+        table.caption = f"The first {SHOWN} of {len(outlook.trials)}; --json prints all of them."
+    return table
+
+
+def _devices(outlook: Outlook) -> Table:
+    """The search on each number of devices that was asked for."""
+    band = "" if outlook.error is None else f" ± {100 * outlook.error:.1f} %"
+    return filled(
+        "Devices",
+        ("devices", "seconds", "device-seconds", "money", "replicas", ""),
+        (
+            (
+                each.devices,
+                "" if each.refused else f"{_seconds(each.seconds)}{band}",
+                "" if each.refused else f"{_seconds(each.device_seconds)}{band}",
+                "" if each.refused else f"{_money(each.money)}{band if each.money is not None else ''}",
+                each.refused or each.replicas,
+                "< best" if each.chosen else "",
+            )
+            for each in outlook.every
+        ),
+        left=("replicas",),
+    )
 
 
 def _replicas(outlook: Outlook) -> Table:
@@ -237,7 +352,7 @@ def _replicas(outlook: Outlook) -> Table:
         ("replicas", "tp", "pp", "capacity", "layers per stage", "memory per device"),
         (
             (
-                str(each.count),
+                f"{each.count} {each.kind}".rstrip(),
                 str(each.tp),
                 str(each.pp),
                 f"{each.capacity:,} tokens",
@@ -349,6 +464,15 @@ def _bytes(value: int | None) -> str:
 def say(line: str) -> None:
     """Prints a line of progress on standard error."""
     print(line, file=sys.stderr, flush=True)
+
+
+def _short(value: object) -> str:
+    """A value as it is read: few digits do."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _money(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.2f}" if value >= 1 else f"{value:.2g}"
 
 
 def _seconds(value: float | None) -> str:

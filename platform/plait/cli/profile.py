@@ -51,11 +51,18 @@ def compare_configurations(command: SearchCommand, console: Console, *, as_json:
     Raises:
         InputError: anything that is wrong with the command, or nothing fits.
     """
-    settings, profile = described(command.settings)
+    settings, cluster = described(command.settings)
+    if len(cluster.kinds) > 1:
+        raise ConfigError(
+            f"cluster.kinds: {cluster}",
+            "`plait profile` compares the configurations of one kind of device.",
+            "Leave cluster.kinds out, or run `plait plan`, which chooses over all of them.",
+        )
+    profile = cluster.kinds[0]
     check_jobs(command.probes)
     shape = check_model(settings.model, command.probes)
-    check_cluster(profile, settings.model, shape)
-    workload = draw_workload(command, settings, shape, profile)
+    check_cluster(cluster, settings.model, shape)
+    workload = draw_workload(command, settings, shape, cluster)
     names = [job.name for job in workload.jobs][: settings.search.parallel]
     available = int(settings.planner.memory_share * profile.devices.memory_bytes)
 

@@ -77,16 +77,19 @@ OWN = (
         "plait.cli.main:plan",
         "predict what a search would need, without training",
         hydra=True,
-        text=f"""plait plan [--json] [--timeline FILE] [KEY=VALUE ...]
+        text=f"""plait plan [--json] [--devices 1,2,4] [--timeline FILE] [KEY=VALUE ...]
 
 Predict what a search would need, without training: which adapters train together, in how
 many waves and microbatches, and how much memory and time, if this is known. It takes the
-same arguments as `plait sweep` and reports the same errors. The time on this machine is
-predicted from `plait profile`; a described cluster has a profile of its own.
+same arguments as `plait sweep` and reports the same errors. For times on this machine, run
+`plait profile` first; a described cluster has a profile of its own.
 
 {_SETTINGS}{_SPACE}  cluster=NAME            a described cluster instead of this machine, simulated:
                           replicas, dispatch, packing, pipeline. NAME is one of
                           {_CLUSTERS}
+  planner.objective=NAME  device_seconds, money or time: how many of its devices are used
+  --devices 1,2,4,8       seconds, device-seconds and money on each number of its devices;
+                          of several kinds: A100:4,A100:4+A10:8
   --json                  the plan as JSON
   --timeline FILE         write the simulated run as a figure (.html) or as a trace for
                           Perfetto (.json)
@@ -95,6 +98,7 @@ Examples
   plait plan                                  the default search
   plait plan adapter.rank=8,16,32 search.trials=64
   plait plan cluster=h100_llama31_8b --timeline run.html
+  plait plan cluster=a100_40g_llama2_7b --devices 1,2,4,8 cluster.price_per_device_hour=1.5
 """,
     ),
     Verb(

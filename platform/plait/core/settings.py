@@ -88,15 +88,20 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """How jobs are admitted and packed.
+    """How jobs are admitted and packed, and how many devices of a described cluster are used.
 
     Attributes:
         max_jobs: most jobs that train at once; None: as many as fit into memory.
         memory_share: share of the device's memory that may be used.
+        objective: what a described cluster's devices are chosen by: "device_seconds", "money" or "time".
+        slack: share of the objective that may be given up: for less time, or with "time" as the objective for
+            fewer device-seconds.
     """
 
     max_jobs: Annotated[int | None, at_least(1)] = None
     memory_share: Annotated[float, POSITIVE_SHARE] = 0.8
+    objective: Annotated[str, one_of("device_seconds", "money", "time")] = "device_seconds"
+    slack: Annotated[float, at_least(0)] = 0.1
 
     def __post_init__(self) -> None:
         check(self, "planner")
@@ -110,6 +115,8 @@ class ClusterSettings:
         processes: each with a replica of the base model, on a GPU of its own where there are GPUs.
         join_seconds: longest wait for all processes to come, and for each other.
         silence_seconds: without a sign of life for so long, a process counts as dead.
+        price_per_device_hour: in any currency; None: money is not predicted.
+        kinds: of devices, where a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """
 
     kind: str = "local"
@@ -117,6 +124,8 @@ class ClusterSettings:
     processes: Annotated[int, between(1, 1024)] = 1
     join_seconds: Annotated[float, above(0)] = 300.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
+    price_per_device_hour: Annotated[float | None, at_least(0)] = None
+    kinds: tuple[dict[str, Any], ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check(self, "cluster")

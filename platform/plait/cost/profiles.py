@@ -57,6 +57,9 @@ class ClusterProfile:
         memory: fitted memory model, None where no figures were published.
         shape: sizes of the model as a LlamaConfig names them, None where they are not given.
         restart_seconds: between saving the adapters and training on with other replicas.
+        error: mean absolute error of its seconds, relative, on measurements that it was not fitted to; None
+            where there is none.
+        error_source: what that was measured on.
     """
 
     name: str
@@ -71,6 +74,13 @@ class ClusterProfile:
     memory: MemoryModel | None = None
     shape: Mapping[str, int] | None = None
     restart_seconds: float = RESTART_SECONDS
+    error: float | None = None
+    error_source: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name that its configurations have its devices by; "" where a cluster has one kind."""
+        return self.configurations[0].kind
 
     @property
     def allowed(self) -> tuple[Configuration, ...]:
@@ -108,6 +118,11 @@ class _Time:
     head: tuple[dict[str, Any], ...] = ()
     forward_share: float = 1 / 3
     head_forward_share: float = 1 / 3
+    error: Annotated[float | None, at_least(0)] = None
+    error_source: str = ""
+
+    def __post_init__(self) -> None:
+        check(self, f"{OPTIONS}.time")
 
     def model(self) -> TimeModel:
         layer = by_degree(self.layer, LayerTime, f"{OPTIONS}.time.layer")
@@ -182,4 +197,6 @@ def cluster_profile(options: Mapping[str, Any]) -> ClusterProfile:
         memory=None if given.memory is None else MemoryModel.of(given.memory),
         shape=None if given.shape is None else asdict(given.shape),
         restart_seconds=given.restart_seconds,
+        error=given.time.error,
+        error_source=given.time.error_source,
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +31,16 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Configuration:
-    """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch."""
+    """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch.
+
+    Attributes:
+        kind: of its devices, where a cluster has several.
+    """
 
     tp: Annotated[int, at_least(1)]
     pp: Annotated[int, at_least(1)]
     max_tokens: Annotated[int, at_least(1)]
+    kind: str = ""
 
     def __post_init__(self) -> None:
         check(self, "configuration")
@@ -46,7 +51,7 @@ class Configuration:
         return self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"⟨{self.tp},{self.pp}⟩"
+        return f"{self.kind} ⟨{self.tp},{self.pp}⟩".lstrip()
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
@@ -83,8 +88,8 @@ class ReplicaCost:
         *,
         labelled_share: float = 1.0,
         layer_split: Sequence[int] | None = None,
-    ) -> ReplicaCost:
-        """The cost of ``configuration`` for sequences padded to these lengths.
+    ) -> Self:
+        """The cost of ``configuration`` for sequences of these lengths.
 
         Args:
             labelled_share: share of a sequence's tokens that reach head and loss.
@@ -110,16 +115,20 @@ class ReplicaCost:
         """r_i: how many buckets fit; lengths ascend, so it is the first ones."""
         return int(np.count_nonzero(self.batch))
 
+    @cached_property
+    def linear(self) -> Float64:
+        """Seconds a sequence of each bucket (n, R): by every row, T is at least Σ_j row_j·d_j."""
+        return np.asarray(self.each + self.fixed[:, None] / np.maximum(self.batch, 1))
+
+    @cached_property
+    def per_sequence(self) -> Float64:
+        """Seconds that a sequence of each bucket adds to the slowest stage (R,); inf where none fits."""
+        return np.where(self.batch > 0, self.linear.max(axis=0), np.inf)
+
     @property
     def ramp(self) -> int:
         """pp − 1: how often the longest microbatch is paid again while the pipeline fills and drains."""
         return self.configuration.pp - 1
-
-    @cached_property
-    def full(self) -> Float64:
-        """Seconds of the slowest stage for one full microbatch of each bucket (R,); 0 where none fits."""
-        seconds = (self.fixed[:, None] + self.each * self.batch).max(axis=0)
-        return np.where(self.batch > 0, seconds, 0.0)
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
         """T for counts[j] sequences of bucket j (R,); inf where one of them does not fit."""

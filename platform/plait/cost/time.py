@@ -141,6 +141,15 @@ class TimeModel:
         }
         return replace(self, layer=layer, forward_share=self.forward_share / more)
 
+    def at_speed(self, speed: float) -> TimeModel:
+        """The same on devices that are ``speed`` times as fast."""
+        layer = {
+            tp: LayerTime(each.fixed / speed, each.token / speed, each.square / speed)
+            for tp, each in self.layer.items()
+        }
+        head = {tp: HeadTime(each.fixed / speed, each.labelled / speed) for tp, each in self.head.items()}
+        return replace(self, layer=layer, head=head)
+
     def layer_time(self, tp: int) -> LayerTime:
         """Coefficients at this tensor-parallel degree.
 

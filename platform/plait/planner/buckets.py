@@ -12,7 +12,9 @@ from plait.core.errors import ConfigError, DataError
 from plait.core.samples import Int64
 
 BUCKETS = 16
+STEP_BUCKETS = 8  # of a mean step, which deployments are searched for
 INTERVAL = 256
+FINE = 256  # intervals up to the longest sequence, where lengths are taken as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,13 @@ class Buckets:
 
     Attributes:
         lengths: upper boundary of each bucket, ascending: the length that its sequences are padded to.
+        means: mean length of each bucket's sequences, in whole tokens.
     """
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
     tokens: int
+    means: tuple[int, ...]
 
 
 def dynamic_buckets(
@@ -71,8 +75,43 @@ def fixed_buckets(lengths: Sequence[int] | Int64, boundaries: Sequence[int]) -> 
         raise DataError(f"a sequence of {s.max()} tokens", f"The last bucket ends at {boundaries[-1]}.")
     place = np.searchsorted(np.asarray(boundaries), s, side="left")
     counts = np.bincount(place, minlength=len(boundaries))
-    kept = [(int(edge), int(count)) for edge, count in zip(boundaries, counts, strict=True) if count]
-    return Buckets(tuple(edge for edge, _ in kept), tuple(count for _, count in kept), int(s.sum()))
+    kept = np.flatnonzero(counts)
+    means = np.bincount(place, weights=s, minlength=len(boundaries))[kept] / counts[kept]
+    return Buckets(
+        tuple(boundaries[int(index)] for index in kept),
+        tuple(int(counts[index]) for index in kept),
+        int(s.sum()),
+        tuple(round(float(mean)) for mean in means),
+    )
+
+
+def fine_buckets(
+    lengths: Sequence[int] | Int64, *, buckets: int = BUCKETS, required: Iterable[int] = ()
+) -> Buckets:
+    """Buckets whose means stand for their sequences, which are packed and not padded.
+
+    Args:
+        required: as of :func:`dynamic_buckets`; so a bucket's mean fits where its sequences fit.
+    """
+    cuts = sorted(set(required))
+    interval = max(1, int(max(lengths, default=1)) // FINE)
+    return dynamic_buckets(lengths, buckets=max(buckets, len(cuts) + 1), interval=interval, required=cuts)
+
+
+def mean_step(lengths: Sequence[int], steps: int, *, required: Iterable[int] = ()) -> Buckets:
+    """The sequences of one mean step, given those of ``steps``: as many, spread over lengths as they are.
+
+    The longest one fits only where the longest of all does.
+
+    Args:
+        required: the most tokens that configurations take.
+    """
+    ordered, cuts = np.sort(np.asarray(lengths, dtype=np.int64)), sorted(set(required))
+    parts = np.array_split(ordered, max(1, round(len(ordered) / steps)))
+    step = [round(float(part.mean())) for part in parts]
+    least = max((cut + 1 for cut in cuts if cut < ordered[-1]), default=1)
+    step[-1] = max(step[-1], least)
+    return fine_buckets(step, buckets=STEP_BUCKETS, required=cuts)
 
 
 def _least_padding(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,9 +20,10 @@ from scipy.optimize import linprog
 from plait.core.errors import CapacityError
 from plait.core.samples import Int64
 from plait.cost.replica import Configuration, ReplicaCost
-from plait.planner.deployment_patterns import TOLERANCE, Patterns, Ranges, Replicas
+from plait.planner.deployment_patterns import Devices, Patterns, Ranges, Replicas
 from plait.planner.dispatch import (
     Dispatch,
+    Float64,
     ReplicaKind,
     check_coverage,
     descend,
@@ -32,9 +33,12 @@ from plait.planner.dispatch import (
     single,
     spread,
 )
+from plait.planner.packed import as_packed
+from plait.planner.pricing import TOLERANCE
 from plait.planner.solver import Limit
 
 GAP = 0.01  # relative distance to the bound that is good enough
+FEW = 16  # so many deployments or fewer are enumerated before the search
 ENUMERATED = 4_000  # so many deployments or fewer are enumerated where the search leaves the bound open
 NODES = 80  # of one makespan
 MAKESPANS = 20  # asked for until the bracket is closed
@@ -81,6 +85,19 @@ class Deployment:
         """Configurations with their number of replicas."""
         return tuple((kind.cost.configuration, kind.count) for kind in self.kinds)
 
+    @property
+    def single(self) -> tuple[Configuration, ...]:
+        """The configuration of every replica, in order."""
+        return tuple(configuration for configuration, count in self.shape for _ in range(count))
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """How many devices of each kind its replicas take."""
+        found: dict[str, int] = {}
+        for each in self.single:
+            found[each.kind] = found.get(each.kind, 0) + each.devices
+        return found
+
     def __str__(self) -> str:
         return ", ".join(f"{configuration}×{count}" for configuration, count in self.shape)
 
@@ -88,7 +105,7 @@ class Deployment:
 def deploy(
     costs: Sequence[ReplicaCost],
     counts: Sequence[int],
-    devices: int,
+    devices: Devices,
     *,
     gap: float = GAP,
     most_enumerated: int = ENUMERATED,
@@ -103,16 +120,20 @@ def deploy(
         CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
     """
     allowed = able(costs, counts, devices)
-    plan = search(allowed, counts, devices, bound=relaxation_bound(allowed, counts, devices), goal=gap)
     every = list(itertools.islice(maximal(allowed, devices), most_enumerated + 1))
+    few = len(every) <= FEW and most_enumerated > 0
+    other = _enumerated(allowed, counts, every, gap) if few else None
+    if other is not None and other.gap <= gap:
+        return other
+    plan = search(allowed, counts, devices, bound=relaxation_bound(allowed, counts, devices), goal=gap)
     if plan.gap <= gap or len(every) > most_enumerated:
         return plan
-    other = enumerated(allowed, counts, every, lambda kinds: _by_replica(kinds, counts), gap=gap)
+    other = other or _enumerated(allowed, counts, every, gap)
     best = min(plan, other, key=lambda each: each.makespan)
     return replace(best, bound=min(max(plan.bound, other.bound), best.makespan))
 
 
-def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> Deployment:
+def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> Deployment:
     """As many replicas of one configuration as fit, of the configuration with the least makespan.
 
     What a system without heterogeneous replicas can do at best (LobRA's Task-Fused), and the choice of one
@@ -124,13 +145,13 @@ def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], dev
     last = max(j for j, count in enumerate(counts) if count)
     found = []
     for cost in costs:
-        number = devices // cost.configuration.devices
+        number = devices.get(cost.configuration.kind, 0) // cost.configuration.devices
         if number and cost.batch[last]:
             kinds = (ReplicaKind(cost, number),)
-            found.append((_by_replica(kinds, counts), kinds))
+            found.append((_packed_by_replica(kinds, counts), kinds))
     if not found:
         raise CapacityError(
-            f"a sequence of {costs[0].lengths[last]} tokens on {devices} devices",
+            f"a sequence of {costs[0].lengths[last]} tokens on {sum(devices.values())} devices",
             "No configuration takes it.",
             "Shorten the sequences (model.max_length), or add devices.",
         )
@@ -138,22 +159,47 @@ def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], dev
     return Deployment(kinds, expected, min(expected.bound, expected.makespan))
 
 
-def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> float:
+def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> float:
     """Seconds that no deployment of ``devices`` is faster than: sequences, replicas and devices divisible.
 
-    minimise Σ_c D_c / N, where configuration c's devices are busy for D_c device-seconds: no shorter than
-    any of its stages, full microbatches and no ramp, works on the sequences that it takes.
+    minimise τ, where configuration c's devices are busy for D_c device-seconds: no shorter than any of its
+    stages, full microbatches and no ramp, works on the sequences that it takes. Those of one kind of device
+    add up to at most N·τ.
+    """
+    rows, limits, busy = _busy_rows(costs, counts)
+    kinds = np.zeros((len(devices), rows.shape[1] + 1))
+    for row, (kind, number) in zip(kinds, devices.items(), strict=True):
+        own = [cost.configuration.kind == kind for cost in costs]
+        row[busy:-1], row[-1] = own, -float(number)
+    price = np.zeros(rows.shape[1] + 1)
+    price[-1] = 1.0
+    rows = np.concatenate([np.pad(rows, ((0, 0), (0, 1))), kinds])
+    result = linprog(price, A_ub=rows, b_ub=[*limits, *[0.0] * len(devices)], method="highs-ds")
+    return float(result.fun) * (1 - TOLERANCE)
+
+
+def least_cost(costs: Sequence[ReplicaCost], counts: Sequence[int], rates: Mapping[str, float]) -> float:
+    """What no number of devices costs less than, at ``rates`` a device-second of each kind: all divisible."""
+    rows, limits, busy = _busy_rows(costs, counts)
+    price = np.zeros(rows.shape[1])
+    price[busy:] = [rates[cost.configuration.kind] for cost in costs]
+    return float(linprog(price, A_ub=rows, b_ub=limits, method="highs-ds").fun) * (1 - TOLERANCE)
+
+
+def _busy_rows(costs: Sequence[ReplicaCost], counts: Sequence[int]) -> tuple[Float64, list[float], int]:
+    """Rows and limits by which sequences are taken and devices are busy, and where the D_c begin.
+
+    Variables: the sequences of each pair of configuration and bucket, then the D_c.
     """
     used = [j for j, count in enumerate(counts) if count]
     pairs = [(c, j) for c, cost in enumerate(costs) for j in used if cost.batch[j]]
-    busy = len(pairs)  # variables: the sequences of each pair, then the D_c
-    rows = []
+    busy, rows = len(pairs), []
     for c, cost in enumerate(costs):
-        for fixed, each in zip(cost.fixed, cost.each, strict=True):
+        for seconds in cost.linear:
             row = np.zeros(busy + len(costs))
             for place, (owner, j) in enumerate(pairs):
                 if owner == c:
-                    row[place] = cost.configuration.devices * (each[j] + fixed / cost.batch[j])
+                    row[place] = cost.configuration.devices * seconds[j]
             row[busy + c] = -1.0
             rows.append(row)
     for j in used:
@@ -161,18 +207,16 @@ def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], device
         row[[place for place, (_, bucket) in enumerate(pairs) if bucket == j]] = -1.0
         rows.append(row)
     limits = [0.0] * (len(rows) - len(used)) + [-float(counts[j]) for j in used]
-    price = np.concatenate([np.zeros(busy), np.ones(len(costs))])
-    result = linprog(price, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
-    return float(result.fun) / devices * (1 - TOLERANCE)
+    return np.array(rows), limits, busy
 
 
 def search(
-    costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int, *, bound: float, goal: float
+    costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices, *, bound: float, goal: float
 ) -> Deployment:
     """The best deployment that is found, within ``goal`` of the bound that is proved where that can be.
 
     Args:
-        costs: configurations of at most ``devices`` devices that between them take every sequence.
+        costs: configurations that the devices hold, and that between them take every sequence.
     """
     state = _Search(costs, counts, devices, bound, goal)
     for closeness in CLOSENESS:
@@ -200,11 +244,12 @@ class _Search:
     """
 
     def __init__(
-        self, costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int, bound: float, goal: float
+        self, costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices, bound: float, goal: float
     ) -> None:
         self._costs, self._counts, self._devices, self._goal = costs, counts, devices, goal
         self._patterns = Patterns(costs, counts, devices)
         self._sizes = [cost.configuration.devices for cost in costs]
+        self._kinds = [cost.configuration.kind for cost in costs]
         self._makespans: dict[Replicas, float] = {}
         self._rounded: set[tuple[Replicas, float]] = set()
         self._best: tuple[tuple[ReplicaKind, ...], Dispatch] | None = None
@@ -213,7 +258,8 @@ class _Search:
         self.reached = self.high = math.inf
         for place, size in enumerate(self._sizes):  # equal replicas, so that there is always an answer
             if costs[place].batch[np.flatnonzero(counts)[-1]]:
-                self._evaluate(tuple(devices // size * (each == place) for each in range(len(costs))))
+                number = devices[self._kinds[place]] // size
+                self._evaluate(self._filled(tuple(number * (each == place) for each in range(len(costs)))))
 
     @property
     def done(self) -> bool:
@@ -298,15 +344,19 @@ class _Search:
 
     def _keep(self, kinds: tuple[ReplicaKind, ...], expected: Dispatch) -> None:
         if expected.makespan < self.high:
+            expected = as_packed(single(kinds), expected)
+        if expected.makespan < self.high:
             self.high, self._best = expected.makespan, (kinds, expected)
 
     def _filled(self, replicas: Replicas) -> Replicas:
         """The same with idle devices given to the largest configurations that fit, which is never slower."""
-        filled, left = list(replicas), self._devices - self._patterns.devices(replicas)
+        filled, left = list(replicas), dict(self._devices)
+        for number, size, kind in zip(replicas, self._sizes, self._kinds, strict=True):
+            left[kind] -= number * size
         for place in sorted(
             range(len(filled)), key=lambda each: (-self._sizes[each], self._costs[each].ramp)
         ):
-            more, left = divmod(left, self._sizes[place])
+            more, left[self._kinds[place]] = divmod(left[self._kinds[place]], self._sizes[place])
             filled[place] += more
         return tuple(filled)
 
@@ -330,7 +380,7 @@ class _Search:
                 whole = self._filled(tuple(round(number) for number in relaxed.replicas))
                 if most == 1 or whole not in self._makespans:
                     candidates.append(whole)
-        if nodes and len(candidates) < most:
+        if (nodes and len(candidates) < most) or self._patterns.ended:
             self._limit_hit = self._limit_hit or "nodes"
         return candidates, closed and not nodes
 
@@ -370,15 +420,17 @@ def kinds_of(costs: Sequence[ReplicaCost], replicas: Replicas) -> tuple[ReplicaK
     return tuple(ReplicaKind(cost, count) for cost, count in zip(costs, replicas, strict=True) if count)
 
 
-def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> list[ReplicaCost]:
+def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> list[ReplicaCost]:
     """The configurations that the devices hold.
 
     Raises:
         CapacityError: there is none, or a bucket fits into none.
     """
-    found = [cost for cost in costs if cost.configuration.devices <= devices]
+    found = [cost for cost in costs if cost.configuration.devices <= devices.get(cost.configuration.kind, 0)]
     if not found:
-        raise CapacityError(f"{devices} devices", "No configuration is that small.", "Add devices.")
+        raise CapacityError(
+            f"{sum(devices.values())} devices", "No configuration is that small.", "Add devices."
+        )
     check_coverage([ReplicaKind(cost, 1) for cost in found], counts)
     return found
 
@@ -386,6 +438,16 @@ def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: int) -> l
 def _by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
     """The expected batch shared out to single replicas by a search of some milliseconds."""
     return spread(kinds, counts, dispatch(kinds, counts))
+
+
+def _packed_by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
+    return as_packed(single(kinds), _by_replica(kinds, counts))
+
+
+def _enumerated(
+    costs: Sequence[ReplicaCost], counts: Sequence[int], deployments: Sequence[Replicas], gap: float
+) -> Deployment:
+    return enumerated(costs, counts, deployments, lambda kinds: _packed_by_replica(kinds, counts), gap=gap)
 
 
 def enumerated(
@@ -399,7 +461,7 @@ def enumerated(
     """Evaluate deployments by ascending bound until none is left below the best, or below it by ``gap``."""
     longest = np.flatnonzero(counts)[-1]
     bounded = sorted(
-        (relaxed_shares(kinds_of(costs, p), counts)[0], p)
+        (_least(kinds_of(costs, p), counts), p)
         for p in deployments
         if any(cost.batch[longest] for cost, count in zip(costs, p, strict=True) if count)
     )
@@ -418,24 +480,36 @@ def enumerated(
     return replace(best, bound=min([*bounds, best.makespan]), limit_hit=limit_hit)
 
 
-def maximal(costs: Sequence[ReplicaCost], devices: int) -> Iterator[Replicas]:
+def _least(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> float:
+    """What these replicas are not faster than; for a single one, that is its T."""
+    alone = kinds[0].cost.seconds(counts) if [kind.count for kind in kinds] == [1] else 0.0
+    return max(alone, relaxed_shares(kinds, counts)[0])
+
+
+def maximal(costs: Sequence[ReplicaCost], devices: Devices) -> Iterator[Replicas]:
     """Every choice of replica counts that leaves no room for another replica.
 
     More replicas are never slower: an added one may stay idle.
     """
     sizes = [cost.configuration.devices for cost in costs]
+    kinds = [cost.configuration.kind for cost in costs]
+    least = {kind: min(size for size, own in zip(sizes, kinds, strict=True) if own == kind) for kind in kinds}
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     p = [0] * len(sizes)
+    left = dict(devices)
 
-    def place(position: int, left: int) -> Iterator[Replicas]:
+    def place(position: int) -> Iterator[Replicas]:
         if position == len(order):
-            if left < min(sizes):
+            if all(left[kind] < size for kind, size in least.items()):
                 yield tuple(p)
             return
         i = order[position]
-        for count in range(left // sizes[i], -1, -1):
+        most = left[kinds[i]] // sizes[i]
+        left[kinds[i]] -= most * sizes[i]
+        for count in range(most, -1, -1):
             p[i] = count
-            yield from place(position + 1, left - count * sizes[i])
+            yield from place(position + 1)
+            left[kinds[i]] += sizes[i] * (count > 0)
         p[i] = 0
 
-    return place(0, devices)
+    return place(0)

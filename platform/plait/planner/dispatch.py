@@ -116,8 +116,7 @@ def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch
 
 def device_seconds(cost: ReplicaCost) -> Float64:
     """Device-seconds of one sequence of each bucket in full microbatches (R,); inf where it does not fit."""
-    each = np.where(cost.batch > 0, cost.full / np.maximum(cost.batch, 1), np.inf)
-    return np.asarray(each * cost.configuration.devices)
+    return cost.per_sequence * cost.configuration.devices
 
 
 def check_coverage(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> None:
@@ -172,10 +171,9 @@ def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple
     first = np.concatenate([[0], np.cumsum(supported)])
     rows, limits = [], []
     for k, kind in enumerate(kinds):
-        batch = kind.cost.batch[: supported[k]]
-        for stage, fixed in enumerate(kind.cost.fixed):
+        for seconds in kind.cost.linear:
             row = np.zeros(first[-1] + 1)
-            row[first[k] : first[k + 1]] = kind.cost.each[stage, : supported[k]] + fixed / batch
+            row[first[k] : first[k + 1]] = seconds[: supported[k]]
             row[-1] = -1.0
             rows.append(row)
             limits.append(0.0)
@@ -214,11 +212,7 @@ def greedy(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Int64:
     load = [0.0] * len(kinds)
     each = [kind.count for kind in kinds]
     for j in reversed(range(len(counts))):
-        price = {
-            k: float(kind.cost.full[j] / kind.cost.batch[j])
-            for k, kind in enumerate(kinds)
-            if kind.cost.batch[j]
-        }
+        price = {k: float(kind.cost.per_sequence[j]) for k, kind in enumerate(kinds) if kind.cost.batch[j]}
         ends = [(load[k] + seconds, k) for k, seconds in price.items()]
         heapify(ends)
         left = int(counts[j])
@@ -250,7 +244,7 @@ def spread_shares(kinds: Sequence[ReplicaKind], totals: Int64) -> Int64:
             if extra:
                 lightest = np.argsort(load, kind="stable")[:extra]
                 e[lightest, j] += 1
-                load[lightest] += kind.cost.full[j] / kind.cost.batch[j]
+                load[lightest] += kind.cost.per_sequence[j]
         rows.append(e)
     return np.concatenate(rows)
 

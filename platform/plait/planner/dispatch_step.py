@@ -9,9 +9,10 @@ import numpy as np
 
 from plait.core.errors import CapacityError
 from plait.core.plans import GlobalBatch
-from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.packed import PackedCost
+from plait.cost.replica import Configuration
 from plait.cost.time import TimeModel
-from plait.planner.buckets import BUCKETS, dynamic_buckets
+from plait.planner.buckets import fine_buckets
 from plait.planner.dispatch import Dispatch, ReplicaKind, dispatch, spread
 
 Place = tuple[int, int]  # batch and position inside it
@@ -105,15 +106,13 @@ def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
 class Replicas:
     """The deployment that steps are dispatched to; plain data, so that another process can plan for it."""
 
-    kinds: tuple[tuple[Configuration, int], ...]
-    time: TimeModel
+    kinds: tuple[tuple[Configuration, TimeModel, int], ...]
     labelled_share: float = 1.0
-    buckets: int = BUCKETS
 
     @property
     def limits(self) -> tuple[int, ...]:
         """Most tokens of a microbatch, by configuration, ascending."""
-        return tuple(sorted({configuration.max_tokens for configuration, _ in self.kinds}))
+        return tuple(sorted({configuration.max_tokens for configuration, *_ in self.kinds}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +140,11 @@ def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
             f"The largest microbatch of this deployment has {replicas.limits[-1]} tokens.",
             "Shorten the samples (model.max_length), or allow a configuration with more memory.",
         )
-    buckets = dynamic_buckets(lengths, buckets=replicas.buckets, required=replicas.limits)
+    buckets = fine_buckets(lengths, required=replicas.limits)
+    share = replicas.labelled_share
     kinds = [
-        ReplicaKind(
-            ReplicaCost.of(
-                configuration, buckets.lengths, replicas.time, labelled_share=replicas.labelled_share
-            ),
-            count,
-        )
-        for configuration, count in replicas.kinds
+        ReplicaKind(PackedCost.of(configuration, buckets.means, time, labelled_share=share), count)
+        for configuration, time, count in replicas.kinds
     ]
     found = spread(kinds, buckets.counts, dispatch(kinds, buckets.counts))
     place = np.searchsorted(buckets.lengths, lengths, side="left")

@@ -1,116 +1,168 @@
-"""The plan of a search on a cluster that is only described: deployment, groups, schedule, simulated."""
+"""The plan of a search on a cluster that is only described: devices, replicas, groups, all simulated."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from plait.core.errors import CapacityError
 from plait.core.plans import Microbatch, Replica
-from plait.core.settings import RunSettings
+from plait.core.settings import PlannerSettings, RunSettings
+from plait.cost.clusters import Cluster
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import Configuration, ReplicaCost, even_split
-from plait.planner.buckets import dynamic_buckets
-from plait.planner.deployment import Deployment, best_equal_replicas, deploy, relaxation_bound
-from plait.planner.dispatch import ReplicaKind, dispatch, spread
-from plait.planner.dispatch_step import Replicas, plan_step
+from plait.cost.replica import Configuration, even_split
+from plait.planner.deployment_patterns import Devices
+from plait.planning.expected import Expected, rates_of
 from plait.planning.here import NOT_REPEATED, TRUNCATED, WAVES, fill_waves
 from plait.planning.model_memory import ModelMemory, fitting
-from plait.planning.outlook import ChangeOutlook, GroupOutlook, Outlook, ReplicaOutlook, SimulatedOutlook
-from plait.planning.workload import Phase, Workload
+from plait.planning.outlook import (
+    DevicesOutlook,
+    GroupOutlook,
+    ObjectiveOutlook,
+    Outlook,
+    ReplicaOutlook,
+    SimulatedOutlook,
+    TrialOutlook,
+)
+from plait.planning.waves import Planned, Wave, plan_waves
+from plait.planning.workload import Workload
 from plait.simulate.events import simulate
-from plait.simulate.forecast import Forecast, PlanOptions, forecast, job_by_job
+from plait.simulate.forecast import Forecast, PlanOptions, job_by_job
 from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
 RECOMPUTED = "With engine.checkpointing=true, each layer's forward pass is assumed to run twice."
+NO_ERROR = "no measurement that it was not fitted to"
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """The mean step of a wave on a cluster.
+class _Search:
+    """What is planned, whatever the devices."""
 
-    Attributes:
-        steps: of the wave, until its longest job ends.
-    """
+    workload: Workload
+    planner: PlannerSettings
+    memory: ModelMemory | None
+    together: int
+    waves: Sequence[tuple[str, ...]]
 
-    costs: tuple[ReplicaCost, ...]
-    counts: tuple[int, ...]
-    steps: int
-    devices: int
+    def fitted(self, cluster: Cluster) -> Cluster:
+        """The cluster with the configurations that fit."""
+        share = self.planner.memory_share
+        return fitting(cluster, self.memory, self.workload, share=share, together=self.together)
 
-    @classmethod
-    def of(cls, workload: Workload, names: Sequence[str], profile: ClusterProfile) -> Expected:
-        """The mean step of the jobs ``names``, which train together."""
-        allowed = profile.allowed
-        planned = max(len(workload.batches[name]) for name in names)
-        buckets = dynamic_buckets(
-            workload.step_lengths(names), required={each.max_tokens for each in allowed}
+    def first(self, cluster: Cluster) -> Expected:
+        """The first wave's mean step."""
+        return Expected.of(self.workload, self.waves[0], cluster)
+
+    def chosen(self, cluster: Cluster) -> tuple[Planned, ObjectiveOutlook]:
+        """The plan on as many devices as pay in the first wave."""
+        fitted = self.fitted(cluster)
+        rented = self.first(fitted).rent(
+            rates_of(self.planner.objective, cluster),
+            slack=self.planner.slack,
+            longest=max(self.workload.longest.values()),
         )
-        costs = tuple(
-            ReplicaCost.of(each, buckets.lengths, profile.time, labelled_share=workload.labelled_share)
-            for each in allowed
+        deployment, value = rented.chosen.deployment, rented.chosen.value
+        used = fitted.with_devices(deployment.devices)
+        objective = ObjectiveOutlook(
+            self.planner.objective, str(cluster), self.planner.slack, value, rented.bound
         )
-        counts = tuple(math.ceil(count / planned) for count in buckets.counts)
-        steps = max(workload.steps[name] for name in names)
-        return cls(costs, counts, steps, profile.devices.count)
+        return plan_waves(self.workload, self.waves, deployment, used, self.memory), objective
 
-    def deploy(self) -> Deployment:
-        """The deployment with the least expected makespan."""
-        return deploy(self.costs, self.counts, self.devices)
-
-    def equal_replicas(self) -> Deployment:
-        """The best one of equal replicas."""
-        return best_equal_replicas(self.costs, self.counts, self.devices)
-
-    def on(self, deployment: Deployment) -> Deployment | None:
-        """The same replicas with this wave's step; None where one of its sequences fits into none of them."""
-        by_configuration = {cost.configuration: cost for cost in self.costs}
-        kinds = tuple(ReplicaKind(by_configuration[each], count) for each, count in deployment.shape)
-        try:
-            expected = spread(kinds, self.counts, dispatch(kinds, self.counts))
-        except CapacityError:
-            return None
-        least = relaxation_bound(self.costs, self.counts, self.devices)
-        return replace(deployment, kinds=kinds, expected=expected, bound=least)
+    def on(self, cluster: Cluster) -> Planned:
+        """The plan on all of these devices."""
+        fitted = self.fitted(cluster)
+        return plan_waves(self.workload, self.waves, self.first(fitted).deploy(), fitted, self.memory)
 
 
-def deploy_before(
-    number: int, current: Deployment, wave: Expected, restart_seconds: float
-) -> tuple[Deployment, ChangeOutlook]:
-    """The deployment of wave ``number``: ``current``, or a new one where the change pays or is required.
+def plan_described(
+    workload: Workload,
+    settings: RunSettings,
+    cluster: Cluster,
+    memory: ModelMemory | None,
+    *,
+    tokeniser: str,
+    numbers: Sequence[Devices] = (),
+    on_wave: Callable[[Forecast], None] | None = None,
+) -> Outlook:
+    """Choose devices, deploy for the first wave's mean step, again for a later one where that pays; plan and
+    simulate all.
 
-    No new one is planned where even the bound of all deployments is not worth a restart for the restart.
+    Args:
+        numbers: of devices to plan for, each; the best by the objective is shown in full. None: devices are
+            chosen by the first wave's mean step.
+
+    Raises:
+        CapacityError: a sample fits into no replica that the cluster has devices and memory for.
+        ConfigError: the objective is money, and a price is not known.
     """
-    kept = wave.on(current)
-    if kept is None:
-        new = wave.deploy()
-        return new, ChangeOutlook(number, wave.steps, None, str(new), new.makespan, None, None, changed=True)
-    planned, seconds = None, kept.bound
-    if _saved(kept, seconds, wave, restart_seconds) > 0:
-        planned = wave.deploy()
-        seconds = kept.makespan if planned.shape == kept.shape else planned.makespan
-    saved, gained = _saved(kept, seconds, wave, restart_seconds), kept.makespan - seconds
-    outlook = ChangeOutlook(
-        wave=number,
-        steps=wave.steps,
-        step_seconds=kept.makespan,
-        replicas=None if planned is None else str(planned),
-        new_step_seconds=seconds,
-        saved=saved,
-        break_even=int(-(-restart_seconds // gained)) if gained > 0 else None,
-        changed=saved > 0,
+    planner = settings.planner
+    if settings.engine.checkpointing:
+        cluster = cluster.recomputing()
+    together = min(settings.search.parallel, planner.max_jobs or settings.search.parallel)
+    waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= together)
+    search = _Search(workload, planner, memory, together, waves)
+    objective, every = None, tuple[DevicesOutlook, ...]()
+    if numbers:
+        planned, every = _of_numbers(search, [cluster.with_devices(each) for each in numbers])
+    else:
+        planned, objective = search.chosen(cluster)
+    if on_wave is not None:
+        for wave in planned.waves:
+            on_wave(wave.parts[0].forecast)
+    return replace(
+        _outlook(planned, search),
+        objective=objective,
+        every=every,
+        trials=_trials(planned, workload),
+        device_seconds_side_by_side=side_by_side(workload, planned.cluster),
+        assumptions=_assumptions(settings, cluster, planned, tokeniser),
     )
-    return planned if planned is not None and saved > 0 else kept, outlook
 
 
-def _saved(kept: Deployment, new_seconds: float, wave: Expected, restart_seconds: float) -> float:
-    """Seconds that a new deployment saves over the wave's steps, the restart taken off."""
-    return (kept.makespan - new_seconds) * wave.steps - restart_seconds
+def _of_numbers(search: _Search, clusters: Sequence[Cluster]) -> tuple[Planned, tuple[DevicesOutlook, ...]]:
+    """The plan of each number of devices, and the best of them by the objective, slack included."""
+    plans, refused = dict[int, Planned](), dict[int, CapacityError]()
+    for place, cluster in enumerate(clusters):
+        try:
+            plans[place] = search.on(cluster)
+        except CapacityError as error:
+            refused[place] = error
+    if not plans:
+        raise refused[0]
+    by_time = search.planner.objective == "time"
+
+    def value(planned: Planned) -> float:
+        rates = rates_of(search.planner.objective, planned.cluster)
+        return planned.seconds * (
+            1.0 if rates is None else sum(rates[kind] * n for kind, n in planned.cluster.devices.items())
+        )
+
+    limit = (1.0 + search.planner.slack) * min(map(value, plans.values()))
+    near = [place for place, planned in plans.items() if value(planned) <= limit]
+    best = min(near, key=lambda place: plans[place].device_seconds if by_time else plans[place].seconds)
+    rows = tuple(
+        _of_devices(cluster, plans[place], place == best)
+        if place in plans
+        else DevicesOutlook(str(cluster), refused=f"{refused[place].value}: {refused[place].rule}")
+        for place, cluster in enumerate(clusters)
+    )
+    return plans[best], rows
 
 
-def side_by_side(workload: Workload, profile: ClusterProfile) -> float:
+def _of_devices(cluster: Cluster, planned: Planned, chosen: bool) -> DevicesOutlook:
+    shapes = dict.fromkeys(str(wave.deployment) for wave in planned.waves)
+    return DevicesOutlook(
+        str(cluster),
+        chosen,
+        "; then ".join(shapes),
+        planned.seconds,
+        planned.device_seconds,
+        planned.cluster.money(planned.seconds),
+    )
+
+
+def side_by_side(workload: Workload, cluster: Cluster) -> float:
     """Device-seconds of all jobs without Plait: each alone on the kind of replica that is cheapest for it.
 
     Each step is waited for. Idle devices are not counted.
@@ -118,6 +170,7 @@ def side_by_side(workload: Workload, profile: ClusterProfile) -> float:
     return sum(
         min(
             _device_seconds(workload, job.name, profile, each)
+            for profile in cluster.kinds
             for each in profile.configurations
             if each.max_tokens >= workload.longest[job.name]
         )
@@ -141,120 +194,15 @@ def _device_seconds(
     return configuration.devices * phase.scale * run.makespan
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A phase of a wave, with the forecast of its planned steps."""
-
-    phase: Phase
-    forecast: Forecast
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all its steps."""
-        return self.phase.scale * self.forecast.metrics.makespan
-
-
-@dataclass(frozen=True, slots=True)
-class _Wave:
-    deployment: Deployment
-    change: ChangeOutlook | None
-    parts: tuple[_Part, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all its phases."""
-        return sum(part.seconds for part in self.parts)
-
-
-def plan_described(
-    workload: Workload,
-    settings: RunSettings,
-    profile: ClusterProfile,
-    memory: ModelMemory | None,
-    *,
-    tokeniser: str,
-    on_wave: Callable[[Forecast], None] | None = None,
-) -> Outlook:
-    """Deploy for the first wave's mean step, again for a later one where that pays; plan and simulate all.
-
-    Raises:
-        CapacityError: a sample fits into no replica that the cluster has devices and memory for.
-    """
-    if settings.engine.checkpointing:
-        profile = profile.recomputing()
-    limit = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
-    waves = fill_waves([job.name for job in workload.jobs], lambda names: len(names) <= limit)
-    published, share = profile, settings.planner.memory_share
-    profile = fitting(profile, memory, workload, share=share, together=limit)
-    first = Expected.of(workload, waves[0], profile)
-    planned = _planned(workload, waves, first.deploy(), profile, memory)
-    if on_wave is not None:
-        for wave in planned:
-            on_wave(wave.parts[0].forecast)
-    return replace(
-        _outlook(profile, planned, first.equal_replicas()),
-        device_seconds_side_by_side=side_by_side(workload, profile),
-        assumptions=_assumptions(settings, published, planned, tokeniser),
-    )
-
-
-def _planned(
-    workload: Workload,
-    waves: Sequence[tuple[str, ...]],
-    deployment: Deployment,
-    profile: ClusterProfile,
-    memory: ModelMemory | None,
-) -> list[_Wave]:
-    """Every wave on the first one's deployment, or on a new one from the wave on where the change pays."""
-    planned, change = list[_Wave](), None
-    for number, names in enumerate(waves, start=1):
-        if number > 1:
-            wave = Expected.of(workload, names, profile)
-            deployment, change = deploy_before(number, deployment, wave, profile.restart_seconds)
-        parts = tuple(
-            _Part(phase, _forecast(workload, phase, deployment, profile, memory))
-            for phase in workload.phases(names)
-        )
-        planned.append(_Wave(deployment, change, parts))
-    return planned
-
-
-def _forecast(
-    workload: Workload,
-    phase: Phase,
-    deployment: Deployment,
-    profile: ClusterProfile,
-    memory: ModelMemory | None,
-) -> Forecast:
-    kinds = deployment.shape
-    single = [configuration for configuration, count in kinds for _ in range(count)]
-    replicas = [Replica(i, c.tp, c.pp, (), ()) for i, c in enumerate(single)]
-    to, jobs = Replicas(kinds, profile.time, workload.labelled_share), workload.named(tuple(phase.batches))
-    options = PlanOptions(
-        capacities={i: c.max_tokens for i, c in enumerate(single)},
-        labelled_share=workload.labelled_share,
-        hidden_size=profile.hidden_size,
-        bandwidths={i: profile.devices.link(c.devices) for i, c in enumerate(single)},
-        dispatch=(lambda lengths: plan_step(lengths, to).replica_of) if len(kinds) > 1 else None,
-        memory=None if memory is None else memory.of_jobs(jobs, workload.labelled_share),
-        adapting=True,
-    )
-    return forecast(phase.batches, replicas, profile.time, options)
-
-
-def _outlook(
-    profile: ClusterProfile,
-    waves: Sequence[_Wave],
-    equal: Deployment,
-) -> Outlook:
-    devices, deployment = profile.devices, waves[0].deployment
-    changes = tuple(wave.change for wave in waves if wave.change is not None)
-    parts = [part for wave in waves for part in wave.parts]
-    restarts = profile.restart_seconds * sum(change.changed for change in changes)
+def _outlook(planned: Planned, search: _Search) -> Outlook:
+    cluster, waves, parts = planned.cluster, planned.waves, planned.parts
+    deployment, equal = waves[0].deployment, search.first(cluster).equal_replicas()
+    profile = cluster.kinds[0]
+    sources = dict.fromkeys(each.source for each in cluster.kinds)
     return Outlook(
-        cluster=profile.name,
-        devices=f"{devices.count} × {devices.kind}",
-        profile=f"{profile.model}, {profile.dtype}: {profile.source}",
+        cluster=cluster.name,
+        devices=str(cluster),
+        profile=f"{profile.model}, {profile.dtype}: {' '.join(sources)}",
         replicas=_replicas(waves),
         groups=tuple(group for number, wave in enumerate(waves, start=1) for group in _groups(wave, number)),
         microbatches=round(sum(each.phase.scale * each.forecast.metrics.microbatches for each in parts)),
@@ -264,16 +212,46 @@ def _outlook(
         step_seconds=deployment.makespan,
         equal_replicas=str(equal),
         equal_step_seconds=equal.makespan,
-        changes=changes,
+        changes=tuple(wave.change for wave in waves if wave.change is not None),
         simulated=tuple(_simulated(wave, number) for number, wave in enumerate(waves, start=1)),
-        predicted_seconds=restarts + sum(wave.seconds for wave in waves),
-        device_seconds=restarts * devices.count
-        + sum(each.phase.scale * each.forecast.metrics.device_seconds for each in parts),
+        predicted_seconds=planned.seconds,
+        device_seconds=planned.device_seconds,
         device_seconds_alone=sum(each.phase.scale * each.forecast.alone.device_seconds for each in parts),
+        money=cluster.money(planned.seconds),
+        error=cluster.error,
+        error_source=_error_source(cluster),
     )
 
 
-def _simulated(wave: _Wave, number: int) -> SimulatedOutlook:
+def _error_source(cluster: Cluster) -> str:
+    """What the error of the predicted seconds was measured on, or why there is none."""
+    if cluster.error is None:
+        unknown = [each for each in cluster.kinds if each.error is None]
+        return f"none: the profile of {', '.join(each.devices.kind for each in unknown)} has {NO_ERROR}"
+    worst = max(cluster.kinds, key=lambda each: each.error or 0.0)
+    return worst.error_source
+
+
+def _trials(planned: Planned, workload: Workload) -> tuple[TrialOutlook, ...]:
+    """Each trial with what distinguishes it, and the replicas that train it."""
+    found = {}
+    differing = workload.differing()
+    for number, wave in enumerate(planned.waves, start=1):
+        tokens: dict[str, dict[str, int]] = {}
+        for part in wave.parts:
+            of_replica = dict(enumerate(map(str, wave.deployment.single)))
+            for item in part.forecast.plan.schedule:
+                if isinstance(item, Microbatch):
+                    for segment in item.segments:
+                        own = tokens.setdefault(segment.job, dict.fromkeys(of_replica.values(), 0))
+                        own[of_replica[item.replica]] += segment.tokens
+        for job, own in tokens.items():
+            shares = {name: count / sum(own.values()) for name, count in own.items() if count}
+            found[job] = TrialOutlook(job, number, differing[job], shares)
+    return tuple(found[name] for name in sorted(found))
+
+
+def _simulated(wave: Wave, number: int) -> SimulatedOutlook:
     """A wave's figures: sums over its phases, shares weighted by their seconds."""
     every = [(part.phase.scale, part.forecast.metrics, part.seconds) for part in wave.parts]
     whole = sum(seconds for *_, seconds in every)
@@ -297,7 +275,7 @@ def _simulated(wave: _Wave, number: int) -> SimulatedOutlook:
     )
 
 
-def _mean_completion(wave: _Wave) -> float:
+def _mean_completion(wave: Wave) -> float:
     """Mean over the jobs of the seconds until their last step."""
     ends: dict[str, float] = {}
     start = 0.0
@@ -310,7 +288,7 @@ def _mean_completion(wave: _Wave) -> float:
     return sum(ends.values()) / len(ends)
 
 
-def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
+def _replicas(waves: Sequence[Wave]) -> tuple[ReplicaOutlook, ...]:
     """The first deployment's replicas, with the most bytes of all waves that it serves."""
     first = waves[0]
     served = [
@@ -319,10 +297,10 @@ def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
         if wave.deployment.shape == first.deployment.shape
         for part in wave.parts
     ]
-    plan = first.parts[0].forecast.plan
+    plan, single = first.parts[0].forecast.plan, first.deployment.single
     found = []
     for configuration, count in first.deployment.shape:
-        own = [each for each in plan.replicas if (each.tp, each.pp) == (configuration.tp, configuration.pp)]
+        own = [plan.replicas[i] for i, each in enumerate(single) if each == configuration]
         sizes = [each.replica_bytes.get(replica.id) for each in served for replica in own]
         known = [size for size in sizes if size is not None]
         found.append(
@@ -334,18 +312,20 @@ def _replicas(waves: Sequence[_Wave]) -> tuple[ReplicaOutlook, ...]:
                 own[0].layer_split,
                 max(known, default=None),
                 COMPUTED if known else "",
+                configuration.kind,
             )
         )
     return tuple(found)
 
 
 def _assumptions(
-    settings: RunSettings, profile: ClusterProfile, waves: Sequence[_Wave], tokeniser: str
+    settings: RunSettings, cluster: Cluster, planned: Planned, tokeniser: str
 ) -> tuple[str, ...]:
-    parts = [part for wave in waves for part in wave.parts]
+    parts, waves, profile = planned.parts, planned.waves, cluster.kinds[0]
+    tables = ", ".join(dict.fromkeys(repr(each.table) for each in cluster.kinds))
     lines = [
         f"Seconds are simulated for {profile.model}; sample lengths come from the tokeniser of {tokeniser}.",
-        f"Capacities are those of the published system (table {profile.table!r}), or smaller if "
+        f"Capacities are those of the published system (table {tables}), or smaller if "
         "engine.capacity or memory requires it or a pipeline is faster with less.",
         "Side by side: each job trains alone on the kind of replica that is cheapest for it; idle devices "
         "are not counted. Job by job: one job at a time on the plan's replicas; all their devices are "
@@ -371,19 +351,22 @@ def _assumptions(
         f"{configuration} takes {configuration.max_tokens:,} tokens"
         for wave in waves
         for configuration, _ in wave.deployment.shape
-        if configuration not in profile.configurations
+        if configuration not in cluster.of(configuration.kind).configurations
     )
     if reduced:
-        available = settings.planner.memory_share * profile.devices.memory_bytes / 2**30
+        share = settings.planner.memory_share
+        available = " or ".join(
+            f"{share * each.devices.memory_bytes / 2**30:.1f} GiB" for each in planned.cluster.kinds
+        )
         lines.append(
-            f"Capacity reduced, because {available:.1f} GiB of a device may be used "
-            f"(planner.memory_share={settings.planner.memory_share}): {', '.join(reduced)}."
+            f"Capacity reduced, because {available} of a device may be used "
+            f"(planner.memory_share={share}): {', '.join(reduced)}."
             + ("" if settings.engine.checkpointing else " engine.checkpointing=true needs less memory.")
         )
     return tuple(lines)
 
 
-def _groups(wave: _Wave, number: int) -> list[GroupOutlook]:
+def _groups(wave: Wave, number: int) -> list[GroupOutlook]:
     """The groups of every phase."""
     found, start = [], 0.0
     for part in wave.parts:

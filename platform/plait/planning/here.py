@@ -7,16 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from plait.core.settings import RunSettings
+from plait.cost.clusters import HOUR
 from plait.cost.profile_store import Profile
 from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.admission import Admission, Demand
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
-from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook
+from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook, TrialOutlook
 from plait.planning.workload import MOST_STEPS, Phase, Workload
 
 PROFILED = "from the stored profile"
 ESTIMATED = "estimated from the model's shape"
+HELD_OUT = "probes of `plait profile` that the profile was not fitted to"
 NO_STEPS = "Seconds cover microbatches only: optimiser steps, evaluations and startup are not included."
 NOT_REPEATED = (
     "The packing solver reached its time limit: the best packing found is used, and another run may pack "
@@ -60,6 +62,7 @@ def plan_here(
         for phase in workload.phases([job.name])
     ]
     seconds = _total(packed.seconds for *_, packed in parts)
+    price, differing = settings.cluster.price_per_device_hour, workload.differing()
     return Outlook(
         cluster="local",
         devices=devices,
@@ -77,6 +80,14 @@ def plan_here(
         predicted_seconds=seconds,
         device_seconds=seconds,
         device_seconds_alone=_total(each.seconds for each in alone),
+        trials=tuple(
+            TrialOutlook(name, wave, differing[name])
+            for wave, names in enumerate(waves, start=1)
+            for name in names
+        ),
+        money=None if price is None or seconds is None else seconds / HOUR * price,
+        error=None if profile is None or time is None else profile.time_error,
+        error_source=HELD_OUT if time is not None else "none: seconds need a profile, from `plait profile`",
     )
 
 

@@ -11,6 +11,7 @@ from plait.core.errors import CapacityError, choices
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
+from plait.cost.clusters import Cluster
 from plait.cost.memory import MemoryModel, MemoryShape, StaticBytes
 from plait.cost.profiles import ClusterProfile
 from plait.cost.replica import Configuration, even_split
@@ -185,47 +186,69 @@ def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:
 
 
 def fitting(
-    profile: ClusterProfile, memory: ModelMemory | None, workload: Workload, *, share: float, together: int
-) -> ClusterProfile:
-    """The cluster with the configurations of its table that it has devices and memory for.
+    cluster: Cluster, memory: ModelMemory | None, workload: Workload, *, share: float, together: int
+) -> Cluster:
+    """The cluster with the configurations of its tables that it has devices and memory for.
 
-    A capacity whose heaviest microbatch takes too much memory is halved, down to the longest sample.
+    A capacity whose heaviest microbatch takes too much memory is halved, down to the longest sample. Kinds of
+    devices that nothing fits on are left out.
 
     Args:
-        memory: of the model; None takes the table's capacities for what fits.
+        memory: of the model; None takes the tables' capacities for what fits.
 
     Raises:
         CapacityError: too few devices for any, or the longest sample fits into none.
     """
-    where = (
-        f"{profile.devices.count} × {profile.devices.kind} of {profile.devices.memory_bytes / 2**30:g} GiB"
-    )
-    if not profile.allowed:
-        least = min(profile.configurations, key=lambda each: each.devices)
-        raise CapacityError(
-            f"{where} for {profile.model}",
-            f"The table {profile.table!r} has no replica for so few devices: {least} takes {least.devices}.",
-            "Describe more devices (cluster.options.device.count), or choose another table "
-            f"(cluster.options.max_tokens: {choices(profile.tables)}) or cluster.",
-        )
-    workload.check_fits(max(each.max_tokens for each in profile.allowed), where)
+    allowed = [each for each in cluster.kinds if each.allowed]
+    if not allowed:
+        raise _too_few(cluster.kinds[0])
+    most = max(each.max_tokens for kind in allowed for each in kind.allowed)
+    workload.check_fits(most, " and ".join(map(_where, allowed)))
     if memory is None:
-        return replace(profile, configurations=profile.allowed)
-    available = share * profile.devices.memory_bytes
+        return replace(cluster, kinds=tuple(replace(each, configurations=each.allowed) for each in allowed))
     held = sum(sorted((memory.adapter_bytes(job.adapter) for job in workload.jobs), reverse=True)[:together])
+    longest = max(workload.longest.values())
+    available = {each.kind: share * each.devices.memory_bytes for each in allowed}
+    found = [(each, _within(each, memory, longest, held, available[each.kind])) for each in allowed]
+    if max((each.max_tokens for _, fitting in found for each in fitting), default=0) < longest:
+        raise _too_little(allowed, memory, workload, held, share)
+    return replace(
+        cluster, kinds=tuple(replace(each, configurations=fitting) for each, fitting in found if fitting)
+    )
+
+
+def _where(profile: ClusterProfile) -> str:
+    devices = profile.devices
+    return f"{devices.count} × {devices.kind} of {devices.memory_bytes / 2**30:g} GiB"
+
+
+def _too_few(profile: ClusterProfile) -> CapacityError:
+    least = min(profile.configurations, key=lambda each: each.devices)
+    return CapacityError(
+        f"{_where(profile)} for {profile.model}",
+        f"The table {profile.table!r} has no replica for so few devices: {least} takes {least.devices}.",
+        "Describe more devices (cluster.options.device.count), or choose another table "
+        f"(cluster.options.max_tokens: {choices(profile.tables)}) or cluster.",
+    )
+
+
+def _too_little(
+    profiles: Sequence[ClusterProfile], memory: ModelMemory, workload: Workload, held: int, share: float
+) -> CapacityError:
+    """The longest sample fits into no replica: what the nearest one needs."""
     name, longest = max(workload.longest.items(), key=lambda each: each[1])
-    found = _within(profile, memory, longest, held, available)
-    if max((each.max_tokens for each in found), default=0) >= longest:
-        return replace(profile, configurations=found)
-    needs = {
-        configuration: memory.peak(configuration, profile.time.layers, held)
-        for configuration in (replace(each, max_tokens=longest) for each in profile.allowed)
-    }
-    best = min(needs, key=needs.__getitem__)
-    raise CapacityError(
+    needs = [
+        (memory.peak(replace(each, max_tokens=longest), profile.time.layers, held), str(each), profile)
+        for profile in profiles
+        for each in profile.allowed
+    ]
+    need, best, profile = min(needs, key=lambda each: each[0] / each[2].devices.memory_bytes)
+    available = share * profile.devices.memory_bytes
+    return CapacityError(
         f"job {name} has a sample of {longest} tokens ({workload.longest_is[name]}): with it alone {best} "
-        f"takes {needs[best] / 2**30:.1f} GiB on a device",
-        f"Of each of {where} {available / 2**30:.1f} GiB may be used (planner.memory_share={share}).",
+        f"takes {need / 2**30:.1f} GiB on a device",
+        f"Of each of {_where(profile)} {available / 2**30:.1f} GiB may be used "
+        f"(planner.memory_share={share}).",
         "Set engine.checkpointing=true where it is not, truncate long samples (model.max_length), train "
         "fewer jobs at once (search.parallel), or describe more or larger devices.",
     )

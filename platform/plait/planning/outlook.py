@@ -3,7 +3,8 @@ never a guess."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from plait.simulate.report import Bubble
@@ -36,6 +37,7 @@ class ReplicaOutlook:
     Attributes:
         predicted_bytes: largest on one device, weights included.
         bytes_source: what they are predicted from; "" where nothing is predicted.
+        kind: of device, where there are several.
     """
 
     tp: int
@@ -45,6 +47,57 @@ class ReplicaOutlook:
     layer_split: tuple[int, ...] = ()
     predicted_bytes: int | None = None
     bytes_source: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOutlook:
+    """One trial.
+
+    Attributes:
+        values: of the config keys that differ between trials.
+        replicas: share of its tokens that each kind of replica trains; empty on one device.
+    """
+
+    trial: str
+    wave: int
+    values: Mapping[str, Any]
+    replicas: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveOutlook:
+    """By what the devices were chosen, of those that there are.
+
+    Attributes:
+        available: devices of the cluster.
+        slack: share of the objective that may be given up for the other side of it.
+        value: of the first wave's mean step.
+        bound: proved: no number of devices has a lower value.
+    """
+
+    objective: str
+    available: str
+    slack: float
+    value: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class DevicesOutlook:
+    """The search on one number of devices.
+
+    Attributes:
+        refused: why the search cannot run on them; "" where it can.
+    """
+
+    devices: str
+    chosen: bool = False
+    replicas: str = ""
+    seconds: float | None = None
+    device_seconds: float | None = None
+    money: float | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +153,13 @@ class Outlook:
         device_seconds_alone: the same jobs one after another on the same devices, idle ones counted.
         device_seconds_side_by_side: the same jobs without Plait, each alone on a replica of its own; None for
             one device.
+        trials: in order of their names, with what distinguishes them.
+        objective: by what the devices were chosen; None where they were given.
+        every: of the numbers of devices that were asked for.
+        money: that the devices cost; None where a price or the time is not known.
+        error: mean absolute error of predicted seconds, relative, as measured by the profile; None where it
+            has none.
+        error_source: what that was measured on, or why there is none.
     """
 
     cluster: str
@@ -120,6 +180,12 @@ class Outlook:
     device_seconds: float | None = None
     device_seconds_alone: float | None = None
     device_seconds_side_by_side: float | None = None
+    trials: tuple[TrialOutlook, ...] = ()
+    objective: ObjectiveOutlook | None = None
+    every: tuple[DevicesOutlook, ...] = ()
+    money: float | None = None
+    error: float | None = None
+    error_source: str = ""
 
     def mapping(self) -> dict[str, Any]:
         """The plan as JSON has it."""

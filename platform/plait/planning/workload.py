@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,13 @@ class Workload:
             live = [name for name in names if self.steps[name] > start]
             found.append(Phase({name: self.batches[name][:planned] for name in live}, end - start))
         return tuple(found)
+
+    def differing(self) -> dict[str, dict[str, Any]]:
+        """By job, the values of the config keys that are not the same for all."""
+        known = {job.name: job.parameters() for job in self.jobs}
+        every = dict.fromkeys(key for each in known.values() for key in each)
+        keys = [key for key in every if len({repr(each.get(key)) for each in known.values()}) > 1]
+        return {name: {key: each.get(key) for key in keys} for name, each in known.items()}
 
     def named(self, names: Sequence[str]) -> list[JobSpec]:
         """The jobs of these names."""

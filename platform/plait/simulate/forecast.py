@@ -98,6 +98,7 @@ class PlanOptions:
         dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
             out by load.
         adapting: in a pipeline, whether groups and smaller capacities are tried (:func:`adapted`).
+        times: of replicas on another kind of device than the others.
     """
 
     capacities: Mapping[int, int]
@@ -108,6 +109,7 @@ class PlanOptions:
     memory: RunMemory | None = None
     groups: int | None = None
     adapting: bool = False
+    times: Mapping[int, TimeModel] = field(default_factory=dict)
 
     @property
     def token_bytes(self) -> int:
@@ -222,7 +224,8 @@ def plan_pipelines(plan: Plan, time: TimeModel, options: PlanOptions) -> dict[in
 
 
 def _machine(replica: Replica, split: tuple[int, ...], time: TimeModel, options: PlanOptions) -> Machine:
-    return Machine(time, split, replica.tp, options.bandwidths.get(replica.id), options.token_bytes)
+    own = options.times.get(replica.id, time)
+    return Machine(own, split, replica.tp, options.bandwidths.get(replica.id), options.token_bytes)
 
 
 def make_plan(
@@ -271,7 +274,8 @@ def _full(replica: Replica, options: PlanOptions) -> MicrobatchShape:
 def _with_split(replica: Replica, time: TimeModel, options: PlanOptions) -> Replica:
     if replica.layer_split:
         return replica
-    split = balanced_split(time, replica.pp, _full(replica, options), tp=replica.tp)
+    own = options.times.get(replica.id, time)
+    split = balanced_split(own, replica.pp, _full(replica, options), tp=replica.tp)
     return replace(replica, layer_split=split)
 
 
@@ -288,9 +292,9 @@ def _shared(
 
 def _speed(replica: Replica, time: TimeModel, options: PlanOptions) -> float:
     """Tokens a second of a full microbatch, by the slowest stage."""
-    shape, last = _full(replica, options), replica.pp - 1
+    shape, last, own = _full(replica, options), replica.pp - 1, options.times.get(replica.id, time)
     return shape.tokens / max(
-        time.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
+        own.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
         for stage, layers in enumerate(replica.layer_split)
     )
 

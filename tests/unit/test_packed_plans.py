@@ -1,0 +1,178 @@
+"""Deployments judged by packing: no bound above what a packing takes, devices used only where they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from plait.cli.plan import read_numbers
+from plait.core.errors import CapacityError, ConfigError
+from plait.core.settings import ClusterSettings, PlannerSettings, RunSettings, SearchSettings
+from plait.cost.clusters import Cluster, described_cluster
+from plait.cost.packed import PackedCost
+from plait.cost.profiles import ClusterProfile, cluster_profile
+from plait.planner.buckets import mean_step
+from plait.planner.deployment import deploy
+from plait.planner.packed import packed_seconds
+from plait.planner.renting import rent
+from plait.planning.described import plan_described
+from plait.planning.expected import Expected, rates_of
+from plait_bench.plan_bounds import Optimum, drawn, plan_bounds
+
+CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
+A100 = yaml.safe_load((CLUSTERS / "a100_40g_llama2_7b.yaml").read_text())["options"]
+
+
+def a100() -> ClusterProfile:
+    return cluster_profile(A100)
+
+
+def short_step(profile: ClusterProfile, samples: int = 24) -> tuple[list[PackedCost], tuple[int, ...]]:
+    """Samples of 60 to 103 tokens, as six jobs of the default search bring 24."""
+    lengths = np.random.default_rng(0).integers(60, 104, samples * 40).tolist()
+    step = mean_step(lengths, 40, required={each.max_tokens for each in profile.configurations})
+    return [PackedCost.of(each, step.means, profile.time) for each in profile.configurations], step.counts
+
+
+# ---- packing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_packing_is_faster_than_a_packed_cost_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cluster, work, _ = drawn(seed)
+    expected = Expected.of(work, [job.name for job in work.jobs], cluster)
+    optimum = Optimum(expected)
+    for c, cost in enumerate(expected.costs):
+        row = tuple(int(rng.integers(count + 1)) for count in expected.counts)
+        least = optimum.seconds(c, row)
+        assert cost.seconds(row) <= least * (1 + 1e-9)
+        assert packed_seconds(cost, row) >= least * (1 - 1e-9)
+        more = np.array(row)[None].repeat(2, axis=0) + np.eye(2, len(row), dtype=np.int64)
+        steps = cost.seconds_with(np.array([row]), np.arange(2), np.array([[1], [1]]))
+        assert steps[:, 0] == pytest.approx(cost.seconds_many(more))
+
+
+def test_a_step_of_short_samples_is_judged_as_it_is_packed() -> None:
+    """Padded to 256, in microbatches of their own bucket, these samples were judged at 1.20 s."""
+    profile = a100()
+    costs, counts = short_step(profile)
+    assert sum(counts) == 24
+    found = deploy(costs, counts, {"": 1})
+    assert found.makespan == pytest.approx(0.38, abs=0.01)
+    assert found.gap <= 0.01
+
+
+def test_a_mean_step_keeps_number_tokens_and_where_the_longest_fits() -> None:
+    lengths = [100] * 60 + [700] * 3 + [5000]
+    step = mean_step(lengths, 8, required=(2048, 4096, 8192))
+    assert sum(step.counts) == 8
+    assert max(step.means) == 4097  # it fits only where 5,000 tokens do
+    short = mean_step(lengths[:-1], 9, required=(2048, 4096, 8192))
+    tokens = sum(mean * count for mean, count in zip(short.means, short.counts, strict=True))
+    assert tokens == pytest.approx(sum(lengths[:-1]) / 9, rel=0.01)
+
+
+# ---- devices ----------------------------------------------------------------------------------------------
+
+
+def test_a_small_search_takes_one_device_and_a_fast_one_takes_more() -> None:
+    costs, counts = short_step(a100(), 8)
+    cheap = rent(costs, counts, {"": 2}, rates={"": 1.0})
+    assert cheap.chosen.devices == {"": 1}
+    assert cheap.gap <= 0.1
+    fast = rent(costs, counts, {"": 2}, rates=None, slack=0.0)
+    assert fast.chosen.number == 2
+    assert fast.chosen.value < cheap.chosen.value / 1.3
+    near = rent(costs, counts, {"": 2}, rates=None, slack=0.5)
+    assert near.chosen.number == 1  # less than half slower on half the devices
+    with pytest.raises(CapacityError, match="20000 tokens"):
+        rent(costs, counts, {"": 16}, rates=None, longest=20_000)
+
+
+def test_the_table_of_devices_marks_the_cheapest_and_says_what_does_not_fit() -> None:
+    _, work, _ = drawn(0)
+    costly = replace(a100(), configurations=a100().configurations[4:6], error=None)  # on 4 devices
+    cluster = Cluster("c", (costly,), {"": 36.0})
+    settings = RunSettings(search=SearchSettings(parallel=2))
+    numbers = [{"": 1}, {"": 4}, {"": 8}]
+    found = plan_described(work, settings, cluster, None, tokeniser="x", numbers=numbers)
+    one, four, eight = found.every
+    assert "no replica for so few devices" in one.refused
+    assert (one.seconds, one.chosen, four.chosen, eight.chosen) == (None, False, True, False)
+    assert four.seconds is not None
+    assert four.device_seconds == pytest.approx(4 * four.seconds)
+    assert four.money == pytest.approx(4 * four.seconds / 100)
+    assert (found.predicted_seconds, found.money, found.objective) == (four.seconds, four.money, None)
+    assert four.replicas
+    assert found.error is None
+    assert "has no measurement" in found.error_source
+    assert [each.trial for each in found.trials] == ["j0", "j1"]
+    assert all(sum(each.replicas.values()) == pytest.approx(1.0) for each in found.trials)
+
+
+# ---- kinds of devices -------------------------------------------------------------------------------------
+
+
+def kinds(*entries: dict[str, object], price: float | None = None) -> ClusterSettings:
+    return ClusterSettings("described", A100, price_per_device_hour=price, kinds=entries)
+
+
+def test_kinds_of_devices_differ_in_speed_memory_and_price() -> None:
+    fast, slow = {"name": "fast", "count": 2}, {"name": "slow", "count": 4, "speed": 0.5, "memory_gib": 24}
+    cluster = described_cluster(kinds(fast, slow | {"price_per_device_hour": 0.5}, price=2.0))
+    assert cluster.devices == {"fast": 2, "slow": 4}
+    assert cluster.prices == {"fast": 2.0, "slow": 0.5}
+    assert cluster.of("slow").devices.memory_gib == 24
+    one, other = (each.time.layer_time(1) for each in cluster.kinds)
+    assert (other.fixed, other.token) == (2 * one.fixed, 2 * one.token)
+    assert str(cluster.of("slow").configurations[0]) == "slow ⟨1,1⟩"
+    assert cluster.money(3600.0) == pytest.approx(6.0)
+    assert read_numbers("fast:2,fast:1+slow:4", cluster) == ({"fast": 2}, {"fast": 1, "slow": 4})
+    for wrong in ("2", "fast:0", "quick:1", "fast"):
+        with pytest.raises(ConfigError, match="fast:1"):
+            read_numbers(wrong, cluster)
+
+
+def test_the_kind_that_costs_less_is_chosen() -> None:
+    """Half the speed at a quarter of the price is cheaper; where time counts, it is not chosen alone."""
+    slow = {"name": "slow", "count": 1, "speed": 0.5, "price_per_device_hour": 0.5}
+    cluster = described_cluster(kinds({"name": "fast", "count": 1}, slow, price=2.0))
+    settings = RunSettings(planner=PlannerSettings(objective="money"), search=SearchSettings(parallel=2))
+    _, work, _ = drawn(0)
+    cheap = plan_described(work, settings, cluster, None, tokeniser="x")
+    assert cheap.devices == "1 × slow"
+    quick = replace(settings, planner=PlannerSettings(objective="time"))
+    assert "fast" in plan_described(work, quick, cluster, None, tokeniser="x").devices
+    with pytest.raises(ConfigError, match="price"):
+        rates_of("money", described_cluster(kinds({"name": "fast", "count": 1})))
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (({"name": "a", "count": 1}, {"name": "a", "count": 2}), "a name of its own"),
+        (({"name": "a:b", "count": 1},), "cluster.kinds.name"),
+        (({"name": "a", "count": 1, "profile": "h100_llama31_8b"},), "train one model: Llama-2-7B"),
+        (({"name": "a", "count": 1, "profile": "none"},), "h100_llama31_8b"),
+        (({"name": "a", "count": 1, "cost": 1},), r"cluster\.kinds\[0\]\.cost"),
+    ],
+)
+def test_a_wrong_kind_is_named(entries: tuple[dict[str, object], ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        described_cluster(kinds(*entries))
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_bounds_and_gaps_hold_beside_brute_force() -> None:
+    """A small sample of `plait bench plan_bounds`; 3 workloads have two kinds of devices."""
+    figures = plan_bounds(RunSettings(), [], {"workloads": 6, "seed": 0}).figures
+    assert [figure.within for figure in figures if figure.headline] == [True] * 4
+    with pytest.raises(ConfigError, match="workloads"):
+        plan_bounds(RunSettings(), [], {"workloads": 0, "seed": 0})
