@@ -1,6 +1,6 @@
 """Promise 1: an adapter trained in a group ends where it would have ended alone, and where PEFT ends.
 
-Float32, 20 steps, seven adapters that differ in rank (1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size,
+Float32, 20 steps (6 where the reference draws dropout in plain torch), seven adapters that differ in rank (1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size,
 accumulation, learning rate, LoRA+ ratio, schedule, clip, weight decay, lengths and seed.
 """
 
@@ -22,28 +22,28 @@ WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 
 
 def assert_same_losses(found: list[float], expected: list[float], what: str) -> None:
-    assert len(found) == len(expected) == STEPS
+    assert len(found) == len(expected) > 0
     worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
     assert worst <= LOSS_TOLERANCE, f"{what}: a loss differs by {worst:.1e}"
 
 
 @pytest.mark.parametrize(
-    ("family", "kernels", "dropout"),
+    ("family", "kernels", "dropout", "steps"),
     [
-        ("llama", "reference", 0.0),
-        pytest.param("llama", "reference", 0.1, marks=pytest.mark.slow),
-        ("llama", "grouped", 0.0),
-        ("llama", "grouped", 0.1),
-        ("gemma2", "grouped", 0.1),
-        ("gpt2", "grouped", 0.1),
+        ("llama", "reference", 0.1, 6),
+        ("llama", "grouped", 0.0, STEPS),
+        ("llama", "grouped", 0.1, STEPS),
+        ("gemma2", "grouped", 0.1, STEPS),
+        ("gpt2", "grouped", 0.1, STEPS),
     ],
 )
-def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: float) -> None:
+def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: float, steps: int) -> None:
     lab = laboratory(family)
-    jobs = lab.group(dropout=dropout)
+    jobs = lab.group(dropout=dropout, steps=steps)
     joint = lab.run(jobs, kernels=kernels)
     for job in jobs:
         solo = lab.run([job], kernels=kernels)
+        assert len(joint.losses(job.name)) == steps
         assert_same_losses(joint.losses(job.name), solo.losses(job.name), job.name)
         assert joint.evaluations(job.name) == pytest.approx(solo.evaluations(job.name), rel=LOSS_TOLERANCE)
         assert joint.difference(solo, job.name) <= WEIGHT_TOLERANCE
@@ -62,5 +62,6 @@ def test_joint_equals_peft(laboratory: Any, family: str, tmp_path: Path) -> None
         alone.load(runs["grouped"].start[job.name])
         losses = alone.train(lab.data(job).train)
         for kernels, joint in runs.items():
+            assert len(losses) == STEPS
             assert_same_losses(joint.losses(job.name), losses, f"{family}, {kernels}, {job.name}")
             assert joint.difference_from(alone.weights(), job.name) <= WEIGHT_TOLERANCE
