@@ -226,6 +226,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "train.lr=${nothing}"], ["nothing"]),
         (["sweep", "tracking=[null]"], ["Hydra cannot compose"]),
         (["sweep", "adapter=[nan]"], ["Hydra cannot compose"]),
+        (["sweep", "cluster.options=NaN"], ["cluster.options=nan", "group of keys"]),
         (["sweep", "engine.checkpoint_keep=http://u:secret@h"], ["http://u:***@h", "whole number"]),
         (["sweep", "engine=default,default"], ["engine is swept", "applies to the whole run"]),
         (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),

@@ -173,4 +173,5 @@ def _data(section: dict[str, Any]) -> DataSpec:
 
 def _cluster(section: dict[str, Any]) -> ClusterSettings:
     own = {name: section.pop(name) for name in CLUSTER_KEYS if name in section}
-    return build(ClusterSettings, own | {"options": section.pop("options", {}) | section}, "cluster")
+    options = _section({"cluster.options": section.pop("options", {})}, "cluster.options")
+    return build(ClusterSettings, own | {"options": options | section}, "cluster")
