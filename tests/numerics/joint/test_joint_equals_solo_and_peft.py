@@ -1,7 +1,8 @@
 """Promise 1: an adapter trained in a group ends where it would have ended alone, and where PEFT ends.
 
-Float32, 20 steps (6 where the reference draws dropout in plain torch), seven adapters that differ in rank (1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size,
-accumulation, learning rate, LoRA+ ratio, schedule, clip, weight decay, lengths and seed.
+Float32, 20 steps (6 where the reference draws dropout in plain torch), seven adapters that differ in rank
+(1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size, accumulation, learning rate, LoRA+ ratio, schedule, clip,
+weight decay, lengths and seed.
 """
 
 from __future__ import annotations
