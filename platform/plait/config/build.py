@@ -26,7 +26,6 @@ JOB_GROUPS = (*JOB_SPECS, "data")
 CLUSTER_KEYS = tuple(each.name for each in fields(ClusterSettings) if each.name != "options")
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
-CLUSTER_KEYS = tuple(field.name for field in fields(ClusterSettings) if field.name != "options")
 # What a file of sweeps/ says about itself, beside the groups.
 SWEEP_KEYS = ("mode", "description", "takes", "published", "bench")
 
