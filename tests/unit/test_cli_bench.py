@@ -20,6 +20,7 @@ from plait.cli.bench import (
     named_sweeps,
 )
 from plait.cli.main import main
+from plait.cli.sweeping import _run
 from plait.config.build import plain, settings_of
 from plait.config.fields import build
 from plait.config.overrides import read_request
@@ -41,6 +42,12 @@ def registered() -> None:
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     for module in project["entry-points"][GROUP].values():
         import_module(module)
+
+
+def test_a_search_has_no_report_that_flags_could_ask_for() -> None:
+    command: Any = None
+    with pytest.raises(ConfigError, match=r"--json with mode=train\n.*\nLeave --json out"):
+        _run("train", command, {}, {"--json": ""})
 
 
 @pytest.fixture

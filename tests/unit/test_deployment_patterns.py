@@ -8,17 +8,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import OptimizeResult
 
+from plait.cost.packed import PackedCost
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
 from plait.planner.deployment import completed, deploy, relaxation_bound, search
 from plait.planner.deployment_patterns import Patterns, Ranges
 from plait.planner.dispatch import ReplicaKind
+from plait.planner.packed_pricing import PackedPricing
 from plait.planner.pricing import PRECISIONS, Pricing
+from plait.planning.expected import Expected
 from plait_bench.exact import exact_deployment
+from plait_bench.plan_bounds import Optimum
 
 
-def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], dict[str, int]]:
+def _instance(
+    seed: int, kind: type[ReplicaCost] = ReplicaCost, most: int = 6
+) -> tuple[list[ReplicaCost], list[int], dict[str, int]]:
+    """Costs of one kind, at most so many sequences of each bucket, and devices."""
     rng = np.random.default_rng(seed)
     head = {1: HeadTime(0.1, 0.002), 2: HeadTime(0.1, 0.001)} if seed % 2 else {}
     layers = {
@@ -28,8 +36,8 @@ def _instance(seed: int) -> tuple[list[ReplicaCost], list[int], dict[str, int]]:
     time = TimeModel(4, layers, head)
     lengths = [40, 100, 200]
     shapes = [(1, 1, 100), (1, 2, 200), (2, 1, 200)]
-    costs = [ReplicaCost.of(Configuration(*shape), lengths, time) for shape in shapes]
-    return costs, [int(value) for value in rng.integers(1, 7, size=3)], {"": int(rng.integers(3, 5))}
+    costs = [kind.of(Configuration(*shape), lengths, time) for shape in shapes]
+    return costs, [int(value) for value in rng.integers(1, most + 1, size=3)], {"": int(rng.integers(3, 5))}
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -43,6 +51,37 @@ def test_bound_and_answer_lie_around_the_optimum(seed: int) -> None:
     assert sum(kind.devices for kind in found.kinds) <= devices[""]
     assert [sum(row[j] for row in found.expected.assigned) for j in range(3)] == counts
     assert search(costs, counts, devices, bound=low, goal=0.001) == found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_found_and_proved_of_packed_sequences_lies_around_every_packing(seed: int) -> None:
+    costs, counts, devices = _instance(seed, PackedCost, most=2)
+    packed = tuple(cost for cost in costs if isinstance(cost, PackedCost))
+    optimum = Optimum(Expected(packed, tuple(counts), 1, devices)).least(devices, None)
+    low = relaxation_bound(costs, counts, devices)
+    found = search(costs, counts, devices, bound=low, goal=0.001)
+    assert low <= found.bound <= optimum * (1 + 1e-6)
+    assert optimum * (1 - 1e-6) <= found.expected.makespan <= optimum * 1.1
+    patterns = Patterns(costs, counts, devices)
+    for factor in (0.5, 0.8, 0.95, 1.0001, 1.3):
+        relaxed = patterns.relax(factor * optimum, patterns.everything, exact=True)
+        assert relaxed.share <= relaxed.most * (1 + 1e-6)
+        if factor > 1:
+            assert relaxed.share >= 1 - 1e-6  # a packing does it, so nothing else may be proved
+
+
+@pytest.mark.parametrize("status", [2, 4])
+def test_a_solver_that_fails_proves_nothing(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status of 2 stands for errors of the solver, too."""
+    costs, counts, devices = _instance(3)
+    low = relaxation_bound(costs, counts, devices)
+    failed = OptimizeResult(x=None, status=status)
+    monkeypatch.setattr("plait.planner.deployment_patterns.linprog", lambda *_, **__: failed)
+    patterns = Patterns(costs, counts, devices)
+    relaxed = patterns.relax(1.0, patterns.everything)
+    assert (relaxed.share, relaxed.most) == (0.0, float("inf"))
+    found = search(costs, counts, devices, bound=low, goal=0.001)
+    assert found.bound == low < found.makespan
 
 
 @pytest.mark.parametrize("seed", [5016, 5043, 5048, 5062, 5090])
@@ -80,6 +119,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
         assert nothing.most == 0.0
 
 
+@pytest.mark.parametrize(("kind", "priced_by"), [(ReplicaCost, Pricing), (PackedCost, PackedPricing)])
 @given(
     st.integers(0, 1000),
     st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
@@ -88,14 +128,19 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
 )
 @settings(max_examples=60)
 def test_pricing_finds_what_is_worth_most(
-    seed: int, prices: list[float], tau: float, precision: object
+    kind: type[ReplicaCost],
+    priced_by: type[Pricing],
+    seed: int,
+    prices: list[float],
+    tau: float,
+    precision: object,
 ) -> None:
-    costs, counts, _ = _instance(seed)
+    costs, counts, _ = _instance(seed, kind)
     for cost in costs:
         every = np.array(list(itertools.product(*(range(count + 1) for count in counts))))
         holds = cost.seconds_many(every) <= tau
         most = float((every @ np.array(prices))[holds].max(initial=0.0))
-        pricing = Pricing(cost, np.array(counts), tau)
+        pricing = priced_by(cost, np.array(counts), tau)
         priced = pricing.priced(np.array(prices), 0.5 * most + 1e-9, precision)  # type: ignore[arg-type]
         assert priced.limit >= most - 1e-9
         for pattern in priced.patterns:

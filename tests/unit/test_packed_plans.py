@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
-from plait.cli.plan import read_numbers
+from plait.cli.plan import MOST_DEVICES, read_numbers, show
 from plait.core.errors import CapacityError, ConfigError
 from plait.core.settings import ClusterSettings, PlannerSettings, RunSettings, SearchSettings
 from plait.cost.clusters import Cluster, described_cluster
@@ -18,9 +20,10 @@ from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.planner.buckets import mean_step
 from plait.planner.deployment import deploy
 from plait.planner.packed import packed_seconds
-from plait.planner.renting import rent
+from plait.planner.renting import ENUMERATED, rent
 from plait.planning.described import plan_described
 from plait.planning.expected import Expected, rates_of
+from plait.planning.outlook import Outlook
 from plait_bench.plan_bounds import Optimum, drawn, plan_bounds
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
@@ -90,6 +93,8 @@ def test_a_small_search_takes_one_device_and_a_fast_one_takes_more() -> None:
     assert fast.chosen.value < cheap.chosen.value / 1.3
     near = rent(costs, counts, {"": 2}, rates=None, slack=0.5)
     assert near.chosen.number == 1  # less than half slower on half the devices
+    free = rent(costs, counts, {"": 2}, rates={"": 0.0})
+    assert (free.chosen.value, free.bound, free.gap) == (0.0, 0.0, 0.0)
     with pytest.raises(CapacityError, match="20000 tokens"):
         rent(costs, counts, {"": 16}, rates=None, longest=20_000)
 
@@ -115,6 +120,32 @@ def test_the_table_of_devices_marks_the_cheapest_and_says_what_does_not_fit() ->
     assert all(sum(each.replicas.values()) == pytest.approx(1.0) for each in found.trials)
 
 
+def test_a_row_pays_for_all_its_devices_and_has_the_error_of_its_own_kinds() -> None:
+    """Free devices are 0 % above what is proven; those on which nothing fits are not left out in silence."""
+    fast, slow, wide = ({"name": name, "count": 1} for name in ("fast", "slow", "wide"))
+    cluster = described_cluster(kinds(fast, slow | {"speed": 0.5}, wide, price=0.0))
+    rows = tuple(each for each in cluster.of("wide").configurations if each.devices >= 4)
+    cluster = replace(cluster, kinds=(*cluster.kinds[:2], replace(cluster.of("wide"), configurations=rows)))
+    _, work, _ = drawn(0)
+    settings = RunSettings(planner=PlannerSettings(objective="money"), search=SearchSettings(parallel=2))
+    numbers = [{"fast": 1}, {"slow": 1}, {"fast": 1, "wide": 2}]
+    found = plan_described(work, settings, cluster, None, tokeniser="x", numbers=numbers)
+    assert [each.error for each in found.every] == [A100["time"]["error"], None, None]
+    assert [each.refused for each in found.every] == ["", "", "2 × wide: No replica fits on these devices."]
+    assert printed(found).count("± 3.7 %") == 3 + 1  # seconds, device-seconds, money; and the prediction
+    chosen = plan_described(work, settings, cluster, None, tokeniser="x")
+    assert chosen.objective is not None
+    assert chosen.objective.gap == 0.0
+    assert "0 of money a step, 0.0 % above" in printed(chosen)
+
+
+def printed(outlook: Outlook) -> str:
+    console = Console(file=StringIO(), width=400)
+    show(outlook, console)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
 # ---- kinds of devices -------------------------------------------------------------------------------------
 
 
@@ -133,7 +164,8 @@ def test_kinds_of_devices_differ_in_speed_memory_and_price() -> None:
     assert str(cluster.of("slow").configurations[0]) == "slow ⟨1,1⟩"
     assert cluster.money(3600.0) == pytest.approx(6.0)
     assert read_numbers("fast:2,fast:1+slow:4", cluster) == ({"fast": 2}, {"fast": 1, "slow": 4})
-    for wrong in ("2", "fast:0", "quick:1", "fast"):
+    assert read_numbers(f"fast:{MOST_DEVICES}", cluster) == ({"fast": 1024},)
+    for wrong in ("2", "fast:0", "quick:1", "fast", "fast:1025", "fast:1000000", "fast:" + "9" * 5000):
         with pytest.raises(ConfigError, match="fast:1"):
             read_numbers(wrong, cluster)
 
@@ -155,10 +187,10 @@ def test_the_kind_that_costs_less_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        (({"name": "a", "count": 1}, {"name": "a", "count": 2}), "a name of its own"),
+        (({"name": "a", "count": 1}, {"name": "a", "count": 2}), r"a name of its own\.\nRename"),
         (({"name": "a:b", "count": 1},), "cluster.kinds.name"),
         (({"name": "a", "count": 1, "profile": "h100_llama31_8b"},), "train one model: Llama-2-7B"),
-        (({"name": "a", "count": 1, "profile": "none"},), "h100_llama31_8b"),
+        (({"name": "a", "count": 1, "profile": "none"},), r"Available: .*h100_llama31_8b"),
         (({"name": "a", "count": 1, "cost": 1},), r"cluster\.kinds\[0\]\.cost"),
     ],
 )
@@ -170,8 +202,14 @@ def test_a_wrong_kind_is_named(entries: tuple[dict[str, object], ...], said: str
 # ---- bounds -----------------------------------------------------------------------------------------------
 
 
-def test_bounds_and_gaps_hold_beside_brute_force() -> None:
-    """A small sample of `plait bench plan_bounds`; 3 workloads have two kinds of devices."""
+@pytest.mark.parametrize("enumerated", [ENUMERATED, 0])
+def test_bounds_and_gaps_hold_beside_brute_force(enumerated: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small sample of `plait bench plan_bounds`; 3 workloads have two kinds of devices.
+
+    Their deployments are so few that they are enumerated; where that is forbidden, patterns alone decide.
+    """
+    for module in ("planner.renting", "planning.expected"):
+        monkeypatch.setattr(f"plait.{module}.ENUMERATED", enumerated)
     figures = plan_bounds(RunSettings(), [], {"workloads": 6, "seed": 0}).figures
     assert [figure.within for figure in figures if figure.headline] == [True] * 4
     with pytest.raises(ConfigError, match="workloads"):

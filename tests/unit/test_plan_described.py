@@ -154,6 +154,9 @@ def test_checkpointing_counts_every_layer_s_forward_pass_twice() -> None:
     )
     assert RECOMPUTED in again.assumptions
     assert RECOMPUTED not in plain.assumptions
+    measured = cluster_profile(described("a100_40g_llama2_7b"))
+    assert measured.error is not None
+    assert measured.recomputing().error is None  # it was measured without
 
 
 def test_the_link_of_a_replica_is_the_slowest_that_it_needs() -> None:
@@ -215,6 +218,13 @@ def test_the_engine_s_capacity_bounds_the_cluster_s_table() -> None:
     } == {6144}
     kinds = configurations(profile, every=True, most_tokens=2048)
     assert {each.max_tokens for each in kinds} == {512, 1024, 2048}
+
+
+def test_what_is_no_kind_of_cluster_or_kinds_on_this_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must be local or described\.\nChoose"):
+        described_cluster(RunSettings(cluster=ClusterSettings("moon")))
+    with pytest.raises(ConfigError, match=r"cluster\.kinds .*\n.*described clusters.*\n.*cluster=NAME"):
+        ClusterSettings(kinds=({"name": "a", "count": 1},))
 
 
 def test_helps_name_every_described_cluster() -> None:

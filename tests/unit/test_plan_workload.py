@@ -1,6 +1,8 @@
 """What a search puts through the model, and how its jobs are cut into waves."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import strategies as st
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.settings import ClusterSettings, RunSettings
+from plait.cost.time import LayerTime, TimeModel
 from plait.engine.catalogue import DataCatalogue
-from plait.planning.here import fill_waves
+from plait.planning.here import fill_waves, plan_here
 from plait.planning.workload import MOST_STEPS, Workload
 
 
@@ -64,6 +68,35 @@ def test_a_sample_that_fits_nowhere_is_named() -> None:
         CapacityError, match="job a has a sample of 10 tokens \\(row 0 of its validation data\\)"
     ):
         workload.check_fits(9, "The cluster")
+
+
+def test_every_device_of_several_processes_is_paid_for() -> None:
+    """Seconds stay those of one process, and the plan says so."""
+    workload = Workload.of([job("a", steps=3), job("b", steps=2)], catalogue())
+    admission: Any = SimpleNamespace(
+        demand=lambda *_: None, fits=lambda _: True, predicted=lambda _: 0, model_for=lambda _: None
+    )
+    time = TimeModel(2, {1: LayerTime(0.1, 0.01, 0.0)}, {})
+    key = SimpleNamespace(dtype="float32", device="cuda")
+    profile: Any = SimpleNamespace(model="m", key=key, how="measured", time=time, time_error=0.1)
+    one, four = (
+        plan_here(
+            workload,
+            RunSettings(cluster=ClusterSettings(processes=number, price_per_device_hour=2.0)),
+            admission,
+            profile,
+            devices="",
+            number=number,
+        )
+        for number in (1, 4)
+    )
+    assert one.money is not None
+    assert one.device_seconds is not None
+    assert four.predicted_seconds == one.predicted_seconds == one.device_seconds
+    assert (four.money, four.device_seconds) == (4 * one.money, 4 * one.device_seconds)
+    assert sum(group.device_seconds or 0 for group in four.groups) == pytest.approx(four.device_seconds)
+    assert [line for line in four.assumptions if "cluster.processes=4" in line]
+    assert not [line for line in one.assumptions if "cluster.processes" in line]
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 20))

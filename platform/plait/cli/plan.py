@@ -28,7 +28,7 @@ from plait.planning.described import plan_described
 from plait.planning.expected import rates_of
 from plait.planning.here import plan_here
 from plait.planning.model_memory import model_memory
-from plait.planning.outlook import ChangeOutlook, ObjectiveOutlook, Outlook
+from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
 from plait.search.checks import check_jobs, check_model
 from plait.search.study import suggest_jobs
@@ -46,6 +46,8 @@ DEVICES = "--devices"
 KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 UNKNOWN = "unknown"
 NO_PROFILE = "Seconds are unknown: run `plait profile` on this machine first, then `plait plan` again"
+MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every replica
+ENTRY_SHOWN = 60  # characters of a wrong entry
 SHOWN = 64  # trials in the table
 UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "of money"}  # of the objective
 STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
@@ -132,6 +134,7 @@ def plan_search(
         raise ConfigError(
             f"engine.capacity={asked}",
             f"A replica of {cluster.name} takes at most {settings.engine.capacity} tokens (table {tables}).",
+            "Set engine.capacity to no more than that, or leave it out.",
         )
     check_jobs(command.probes)
     shape = check_model(settings.model, command.probes)
@@ -152,7 +155,7 @@ def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
     """Numbers of devices as ``--devices`` has them: 1,2,4 or, of several kinds, H100:4,H100:2+A100:8.
 
     Raises:
-        ConfigError: an entry is no number above 0, or names no kind of the cluster.
+        ConfigError: an entry is no number from 1 to MOST_DEVICES, or names no kind of the cluster.
     """
     kinds = list(cluster.devices)
     found = []
@@ -160,19 +163,24 @@ def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
         pairs = (
             [("", entry)] if kinds == [""] else [tuple(each.partition(":")[::2]) for each in entry.split("+")]
         )
-        numbers = {
-            kind: int(number) for kind, number in pairs if number.strip().isdecimal() and kind in kinds
-        }
+        numbers = {kind: _number(number) for kind, number in pairs if kind in kinds}
         if len(numbers) < len(pairs) or not all(numbers.values()):
             example = "1,2,4,8" if kinds == [""] else f"{kinds[0]}:1,{':1+'.join(kinds)}:1"
             raise ConfigError(
-                f"{DEVICES} {text}: {entry!r}",
-                "Each entry is a number of devices, 1 or more"
+                f"{DEVICES}: {entry[:ENTRY_SHOWN]!r}",
+                f"Each entry is a number of devices, from 1 to {MOST_DEVICES:,}"
                 + ("." if kinds == [""] else f", of each kind that is used: {choices(kinds)}."),
                 f"For example {DEVICES} {example}.",
             )
         found.append(numbers)
     return tuple(found)
+
+
+def _number(text: str) -> int:
+    """A number of devices; 0 for what is none, or more than MOST_DEVICES."""
+    digits = text.strip()
+    short = digits.isdecimal() and len(digits) <= len(str(MOST_DEVICES))  # int() refuses thousands of digits
+    return int(digits) if short and int(digits) <= MOST_DEVICES else 0
 
 
 def _plan_local(command: SearchCommand) -> Outlook:
@@ -197,7 +205,11 @@ def _plan_local(command: SearchCommand) -> Outlook:
     admission = Admission(facts, settings, stored)
     workload = Workload.of(jobs, data)
     device = choose_device(settings.engine.device)
-    return plan_here(workload, settings, admission, stored, devices=f"1 × {device}, {memory / 2**30:.1f} GiB")
+    processes = settings.cluster.processes
+    number = processes if device.type == "cuda" else 1  # on a processor they share it
+    each = " for each process" if processes > 1 else ""
+    devices = f"{number} × {device}, {memory / 2**30:.1f} GiB{each}"
+    return plan_here(workload, settings, admission, stored, devices=devices, number=number)
 
 
 def draw_workload(
@@ -236,7 +248,9 @@ def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
     """
     if settings.cluster.kind != "described":
         raise ConfigError(
-            f"cluster.kind={settings.cluster.kind!r}", "cluster.kind must be local or described."
+            f"cluster.kind={settings.cluster.kind!r}",
+            "cluster.kind must be local or described.",
+            "Choose a described cluster with cluster=NAME, or leave cluster.kind out.",
         )
     settings = settle_dtype(settings)  # of the model here, which may lend its tokeniser alone
     cluster = described_cluster(settings.cluster)
@@ -288,7 +302,7 @@ def _objective(outlook: Outlook, chosen: ObjectiveOutlook) -> str:
     other = "fewer device-seconds" if chosen.objective == "time" else "less time"
     return (
         f"uses {outlook.devices} of {chosen.available} (planner.objective={chosen.objective}): "
-        f"{chosen.value:,.4g} {unit} a step, {100 * (chosen.value / chosen.bound - 1):.1f} % above what is "
+        f"{chosen.value:,.4g} {unit} a step, {100 * chosen.gap:.1f} % above what is "
         f"proven for any number of devices; up to {100 * chosen.slack:g} % may be given up for {other} "
         "(planner.slack)"
     )
@@ -327,16 +341,17 @@ def _trials(outlook: Outlook) -> Table:
 
 def _devices(outlook: Outlook) -> Table:
     """The search on each number of devices that was asked for."""
-    band = "" if outlook.error is None else f" ± {100 * outlook.error:.1f} %"
     return filled(
         "Devices",
         ("devices", "seconds", "device-seconds", "money", "replicas", ""),
         (
             (
                 each.devices,
-                "" if each.refused else f"{_seconds(each.seconds)}{band}",
-                "" if each.refused else f"{_seconds(each.device_seconds)}{band}",
-                "" if each.refused else f"{_money(each.money)}{band if each.money is not None else ''}",
+                "" if each.refused else f"{_seconds(each.seconds)}{_band(each)}",
+                "" if each.refused else f"{_seconds(each.device_seconds)}{_band(each)}",
+                ""
+                if each.refused
+                else f"{_money(each.money)}{_band(each) if each.money is not None else ''}",
                 each.refused or each.replicas,
                 "< best" if each.chosen else "",
             )
@@ -344,6 +359,10 @@ def _devices(outlook: Outlook) -> Table:
         ),
         left=("replicas",),
     )
+
+
+def _band(row: DevicesOutlook) -> str:
+    return "" if row.error is None else f" ± {100 * row.error:.1f} %"
 
 
 def _replicas(outlook: Outlook) -> Table:

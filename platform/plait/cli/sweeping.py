@@ -144,6 +144,12 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
 
         return run_data(command, flags)
     if mode == "train":
+        if flags:
+            raise ConfigError(
+                f"{' '.join(flags)} with mode=train",
+                "What runs is a search, which has no report of figures.",
+                f"Leave {' and '.join(flags)} out; `plait leaderboard` prints the results.",
+            )
         screen = _screen()
         from plait.search.launch import run_search
 

@@ -129,6 +129,12 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check(self, "cluster")
+        if self.kind == "local" and self.kinds:
+            raise ConfigError(
+                f"cluster.kinds with {len(self.kinds)} kinds of devices",
+                "Kinds of devices are for described clusters; this machine's devices are found.",
+                "Choose a described cluster with cluster=NAME, or leave cluster.kinds out.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from plait.core.errors import ConfigError, choices
 from plait.core.settings import ClusterSettings
 from plait.cost.profiles import ClusterProfile, cluster_profile
 from plait.utils.paths import conf_dir
+from plait.utils.spelling import did_you_mean
 
 HOUR = 3600.0  # seconds
 NAME = Rule("a name without blanks and none of : + = ⟨", lambda name: name and not set(name) & set(" :+=⟨"))
@@ -120,7 +121,11 @@ def described_cluster(settings: ClusterSettings) -> Cluster:
     asked = [build(Kind, entry, f"cluster.kinds[{place}]") for place, entry in enumerate(settings.kinds)]
     names = [each.name for each in asked]
     if len(set(names)) < len(names):
-        raise ConfigError(f"cluster.kinds: {choices(names)}", "Each kind of device has a name of its own.")
+        raise ConfigError(
+            f"cluster.kinds: {choices(names)}",
+            "Each kind of device has a name of its own.",
+            "Rename one, or put their counts together where they are alike.",
+        )
     prices = {
         each.name: usual if each.price_per_device_hour is None else each.price_per_device_hour
         for each in asked
@@ -153,6 +158,10 @@ def _named(name: str) -> ClusterProfile:
     folder = conf_dir() / "cluster"
     known: Sequence[str] = sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "local")
     if name not in known:
-        raise ConfigError(f"cluster.kinds: profile={name}", f"It must be one of {choices(known)}.")
+        raise ConfigError(
+            f"cluster.kinds: profile={name}",
+            "There is no such described cluster in conf/cluster.",
+            f"{did_you_mean(name, known)}Available: {choices(known)}.",
+        )
     loaded: dict[str, Any] = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     return cluster_profile(loaded["options"])

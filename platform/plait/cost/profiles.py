@@ -93,8 +93,11 @@ class ClusterProfile:
         return 0 if self.shape is None else self.shape["hidden_size"]
 
     def recomputing(self) -> ClusterProfile:
-        """The same with activation checkpointing: the forward pass of every layer runs twice."""
-        return replace(self, time=self.time.recomputing())
+        """The same with activation checkpointing: the forward pass of every layer runs twice.
+
+        How far its seconds are off is not known: they were measured without.
+        """
+        return replace(self, time=self.time.recomputing(), error=None)
 
     def check_model(self, model: str, *, layers: int, hidden_size: int) -> None:
         """The profile is one of this model, told by its sizes: fine-tuned weights cost the same.

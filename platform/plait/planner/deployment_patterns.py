@@ -32,6 +32,7 @@ Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
 Devices = Mapping[str, int]  # of each kind, by the name that configurations have it by; "" where there is one
 ROUNDS = 300  # of column generation for one makespan
 MOST_ROUNDS = 120  # of all makespans, where sequences are packed: a round takes some hundredths of a second
+SOLVED = 0  # status of scipy's linprog. 2 is no proof that there is no solution: it also stands for errors
 REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
 WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
 
@@ -113,12 +114,15 @@ class Patterns:
 
     def relax(self, tau: float, ranges: Ranges, *, exact: bool = False) -> Relaxed:
         """Generate patterns for ``tau`` until they cover the batch, or it is proved that none do."""
+        nothing = (0.0,) * len(self._costs)
+        if not self._holds(ranges.low):
+            return Relaxed(0.0, 0.0, nothing)
         pricing, most, level = self._start(tau), float("inf"), 0
-        found = Relaxed(0.0, 0.0, (0.0,) * len(self._costs))
+        found = Relaxed(0.0, most, nothing)
         for _ in range(ROUNDS):
             solved = self._solved(tau, ranges)
             if solved is None:
-                break  # the ranges alone need more devices
+                break  # the ranges can be had, so the solver failed: that proves nothing
             found = Relaxed(solved.share, most, solved.replicas)
             if solved.share >= 1 - TOLERANCE or self.ended:
                 break
@@ -184,6 +188,11 @@ class Patterns:
             rows += own_rows + [(0,) * len(self._counts)] * (count - len(own_rows))
         return np.array(rows, dtype=np.int64), solution.limit_hit
 
+    def _holds(self, replicas: Replicas) -> bool:
+        """Whether the devices hold so many of each configuration."""
+        taken = np.bincount(self._kind, self._sizes * replicas, minlength=len(self._devices))
+        return bool((taken <= self._devices).all())
+
     def _add(self, cost: int, counts: Int64) -> Pattern:
         key = (cost, tuple(int(value) for value in counts))
         if key not in self._found:
@@ -221,7 +230,8 @@ class Patterns:
     def _solved(self, tau: float, ranges: Ranges, *, cover: bool = False) -> _Solved | None:
         """The largest share of the batch that patterns cover; with ``cover``, the whole of it by few devices.
 
-        None where that cannot be.
+        None where no answer is found: with ``cover``, patterns or replicas may not be enough; else the solver
+        failed, if the devices hold the ranges.
         """
         patterns, used = self._within(tau), self._used
         kinds = np.array([each.cost for each in patterns])
@@ -249,7 +259,7 @@ class Patterns:
             bounds=[(0, None)] * len(patterns) + [(1 if cover else 0, 1 if cover else None)],
             method="highs",
         )
-        if result.x is None:
+        if result.status != SOLVED:
             return None
         duals = np.maximum(0.0, -result.ineqlin.marginals)
         of_buckets, of_devices, of_ranges = np.split(duals, [len(used), len(used) + len(self._devices)])

@@ -58,8 +58,12 @@ class Rented:
 
     @property
     def gap(self) -> float:
-        """Distance of the value to the bound, relative: the slack that was given up is part of it."""
-        return self.chosen.value / self.bound - 1.0
+        """Distance of the value to the bound, relative: the slack that was given up is part of it.
+
+        0 where devices are free.
+        """
+        value = self.chosen.value
+        return value / self.bound - 1.0 if value > self.bound else 0.0
 
 
 def rent(

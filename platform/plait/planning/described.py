@@ -32,7 +32,7 @@ from plait.simulate.report import Bubble, Metrics
 
 COMPUTED = "computed from the model's sizes"
 RECOMPUTED = "With engine.checkpointing=true, each layer's forward pass is assumed to run twice."
-NO_ERROR = "no measurement that it was not fitted to"
+NO_ERROR = "no measurement of such steps that it was not fitted to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,22 @@ class _Search:
         deployment, value = rented.chosen.deployment, rented.chosen.value
         used = fitted.with_devices(deployment.devices)
         objective = ObjectiveOutlook(
-            self.planner.objective, str(cluster), self.planner.slack, value, rented.bound
+            self.planner.objective, str(cluster), self.planner.slack, value, rented.bound, rented.gap
         )
         return plan_waves(self.workload, self.waves, deployment, used, self.memory), objective
 
     def on(self, cluster: Cluster) -> Planned:
-        """The plan on all of these devices."""
+        """The plan on all of these devices.
+
+        Raises:
+            CapacityError: a sample fits nowhere, or no replica fits on a kind, which would be paid in vain.
+        """
         fitted = self.fitted(cluster)
+        idle = {kind: number for kind, number in cluster.devices.items() if kind not in fitted.devices}
+        if idle:
+            raise CapacityError(
+                str(cluster.with_devices(idle)), "No replica fits on these devices.", "Leave them out."
+            )
         return plan_waves(self.workload, self.waves, self.first(fitted).deploy(), fitted, self.memory)
 
 
@@ -159,6 +168,7 @@ def _of_devices(cluster: Cluster, planned: Planned, chosen: bool) -> DevicesOutl
         planned.seconds,
         planned.device_seconds,
         planned.cluster.money(planned.seconds),
+        error=planned.cluster.error,
     )
 
 

@@ -20,6 +20,10 @@ PROFILED = "from the stored profile"
 ESTIMATED = "estimated from the model's shape"
 HELD_OUT = "probes of `plait profile` that the profile was not fitted to"
 NO_STEPS = "Seconds cover microbatches only: optimiser steps, evaluations and startup are not included."
+ONE_PROCESS = (
+    "Microbatches and seconds are those of one process: how much faster cluster.processes={processes} is, is "
+    "not predicted. Device-seconds and money count every device for all of these seconds."
+)
 NOT_REPEATED = (
     "The packing solver reached its time limit: the best packing found is used, and another run may pack "
     "differently."
@@ -32,12 +36,19 @@ TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later ste
 
 
 def plan_here(
-    workload: Workload, settings: RunSettings, admission: Admission, profile: Profile | None, *, devices: str
+    workload: Workload,
+    settings: RunSettings,
+    admission: Admission,
+    profile: Profile | None,
+    *,
+    devices: str,
+    number: int = 1,
 ) -> Outlook:
     """Waves of jobs that fit into memory, and their microbatches.
 
     Args:
         profile: stored, of the model on this machine; without its seconds, the plan has none.
+        number: of devices, which are all paid for.
 
     Raises:
         CapacityError: a job does not fit even alone.
@@ -55,7 +66,7 @@ def plan_here(
         for wave, names in enumerate(waves, start=1)
         for phase in workload.phases(names)
     ]
-    groups = _groups(parts, lambda names: admission.predicted([demands[name] for name in names]))
+    groups = _groups(parts, number, lambda names: admission.predicted([demands[name] for name in names]))
     alone = [
         _Packed.of(phase, workload.labelled_share, capacity, time)
         for job in workload.jobs
@@ -71,21 +82,16 @@ def plan_here(
         groups=tuple(groups),
         microbatches=sum(group.microbatches for group in groups),
         microbatches_alone=sum(each.microbatches for each in alone),
-        assumptions=(
-            WAVES,
-            *((TRUNCATED,) if any(phase.scale > 1 for _, phase, _ in parts) else ()),
-            *((NO_STEPS,) if time is not None else ()),
-            *(() if all(packed.repeats for *_, packed in parts) else (NOT_REPEATED,)),
-        ),
+        assumptions=_assumptions(parts, settings.cluster.processes, timed=time is not None),
         predicted_seconds=seconds,
-        device_seconds=seconds,
-        device_seconds_alone=_total(each.seconds for each in alone),
+        device_seconds=_times(number, seconds),
+        device_seconds_alone=_times(number, _total(each.seconds for each in alone)),
         trials=tuple(
             TrialOutlook(name, wave, differing[name])
             for wave, names in enumerate(waves, start=1)
             for name in names
         ),
-        money=None if price is None or seconds is None else seconds / HOUR * price,
+        money=None if price is None or seconds is None else number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
         error_source=HELD_OUT if time is not None else "none: seconds need a profile, from `plait profile`",
     )
@@ -121,8 +127,21 @@ class _Packed:
         return cls(round(scale * len(bins)), seconds, repeats)
 
 
+def _assumptions(
+    parts: Sequence[tuple[int, Phase, _Packed]], processes: int, *, timed: bool
+) -> tuple[str, ...]:
+    said = {
+        WAVES: True,
+        TRUNCATED: any(phase.scale > 1 for _, phase, _ in parts),
+        NO_STEPS: timed,
+        ONE_PROCESS.format(processes=processes): processes > 1,
+        NOT_REPEATED: not all(packed.repeats for *_, packed in parts),
+    }
+    return tuple(line for line, holds in said.items() if holds)
+
+
 def _groups(
-    parts: Iterable[tuple[int, Phase, _Packed]], predict: Callable[[Sequence[str]], int]
+    parts: Iterable[tuple[int, Phase, _Packed]], number: int, predict: Callable[[Sequence[str]], int]
 ) -> list[GroupOutlook]:
     """One group for each phase of a wave: on one device all jobs that train at once are one."""
     groups = list[GroupOutlook]()
@@ -135,7 +154,7 @@ def _groups(
                 steps=phase.steps * len(phase.batches),
                 microbatches=packed.microbatches,
                 predicted_seconds=_total((begun, packed.seconds)),
-                device_seconds=packed.seconds,
+                device_seconds=_times(number, packed.seconds),
                 predicted_bytes=predict(tuple(phase.batches)),
             )
         )
@@ -146,6 +165,10 @@ def _total(seconds: Iterable[float | None]) -> float | None:
     """Their sum; None where one is not known."""
     known = list(seconds)
     return None if None in known else math.fsum(each for each in known if each is not None)
+
+
+def _times(number: int, seconds: float | None) -> float | None:
+    return None if seconds is None else number * seconds
 
 
 def _described(profile: Profile | None) -> str | None:

@@ -74,6 +74,7 @@ class ObjectiveOutlook:
         slack: share of the objective that may be given up for the other side of it.
         value: of the first wave's mean step.
         bound: proved: no number of devices has a lower value.
+        gap: distance of the value to the bound, relative; 0 where both are 0, because devices are free.
     """
 
     objective: str
@@ -81,6 +82,7 @@ class ObjectiveOutlook:
     slack: float
     value: float
     bound: float
+    gap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class DevicesOutlook:
 
     Attributes:
         refused: why the search cannot run on them; "" where it can.
+        error: of the predicted seconds, as of :class:`Outlook`, but on these devices.
     """
 
     devices: str
@@ -98,6 +101,7 @@ class DevicesOutlook:
     device_seconds: float | None = None
     money: float | None = None
     refused: str = ""
+    error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
