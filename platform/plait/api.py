@@ -6,14 +6,16 @@ A seam: what programs and notebooks use, by the names that ``plait`` hands on. A
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait.core.errors import ConfigError, PlaitError, SearchError
+from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.settings import AUTO, ModelSettings, TrackingSettings
 
@@ -46,23 +48,18 @@ def sweep(overrides: Overrides = ()) -> Result:
         Interrupted: it was interrupted; the same call resumes it.
         PlaitError: what the command line would report, in the same words.
     """
-    words = override_words(overrides)
-    if not _running.acquire(blocking=False):
-        raise SearchError(
-            "plait.sweep was called while a search is running",
-            "A process runs one search at a time.",
-            "Wait until it has ended, or start another process.",
-        )
-    try:
-        return _run(words)
-    except PlaitError:
-        raise
-    except (OSError, RecursionError, UnicodeError, RuntimeError) as error:
-        from plait.cli.main import refusal
-
-        raise refusal(error) from error
-    finally:
-        _running.release()
+    with _errors_as_reported():
+        words = override_words(overrides)
+        if not _running.acquire(blocking=False):
+            raise SearchError(
+                "plait.sweep was called while a search is running",
+                "A process runs one search at a time.",
+                "Wait until it has ended, or start another process.",
+            )
+        try:
+            return _run(words)
+        finally:
+            _running.release()
 
 
 def open(
@@ -84,7 +81,8 @@ def open(
         SearchError: there is no such search.
         StorageError: it cannot be read.
     """
-    return _open(name, TrackingSettings(uri=uri, root=Path(root), experiment=experiment))
+    with _errors_as_reported():
+        return _open(name, TrackingSettings(uri=uri, root=Path(root), experiment=experiment))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -151,7 +149,7 @@ class Result:
         return pandas.DataFrame(plain, columns=names).set_index("trial")
 
     def adapter(self, trial: int | None = None) -> Adapter:
-        """The adapter of a trial, or of the best one; fetched from the store where it is not on this machine.
+        """The adapter of a trial, or of the best one; the first call fetches it from the store.
 
         Raises:
             SearchError: no such trial, or it has no adapter.
@@ -159,17 +157,25 @@ class Result:
         """
         from plait.tracking.results import chosen
 
-        record = chosen(self._found, trial)
-        return Adapter(record.trial, self._folder(record), self._found, self._settings)
+        with _errors_as_reported():
+            record = chosen(self._found, trial)
+            return Adapter(record.trial, self._folder(record), self._found, self._settings)
 
     def _folder(self, record: JobRecord) -> Path:
         from plait.tracking import export
         from plait.utils.paths import cache_dir
 
-        folder = Path(record.adapter)
-        if record.adapter and folder.is_dir():
-            return folder
-        fetched = cache_dir() / "adapters" / (record.run_id or record.name)
+        if not record.run_id:  # read from the study, which has no runs, while the store was away
+            folder = Path(record.adapter)
+            if record.adapter and folder.is_dir():
+                return folder
+            raise StorageError(
+                f"{record.name} of search {self.name!r} ({record.state}): no adapter in its folder",
+                "The search was opened while its store did not answer, so no adapter can be fetched.",
+                f"Open it again when the store answers: plait.open({self.name!r}).",
+            )
+        # Not the folder that the trial wrote: a search of this name that was restarted writes there, too.
+        fetched = cache_dir() / "adapters" / record.run_id
         if not fetched.is_dir():
             export(self._settings, record.run_id, fetched)
         return fetched
@@ -255,7 +261,7 @@ def _word(key: str, value: object) -> str:
     """The value of a key behind its equals sign."""
     from plait.config.build import JOB_GROUPS
 
-    value = value.tolist() if hasattr(value, "tolist") else value  # numbers and arrays of NumPy
+    value = _plain(value)
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple, range)) and key.lstrip("+").split(".")[0] in JOB_GROUPS:
@@ -263,10 +269,16 @@ def _word(key: str, value: object) -> str:
     return _literal(key, value)
 
 
+def _plain(value: object) -> object:
+    """A number or an array of NumPy as Python has it; other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _literal(key: str, value: object) -> str:
     """A value in Hydra's grammar."""
     from plait.search.recorded import quoted
 
+    value = _plain(value)
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (int, float)):
@@ -280,6 +292,24 @@ def _literal(key: str, value: object) -> str:
     raise ConfigError(
         f"{key}={value!r}", "A value is text, a number, true or false, None, a path, a list or a mapping."
     )
+
+
+@contextmanager
+def _errors_as_reported() -> Iterator[None]:
+    """Errors as the command line prints them: of what the machine refuses, too, and without passwords. What
+    caused them may hold some, and is shown with HYDRA_FULL_ERROR=1 alone, as there."""
+    try:
+        yield
+    except (PlaitError, OSError, RecursionError, UnicodeError, RuntimeError) as error:
+        from plait.cli.main import refusal
+        from plait.utils.addresses import redact
+
+        reported = error if isinstance(error, PlaitError) else refusal(error)
+        reported.args = tuple(redact(part) for part in (reported.value, reported.rule, reported.remedy))
+        reported.value, reported.rule, reported.remedy = reported.args
+        if os.environ.get(FULL_ERROR) == "1":
+            raise reported from (reported.__cause__ if reported is error else error)
+        raise reported from None
 
 
 def _run(words: list[str]) -> Result:

@@ -16,6 +16,7 @@ import plait
 from plait.cli.main import main
 from plait.core.messages import Event, JobProgress
 from plait.terminal.view import Terminal
+from plait.utils.paths import cache_dir
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
 STEPS = 6
@@ -84,7 +85,7 @@ def test_a_search_is_interrupted_resumed_and_opened_and_its_adapters_load(
     assert again.trials.equals(trials)
     shutil.rmtree(folder / "plait-runs" / "searches" / "mine" / "adapters")
     fetched = again.adapter(0)
-    assert fetched.folder != result.adapter(0).folder or fetched.folder.is_dir()
+    assert fetched.folder == cache_dir() / "adapters" / trials["run_id"][0]
     _check_loaded(fetched)
     assert main(["leaderboard", "mine", "--root", str(folder / "plait-runs"), "--format", "csv"]) == 0
     assert trials.reset_index().to_csv(index=False) == capfd.readouterr().out
@@ -108,7 +109,8 @@ def test_the_notebook_runs_and_plots_its_search(folder: Path, monkeypatch: pytes
     monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
+    place = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=None, startup_timeout=240, resources=place).execute()
     search, table, plot, text = (cell.outputs for cell in notebook.cells if cell.cell_type == "code")
     said = "".join(output.text for output in search if output.output_type == "stream")
     assert "4 of 4 ended" in said

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from plait import api
 from plait.cli.app import compose
 from plait.cli.main import main
 from plait.config.overrides import read_request
-from plait.core.errors import ConfigError, PlaitError
+from plait.core.errors import ConfigError, PlaitError, StorageError
+from plait.core.lifecycle import JobState
+from plait.core.settings import TrackingSettings
+from plait.tracking import JobRecord, Location, SearchResult
 from plait.utils.paths import conf_dir
 
 
@@ -41,6 +45,8 @@ def test_a_name_that_is_not_there_is_no_attribute() -> None:
         ((), []),
         (["model=tiny", "adapter.rank=4,8"], ["model=tiny", "adapter.rank=4,8"]),
         ({"adapter.rank": [4, 8]}, ["adapter.rank=choice(4,8)"]),
+        ({"train.lr": list(np.array([1e-4, 0.5]))}, ["train.lr=choice(0.0001,0.5)"]),
+        ({"search.enqueue": [{"adapter.rank": np.int64(4)}]}, ["search.enqueue=[{adapter.rank:4}]"]),
         ({"adapter.rank": range(4, 13, 4)}, ["adapter.rank=choice(4,8,12)"]),
         ({"train.lr": "tag(log,interval(1e-4,1e-2))"}, ["train.lr=tag(log,interval(1e-4,1e-2))"]),
         ({"train.lr": np.array([1e-4, 0.5])}, ["train.lr=choice(0.0001,0.5)"]),
@@ -132,3 +138,67 @@ def test_what_the_machine_refuses_is_an_error_of_plaits(monkeypatch: pytest.Monk
     monkeypatch.setattr(api, "_run", full)
     with pytest.raises(PlaitError, match="here: No space left"):
         plait.sweep()
+
+
+ADDRESS = "postgresql://me:hunter2@host/plait"
+
+
+def _refuse(_: list[str]) -> None:
+    try:
+        raise ValueError(f"{ADDRESS} is unknown")
+    except ValueError as error:
+        raise StorageError(f"tracking.uri={ADDRESS}", f"No answer: {error}", f"Start {ADDRESS}.") from error
+
+
+@pytest.mark.parametrize("overrides", [f"tracking.uri={ADDRESS}", []], ids=["wrong-form", "no-answer"])
+def test_errors_have_no_passwords(overrides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setattr(api, "_run", _refuse)
+    with pytest.raises(PlaitError, match=r"me:\*\*\*@host") as caught:
+        plait.sweep(overrides)
+    assert "hunter2" not in repr(caught.value)
+    assert "hunter2" not in f"{caught.value.value} {caught.value.rule} {caught.value.remedy}"
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_cause_of_an_error_is_shown_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(api, "_run", _refuse)
+    with pytest.raises(StorageError) as caught:
+        plait.sweep()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def _result(folder: Path, run_id: str) -> api.Result:
+    """A search whose trial 0 left an adapter in ``folder``."""
+    record = JobRecord("trial-0000", 0, state=JobState.FINISHED, adapter=str(folder), run_id=run_id)
+    where = Location("sqlite:///none.db", folder, None)
+    found = SearchResult("mine", JobState.FINISHED, "minimize", "eval/loss", run_id, "1", where, (record,))
+    return api.Result(found, TrackingSettings())
+
+
+def test_an_adapter_is_that_of_its_run_though_a_restarted_search_wrote_into_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def export(_: TrackingSettings, name: str, destination: Path) -> None:
+        fetched.append(name)
+        destination.mkdir(parents=True)
+
+    monkeypatch.setattr("plait.tracking.export", export)
+    monkeypatch.setenv("PLAIT_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "trial-0000"
+    folder.mkdir()
+    for run_id in ("a" * 32, "b" * 32, "a" * 32):
+        assert _result(folder, run_id).adapter(0).folder == tmp_path / "cache" / "adapters" / run_id
+    assert fetched == ["a" * 32, "b" * 32]  # each once
+
+
+def test_without_its_runs_a_search_has_the_adapters_in_its_folder_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.tracking.export", lambda *_: pytest.fail("there is no run to export"))
+    assert _result(tmp_path, "").adapter(0).folder == tmp_path
+    with pytest.raises(StorageError, match=r"trial-0000 of search 'mine'.*\n.*\n.*plait\.open\('mine'\)"):
+        _result(tmp_path / "none", "").adapter(0)

@@ -27,6 +27,29 @@ TALKS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a\n\nb"}]}
     for n in range(3)
 ]
+# Functions whose fields differ: a table gives each the fields of all, as nulls (and Arrow sorts them).
+CALLS = [
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {
+                "role": "assistant",
+                "content": "a",
+                "tool_calls": [{"arguments": {"deep": {name: 2}, name: 1}}],
+            },
+        ],
+        "tools": [{"function": {"name": name, "properties": {name: {"type": "integer"}}}}],
+    }
+    for name in ("x", "y", "z")
+]
+WITH_FUNCTIONS = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m['content'] }}{{ (m['tool_calls'] or []) | tojson }}"
+    "{% endfor %}"
+)
+ASKED = [
+    {"prompt": talk["messages"][:1], "completion": talk["messages"][1:], "chat_template_kwargs": {"a": "b"}}
+    for talk in TALKS
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +87,11 @@ def save_all(rows, folder):
     return [*contents, "r.parquet", "several"]
 
 
-@pytest.mark.parametrize("rows", [PAIRS, TALKS])
+@pytest.mark.parametrize("rows", [PAIRS, TALKS, CALLS, ASKED], ids=["pairs", "talks", "calls", "asked"])
 def test_every_format_gives_the_same_samples(rows, tmp_path, tokeniser):
     datasets = pytest.importorskip("datasets")
+    if rows is CALLS:
+        tokeniser = byte_tokeniser(template=WITH_FUNCTIONS)
     names = save_all(rows, tmp_path / "rows")
     saved = datasets.Dataset.from_list(rows)
     saved.save_to_disk(str(tmp_path / "rows" / "saved"))
@@ -89,6 +114,20 @@ def test_every_format_gives_the_same_samples(rows, tmp_path, tokeniser):
     assert few != expected
     for name in (*names, "saved", "splits"):
         assert digest(path=str(path / name), size=2) == few, name
+
+
+def test_an_empty_cell_of_a_csv_file_is_absent_where_there_is_no_text(tmp_path):
+    fields = "messages,conversations,tools,chat_template_kwargs,text"
+    (tmp_path / "a.csv").write_text(f"{fields}\n,,,,a\n")
+    check_data(DataSpec.of("file", path=str(tmp_path / "a.csv"), validation=0))
+    (tmp_path / "a.csv").write_text('prompt,completion\n"[1]","[{""a"": 2}]"\n')  # JSON, but no messages
+    check_data(DataSpec.of("file", path=str(tmp_path / "a.csv"), validation=0))
+
+
+def test_a_folder_may_have_a_file_state_json_and_hidden_files(tmp_path):
+    (tmp_path / "state.json").write_text('{"text": "a"}')
+    (tmp_path / "._state.json").write_bytes(b"\x00\xff")
+    check_data(DataSpec.of("file", path=str(tmp_path), validation=0))
 
 
 def test_splits_are_for_training_and_validation(tmp_path, tokeniser):
@@ -190,7 +229,8 @@ def test_without_the_library_only_its_own_folders_and_the_hub_need_it(tmp_path, 
     for name in ("r.json", "r.jsonl", "r.csv", "r.parquet", "several"):
         check_data(DataSpec.of("file", path=str(tmp_path / "rows" / name)))
     (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / "state.json").write_text("{}")
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
     for spec in (DataSpec.of("file", path=str(tmp_path / "saved")), DataSpec.of("hub", id="a/b")):
         with pytest.raises(
             ConfigError, match=r"needs the library `datasets`\.\n.*pip install 'plait\[data\]'"

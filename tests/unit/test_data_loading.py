@@ -351,6 +351,59 @@ def test_a_chat_template_that_is_missing_or_refuses_or_rewrites_history_is_named
             load_data(spec, byte_tokeniser(template=template), max_length=100, cache=tmp_path)
 
 
+NO_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt %}")]
+INST = (
+    "{% for m in messages %}{{ '[%s]' % m.content if m.role == 'user' else ' %s$' % m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "number"),
+    [
+        ([USER, ANSWER], NO_PROMPT, 2),
+        ([ANSWER, USER, ANSWER], NO_PROMPT, 1),
+        ([USER, ANSWER], NO_PROMPT + "{% if not add_generation_prompt %}<|im_end|>{% endif %}", 2),
+    ],
+)
+def test_a_template_that_hides_where_an_answer_begins_is_refused(messages, template, number, tmp_path):
+    tokeniser = byte_tokeniser(template=template)
+    words = rf"message {number} of {len(messages)}\n.*no prompt for generation.*\n.*assistant_only_loss=false"
+    with pytest.raises(DataError, match=words):
+        load_rows([{"messages": messages}], tmp_path, tokeniser, assistant_only_loss=True)
+
+
+def test_a_template_whose_answers_have_no_header_needs_no_prompt_for_generation(tmp_path):
+    tokeniser = byte_tokeniser(template=INST)
+    split = load_rows([{"messages": [USER, ANSWER] * 2}], tmp_path, tokeniser, assistant_only_loss=True)
+    assert labelled_text(split[0], tokeniser) == " 4$ 4$"
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, "tools"),
+        ({"messages": [USER, ANSWER | {"tool_calls": [{"name": "f"}]}]}, "tool_calls"),
+    ],
+)
+def test_functions_are_refused_where_no_template_writes_them(row, named, tmp_path, tokeniser):
+    with pytest.raises(DataError, match=rf"line 1: {named}, with data\.template=plain\n"):
+        load_rows([row], tmp_path, tokeniser, template="plain")
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"messages": [USER, ANSWER], "tools": [{"name": "\ud83d"}]}, {}),
+        ({"messages": [USER, ANSWER]}, {"chat_template": "{{ messages[0].content }}\udcff"}),
+        ({"instruction": "a", "output": "b"}, {"separator": "\udcff"}),
+    ],
+)
+def test_text_that_is_no_unicode_is_refused(row, options, tmp_path):
+    tokeniser = byte_tokeniser(template="{{ tools | tojson }}")
+    with pytest.raises(DataError, match=r"line 1: its text has '\\ud.* at character \d+\n.*valid Unicode"):
+        load_rows([row], tmp_path, tokeniser, **options)
+
+
 def test_the_chat_template_may_be_a_file_whose_content_counts(tmp_path, tokeniser):
     rows = [{"messages": [USER, ANSWER]}]
     file = tmp_path / "chat.jinja"

@@ -58,6 +58,11 @@ def test_the_config_group_has_every_option_with_the_codes_default(source):
         pytest.param(DataSpec.of("reasoning_gym", overlong="cut"), ["drop, refuse, truncate"], id="overlong"),
         pytest.param(DataSpec.of("reasoning_gym", template="x"), ["auto, chat, plain"], id="template"),
         pytest.param(
+            DataSpec.of("reasoning_gym", template="plain", chat_template="a.jinja"),
+            ["data.chat_template with data.template=plain", "Leave one out"],
+            id="template-without-use",
+        ),
+        pytest.param(
             DataSpec.of("reasoning_gym", validation=1.5), ["data.validation=1.5", "share"], id="validation"
         ),
         pytest.param(DataSpec.of("reasoning_gym", validation=-1), ["data.validation=-1"], id="negative"),

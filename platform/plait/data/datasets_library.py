@@ -14,12 +14,13 @@ from plait.data.examples import Row, shortened
 from plait.utils.spelling import did_you_mean
 
 SPLIT = "train"  # the one that is trained on, where none is asked for
-STATE, SPLITS = "state.json", "dataset_dict.json"  # what marks a saved folder of one split, and of several
+STATE = ("state.json", "dataset_info.json")  # what marks a saved folder of one split
+SPLITS = "dataset_dict.json"  # and of several
 
 
 def is_saved(folder: Path) -> bool:
     """Whether the library saved this folder."""
-    return (folder / STATE).is_file() or (folder / SPLITS).is_file()
+    return all((folder / name).is_file() for name in STATE) or (folder / SPLITS).is_file()
 
 
 def split_folder(folder: Path, split: str | None, key: str) -> Path:

@@ -15,6 +15,7 @@ FORMATS = (
     "{messages}, {conversations}, {prompt, completion}, {instruction, input, output}, {text}, "
     "or fields named by data.prompt_field and data.completion_field"
 )
+NOT_TEXT = ("messages", "conversations", "tools", "chat_template_kwargs")
 MOST_SHOWN = 60  # characters of a value in an error
 MOST_NAMES = 20  # fields of a row in an error
 
@@ -74,7 +75,7 @@ def read_example(row: Row, where: str, named: NamedFields | None = None) -> Exam
     Raises:
         DataError: the row has none of the known formats, a field of the wrong kind, or an unknown role.
     """
-    row = _present(row)
+    row = {name: value for name, value in row.items() if value is not None}
     if named is not None:
         return _pair(row, named.prompt, named.completion, "\n", where)
     for needed, read in _FORMATS:
@@ -162,15 +163,15 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[Row, str], Example]], ...] = (
 def _conversation(
     row: Row, messages: tuple[dict[str, Any], ...], where: str, prompt: int | None = None
 ) -> Conversation:
-    settings = row.get("chat_template_kwargs", {})
+    settings = _parsed(row.get("chat_template_kwargs", {}))
     if not isinstance(settings, dict):
         raise DataError(
-            f"{where}: chat_template_kwargs is {shown(settings)}",
+            f"{where}: chat_template_kwargs is {shown(row['chat_template_kwargs'])}",
             "chat_template_kwargs must be an object.",
             "Correct the row.",
         )
     tools = _objects(row["tools"], "tools", where) if row.get("tools") else ()
-    return Conversation(messages, prompt, tools, _present(settings))
+    return Conversation(messages, prompt, tools, _without_nulls(settings))
 
 
 def _messages(
@@ -196,25 +197,50 @@ def _message(
 
 
 def _objects(value: object, name: str, where: str) -> tuple[dict[str, Any], ...]:
-    """A list of objects, also as JSON text: a CSV file has no lists. Their fields that are null count as
-    absent."""
-    given = value
-    if isinstance(value, str):
-        try:
-            given = json.loads(value)
-        except (ValueError, RecursionError):
-            given = value
+    """A list of objects, also as JSON text. Their fields that are null, at any depth, count as absent."""
+    given = _parsed(value)
     if not isinstance(given, list) or not given or not all(isinstance(entry, dict) for entry in given):
         what = "descriptions of functions" if name == "tools" else "messages"
         raise DataError(
             f"{where}: {name} is {shown(value)}", f"{name} must be a list of {what}.", "Correct the row."
         )
-    return tuple(_present(entry) for entry in given)
+    return tuple(_without_nulls(entry) for entry in given)
 
 
-def _present(row: Row) -> dict[str, Any]:
-    """The fields that are not null."""
-    return {name: value for name, value in row.items() if value is not None}
+def _parsed(value: object) -> object:
+    """What JSON text holds, as a CSV file has neither lists nor objects; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the fields that are null in its objects: Parquet and `datasets` give every object in
+    a column the fields of all others."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def csv_row(cells: Mapping[str, str]) -> Row:
+    """A row of a file that holds text alone, as the other formats have it: an empty cell of a field that is
+    no text is absent, and prompt and completion are messages where both are such as JSON."""
+    row: dict[str, object] = {
+        name: cell for name, cell in cells.items() if cell.strip() or name not in NOT_TEXT
+    }
+    pair = {name: _parsed(cells.get(name)) for name in ("prompt", "completion")}
+    return row | pair if all(_are_messages(each) for each in pair.values()) else row
+
+
+def _are_messages(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(entry, dict) and "role" in entry for entry in value)
+    )
 
 
 def shown(value: object) -> str:

@@ -118,7 +118,8 @@ def _open(
 
 
 def _files_in(folder: Path, origin: _Origin) -> list[Path]:
-    found = sorted(each for each in folder.iterdir() if each.suffix.lower() in SUFFIXES and each.is_file())
+    named = (each for each in folder.iterdir() if not each.name.startswith("."))  # not macOS's ._a.csv
+    found = sorted(each for each in named if each.suffix.lower() in SUFFIXES and each.is_file())
     if not found:
         raise DataError(
             f"{origin.key}={origin.path!r}: this folder has no data files",

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from plait.core.errors import DataError
-from plait.data.examples import Row, shortened, shown
+from plait.data.examples import Row, csv_row, shortened, shown
 
 # What makes rows of a file's content; the name of the file stands in places and errors.
 Parser = Callable[[bytes, str], Iterator[tuple[str, Row]]]
@@ -157,4 +157,4 @@ def _csv_row(header: list[str], fields: list[str], where: str) -> Row:
             f"The first line names {len(header)}.",
             "Correct the row; a field with a comma or a line break must stand in quotes.",
         )
-    return dict(zip(header, fields, strict=True))
+    return csv_row(dict(zip(header, fields, strict=True)))

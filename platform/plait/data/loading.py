@@ -23,7 +23,7 @@ from plait.data.tokenising import Renderer, check_tokeniser, tokenise, tokeniser
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLES_VERSION = 2  # raise it when the same rows and options give other samples than before
+SAMPLES_VERSION = 3  # raise it when the same rows and options give other samples than before
 
 
 def check_data(spec: DataSpec) -> None:

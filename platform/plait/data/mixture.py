@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from plait.config.fields import build, convert, unknown_key
 from plait.core.checks import NOT_EMPTY
-from plait.core.errors import ConfigError, choices
+from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Example
 from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOptions
 
@@ -62,8 +64,10 @@ def open_rows(options: MixtureOptions) -> Rows:
     parts = []
     state = hashlib.sha256()
     for number, entry in enumerate(options.sources):
-        source, own = _own_options(entry, f"data.sources[{number}]", shared)
-        rows = replace(source.open(own), weight=_weight(entry, number))
+        key = f"data.sources[{number}]"
+        with _keys_of_entry(key):
+            source, own = _own_options(entry, key, shared)
+            rows = replace(source.open(own), weight=_weight(entry, number))
         state.update(f"{rows.digest} {rows.validation.digest if rows.validation else ''};".encode())
         parts.append(rows)
 
@@ -74,6 +78,19 @@ def open_rows(options: MixtureOptions) -> Rows:
 
 
 SOURCES.add(MIXTURE, Source(MixtureOptions, open_rows))
+
+
+@contextmanager
+def _keys_of_entry(key: str) -> Iterator[None]:
+    """Errors of a source's own options, with the keys as the entry has them: data.sources[0].path."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        known = {field.name for name in SOURCES for field in fields(SOURCES.get(name).options)} | {SOURCE}
+        names = "|".join(known - {*SHARED, "sources"})
+        own = re.compile(rf"(?<![\w/])data\.(?=(?:{names})\b)")
+        parts = (own.sub(f"{key}.", part) for part in (error.value, error.rule, error.remedy))
+        raise type(error)(*parts) from error
 
 
 def _weight(entry: Mapping[str, Any], number: int) -> float | None:
@@ -91,7 +108,8 @@ def _own_options(
 ) -> tuple[Source, CommonOptions]:
     """The source that an entry names, and its options with those of the mixture."""
     given = {name: value for name, value in entry.items() if name not in (WEIGHT, SOURCE)}
-    name = entry.get(SOURCE) or next((MEANT[each] for each in MEANT if each in given), "")
+    named = convert(str | None, entry.get(SOURCE), f"{key}.{SOURCE}")
+    name = named or next((MEANT[each] for each in MEANT if each in given), "")
     if not name or name == MIXTURE:
         raise ConfigError(
             f"{key}={json.dumps(dict(entry), default=str)}",

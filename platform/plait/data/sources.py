@@ -57,6 +57,12 @@ class CommonOptions:
 
     def __post_init__(self) -> None:
         check(self, "data")
+        if self.template == "plain" and self.chat_template is not None:
+            raise ConfigError(
+                "data.chat_template with data.template=plain",
+                "data.template=plain uses no chat template.",
+                "Leave one out.",
+            )
 
     def validation_rows(self, count: int) -> int:
         """How many of ``count`` rows are for validation."""

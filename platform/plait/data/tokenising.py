@@ -37,6 +37,10 @@ ROWS_AT_ONCE = 1024  # bounds the memory of the offsets
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 # What a template writes around that which the model generates, so that it alone can be counted.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+WITHOUT_TURNS = (
+    "Set data.assistant_only_loss=false, or data.chat_template to a template with {% generation %} around "
+    "the assistant's messages."
+)
 Ids = npt.NDArray[np.int32]
 Labels = npt.NDArray[np.bool_]
 Spans = tuple[tuple[int, int], ...]
@@ -110,9 +114,15 @@ class Renderer:
         """The text of an example.
 
         Raises:
-            DataError: the template is missing or refuses the messages; or only the assistant's messages are
-                to count and there are none, or they cannot be distinguished.
+            DataError: the template is missing or refuses the messages; only the assistant's messages are to
+                count and there are none, or they cannot be distinguished; or the text is not valid Unicode.
         """
+        rendered = self._render(example, where)
+        for text in (rendered.text, rendered.prompt or ""):
+            _check_unicode(text, where)
+        return rendered
+
+    def _render(self, example: Example, where: str) -> Rendered:
         options = self.options
         if isinstance(example, Pair) and options.template == "chat":
             user = {"role": "user", "content": example.prompt}
@@ -124,15 +134,21 @@ class Renderer:
         if isinstance(example, Pair):
             head = example.prompt + (example.separator if options.separator is None else options.separator)
             return Rendered(head + example.completion, self._prompt(head))
-        return self._plain(example) if options.template == "plain" else self._chat(example, where)
+        return self._plain(example, where) if options.template == "plain" else self._chat(example, where)
 
     def _prompt(self, text: str) -> str | None:
         return None if self.options.completion_only_loss is False else text
 
-    def _plain(self, conversation: Conversation) -> Rendered:
+    def _plain(self, conversation: Conversation, where: str) -> Rendered:
         """Messages behind their names ("User: …"); each of the assistant's ends the sequence, as the last
         does.
         """
+        if conversation.tools or any("tool_calls" in message for message in conversation.messages):
+            raise DataError(
+                f"{where}: {'tools' if conversation.tools else 'tool_calls'}, with data.template=plain",
+                "Without a chat template there is no text for functions and their calls.",
+                "Leave data.template out, or remove the row.",
+            )
         separator = "\n\n" if self.options.separator is None else self.options.separator
         text, head, spans = "", None, []
         for number, message in enumerate(conversation.messages):
@@ -178,11 +194,28 @@ class Renderer:
                     f"{where}: message {number + 1} of {count}",
                     "The chat template changes a message when another one follows, so Plait cannot tell "
                     "which tokens count in the loss.",
-                    "Set data.assistant_only_loss=false, or data.chat_template to a template with "
-                    "{% generation %} around the assistant's messages.",
+                    WITHOUT_TURNS,
                 )
+            generated = through[len(head) :].lstrip()
+            if not generated.startswith(str(message.get("content", "")).strip()):
+                self._check_generation_prompt(conversation, where, number, head)
             spans.append((len(head), len(through)))
         return tuple(spans)
+
+    def _check_generation_prompt(
+        self, conversation: Conversation, where: str, number: int, head: str
+    ) -> None:
+        """Raise a DataError where nothing tells the header of a message from what the model generates: the
+        text before the message has no prompt for its generation."""
+        bare = self._apply(conversation, where, number) if number else ""
+        if head not in (bare, bare.removesuffix(str(self.tokeniser.eos_token))):
+            return
+        raise DataError(
+            f"{where}: message {number + 1} of {len(conversation.messages)}",
+            "The chat template has no prompt for generation (add_generation_prompt), so Plait cannot tell "
+            "the header of an assistant's message from its content.",
+            WITHOUT_TURNS,
+        )
 
     def _before(self, conversation: Conversation, where: str, number: int, through: str) -> str:
         """What stands before a message: the conversation up to it, and the prompt for its generation.
@@ -262,6 +295,19 @@ def _refused(where: str, error: Exception) -> DataError:
         "The chat template refuses these messages.",
         "Correct the row, or set data.chat_template=FILE.jinja or data.template=plain.",
     )
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """Raise a DataError where a tokeniser could not take the text: a row's functions, the separator or the
+    template may hold half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: its text has {text[error.start]!a} at character {error.start + 1}",
+            "The text must be valid Unicode: this is half of a surrogate pair, or a byte that is no UTF-8.",
+            "Correct the row, data.separator or data.chat_template.",
+        ) from error
 
 
 def _check_assistant(example: Example, where: str) -> None:
