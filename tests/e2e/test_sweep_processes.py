@@ -61,7 +61,7 @@ def test_a_process_that_dies_is_named_and_the_same_command_resumes(
     assert main(command) == 2
     said = capsys.readouterr().err
     assert "process 1" in said
-    assert "it died (RunMicrobatches)" in said
+    assert "died with status -9 (RunMicrobatches)" in said
     assert "same command" in said
     assert main(command) == 0
     assert "resuming 3" in capsys.readouterr().out

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
+from typing import Any
 
 import pytest
 from laboratory import random_data, random_texts
@@ -16,12 +17,37 @@ from processes import ForkedProcess
 
 from plait.core.errors import ModelError, ProcessError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import Attach, Detach
+from plait.core.messages import (
+    Attach,
+    Attached,
+    Cursor,
+    Detach,
+    JobLoss,
+    MicrobatchDone,
+    OutOfMemory,
+    RunMicrobatches,
+    StepDone,
+    StepJob,
+    StepJobs,
+)
+from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.distributed.channel import Address, Beat, Door, connect
+from plait.distributed.channel import (
+    Address,
+    Answer,
+    Beat,
+    Build,
+    Door,
+    DropGradients,
+    Hello,
+    Share,
+    connect,
+)
 from plait.distributed.fleet import Fleet
 from plait.distributed.launch import Start, launch_here
+from plait.distributed.processes import Fate, Process, Processes
 from plait.engine.catalogue import DataCatalogue
+from plait.engine.worker import ActivationShape, WorkerFacts
 
 KEY = b"k" * 32
 SETTINGS = RunSettings(
@@ -29,6 +55,7 @@ SETTINGS = RunSettings(
     engine=EngineSettings(kernels="grouped", capacity=64, threads=1),
     cluster=ClusterSettings(processes=2),
 )
+FACTS = WorkerFacts(ActivationShape(1, 8, 1, 16, 32, 64, 4, 8, 8), (), 64, 2**20, {"kernels": "grouped"})
 JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=4), random_texts(1, 5, 25))
 
 
@@ -93,12 +120,12 @@ class Dying(Silent):
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match=r"process 0 did not come within 1 s"):
+    with pytest.raises(ProcessError, match=r"process . did not come within 1 s"):
         launched(tmp_path, Silent, join_seconds=1.0)
 
 
 def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match="process 0 ended with status 7") as caught:
+    with pytest.raises(ProcessError, match=r"process . ended with status 7") as caught:
         launched(tmp_path, Dying)
     assert "what it said last" in caught.value.rule
 
@@ -109,7 +136,9 @@ def test_a_model_that_cannot_be_loaded_is_the_error_of_the_run(tmp_path: Path) -
         launch_here(settings, DataCatalogue(random_data), tmp_path, start=ForkedProcess)
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, "it died"), (signal.SIGSTOP, "it was silent")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "died with status -9"), (signal.SIGSTOP, "was silent for")]
+)
 def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
     tmp_path: Path, number: signal.Signals, said: str
 ) -> None:
@@ -119,10 +148,77 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
         started.append(ForkedProcess(address, key, process, log))
         return started[-1]
 
-    fleet = launched(tmp_path, start, silence_seconds=5.0)
+    fleet = launched(tmp_path, start)
     fleet.execute(Attach(JOB))
+    if number == signal.SIGSTOP:
+        fleet.processes.silence = 2.0
     os.kill(started[1].pid, number)
-    with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(Detach\)") as caught:
-        fleet.execute(Detach("a"))
+    with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(StepJobs\)") as caught:
+        fleet.execute(StepJobs((StepJob("a", 1, 1e-3),)))
     assert "same command" in caught.value.remedy
     assert [each.poll() for each in started] == [-9, -9]
+
+
+def test_processes_that_end_leave_nothing_behind(tmp_path: Path) -> None:
+    launched(tmp_path, ForkedProcess).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- a fleet of processes that answer as they are told ---------------------------------------------------
+
+
+class Told(Processes):
+    """Two processes; ``said`` has what each answers to a kind of request."""
+
+    def __init__(self, said: Mapping[type, Sequence[Answer]]) -> None:
+        super().__init__(60.0, lambda _: Fate(None, ""))
+        self.said = dict(said) | {Build: [Answer(facts=FACTS)] * 2}
+        self.all = [Process(Hello(number, "host", number), Any) for number in range(2)]  # type: ignore[arg-type]
+        self.asked: list[tuple[int, object]] = []
+
+    def ask(self, requests: Mapping[int, object]) -> dict[int, Answer]:
+        self.asked += requests.items()
+        answers = {number: self.said.get(type(each), [Answer()] * 2) for number, each in requests.items()}
+        return {number: answers[number][number] for number in sorted(answers)}
+
+
+def told(said: Mapping[type, Sequence[Answer]]) -> tuple[Fleet, Told]:
+    processes = Told(said)
+    fleet = Fleet(processes, DataCatalogue(random_data), SETTINGS.engine, None)
+    processes.asked.clear()
+    return fleet, processes
+
+
+def test_where_one_runs_out_of_memory_all_forget_their_gradients() -> None:
+    losses = (JobLoss("a", 1, 2.0, 3, 4),)
+    done = MicrobatchDone(0, losses, 0.5, None)
+    short = OutOfMemory("no room", 0.25)
+    fleet, processes = told({RunMicrobatches: [Answer((done,)), Answer((short,))]})
+    microbatches = tuple(Microbatch(replica, replica, ()) for replica in range(2))
+    assert fleet.execute(RunMicrobatches(microbatches)) == [done, short]
+    assert processes.asked[-2:] == [(0, DropGradients()), (1, DropGradients())]
+
+
+def test_where_one_cannot_attach_a_job_none_has_it() -> None:
+    short = OutOfMemory("no room", 0.25)
+    fleet, processes = told({Attach: [Answer((Attached("a", Cursor()),)), Answer((short,))]})
+    assert fleet.execute(Attach(JOB)) == [short]
+    assert processes.asked[-1] == (0, Detach("a"))
+    assert fleet.jobs == frozenset()
+
+
+def test_what_a_job_resumed_with_is_shared_its_best_weights_too() -> None:
+    attached = Attached("a", Cursor(3, best_step=2))
+    fleet, processes = told({Attach: [Answer((attached,), 1.0), Answer((attached,), 2.0)]})
+    (event,) = fleet.execute(Attach(JOB))
+    assert event == replace(attached, seconds=3.0)
+    assert processes.asked[-2:] == [(0, Share("a", best=True)), (1, Share("a", best=True))]
+
+
+def test_replicas_that_step_apart_end_the_run() -> None:
+    steps = [Answer((StepDone("a", 1, norm, 0.1),)) for norm in (1.0, 1.0000001)]
+    fleet, _ = told({StepJobs: steps})
+    with pytest.raises(ProcessError, match="stepped apart"):
+        fleet.execute(StepJobs((StepJob("a", 1, 1e-3),)))
+    same, _ = told({StepJobs: [steps[0], steps[0]]})
+    assert same.execute(StepJobs((StepJob("a", 1, 1e-3),))) == [StepDone("a", 1, 1.0, 0.2)]

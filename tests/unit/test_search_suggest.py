@@ -164,6 +164,25 @@ def test_a_trial_outside_of_the_space_disturbs_no_sampler(sampler: str) -> None:
     assert result.parameters == found.values
 
 
+def test_a_numbered_sequence_is_continued_after_a_trial_outside_of_the_space() -> None:
+    space = Space((Dimension("train.lr", Real(0.0, 1.0)),))
+
+    def rates(trials: StudyTrials) -> list[object]:
+        return [found.values["train.lr"] for found in drawn(trials, together=1)]
+
+    undisturbed = rates(source(space, sampler="qmc", trials=12))
+    trials = source(space, sampler="qmc", trials=12)
+    first = trials.ask()
+    assert first is not None
+    tell(trials, first)
+    trials.enqueue({}, outside={"train.lr": OutsideValue("7", 7)})
+    other = trials.ask()
+    assert other is not None
+    trials.tell(other, ended("finished", 1.0))
+    rest = rates(trials)
+    assert [first.values["train.lr"], *rest] == undisturbed
+
+
 class Watchful(optuna.samplers.RandomSampler):
     """Notes the values of the trials that it is shown."""
 

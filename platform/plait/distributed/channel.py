@@ -8,11 +8,18 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 from plait.core.errors import PlaitError
@@ -29,19 +36,24 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the base model and join the other processes.
-
-    Attributes:
-        process, processes: its number, from 0, and how many there are.
-        store: file in which the processes find each other.
-        seconds: longest wait for another process.
-    """
+    """Load the base model."""
 
     model: ModelSettings
     device: str
-    process: int
-    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Join the other processes, once all have loaded their model.
+
+    Attributes:
+        store: file in which the processes find each other.
+        processes: how many there are.
+        seconds: longest wait for another process.
+    """
+
     store: str
+    processes: int
     seconds: float
 
 
@@ -110,17 +122,24 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The process lives."""
+    """The process lives and carries out a request."""
 
 
 class Channel:
-    """One end of a link. Any thread may send; one receives."""
+    """One end of a link. Any thread may send; one receives.
 
-    def __init__(self, connection: Connection) -> None:
+    Args:
+        send_seconds: longest wait for the other end to take a message; None: no limit.
+    """
+
+    def __init__(self, connection: Connection, send_seconds: float | None = None) -> None:
         self.connection = connection
         self._sending = threading.Lock()
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms for a small message
+            if send_seconds is not None:
+                limit = struct.pack("ll", int(send_seconds), 0)
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, message: object) -> None:
         """Send a message.
@@ -156,10 +175,16 @@ def connect(address: Address, key: bytes) -> Channel:
 
 
 class Door:
-    """Where processes come in: a thread accepts them, so that waiting for the next has a limit."""
+    """Where processes come in. Threads accept them and check their keys, so that every wait has a limit.
 
-    def __init__(self, address: Address, key: bytes) -> None:
-        self._listener = Listener(address, authkey=key, backlog=64)
+    Args:
+        send_seconds: as :class:`Channel`.
+    """
+
+    def __init__(self, address: Address, key: bytes, send_seconds: float | None = None) -> None:
+        self._listener = Listener(address, backlog=64)
+        self._key = key
+        self._send_seconds = send_seconds
         self._came: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._open = True
         threading.Thread(target=self._accept, daemon=True, name="door").start()
@@ -172,8 +197,18 @@ class Door:
 
     def _accept(self) -> None:
         while self._open:
-            with suppress(AuthenticationError, EOFError, OSError):
-                self._came.put(Channel(self._listener.accept()))
+            with suppress(OSError):
+                connection = self._listener.accept()
+                threading.Thread(target=self._check, args=(connection,), daemon=True).start()
+
+    def _check(self, connection: Connection) -> None:
+        """Let a process in that has the key, as ``multiprocessing``'s own listener does."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._came.put(Channel(connection, self._send_seconds))
+        except (AuthenticationError, EOFError, OSError):
+            connection.close()
 
     def next(self, seconds: float) -> Channel | None:
         """The next process that comes in; None where none does in time."""
@@ -186,4 +221,5 @@ class Door:
         """Accept no further process."""
         self._open = False
         with suppress(OSError):
-            self._listener.close()
+            socket.create_connection(self.address).close()  # wakes the thread that accepts
+        self._listener.close()

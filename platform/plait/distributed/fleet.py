@@ -7,13 +7,10 @@ gradients in the order of the processes, and all step alike.
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from plait.core.errors import PlaitError, ProcessError
+from plait.core.errors import ProcessError
 from plait.core.jobs import DataSpec
 from plait.core.messages import (
     Attach,
@@ -34,92 +31,46 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.settings import EngineSettings
-from plait.distributed.channel import (
-    Answer,
-    Beat,
-    Build,
-    Channel,
-    DropGradients,
-    Hello,
-    Provide,
-    Refusal,
-    Share,
-)
+from plait.distributed.channel import Answer, Build, DropGradients, Provide, Share
+from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import WorkerFacts
-
-
-@dataclass(slots=True)
-class Process:
-    """A process of the run, as the coordinator sees it.
-
-    Attributes:
-        busy: seconds for which it carried out requests, waiting for others included.
-        doing: the last request, in words.
-    """
-
-    hello: Hello
-    channel: Channel
-    busy: float = 0.0
-    doing: str = "started"
-    heard: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
 
 
 class Fleet:
     """A :class:`~plait.engine.worker.Worker` over processes that have loaded their model.
 
     Args:
-        processes: in the order of their numbers.
-        silence: seconds without a sign of life after which a process counts as dead.
-        closed: called once, at the end, to see that the processes have ended.
+        memory_bytes: of each process, on a processor that they share; None: each says what its device has.
     """
 
     def __init__(
-        self,
-        processes: Sequence[Process],
-        data: DataCatalogue,
-        engine: EngineSettings,
-        *,
-        silence: float,
-        closed: Callable[[], None] = lambda: None,
+        self, processes: Processes, data: DataCatalogue, engine: EngineSettings, memory_bytes: int | None
     ) -> None:
-        self._processes = list(processes)
+        self.processes = processes
         self._data = data
-        self._silence = silence
-        self._closed = closed
         self._provided: set[DataSpec] = set()
         self._jobs: set[str] = set()
-        self.facts = self._build(engine)
+        self.facts = self._build(engine, memory_bytes)
 
-    def _build(self, engine: EngineSettings) -> WorkerFacts:
-        """Make all workers; the first one's choice of kernels holds for all."""
-        first, *others = self._processes
-        answers = self._ask({first.hello.process: Build(engine)})
+    def _build(self, engine: EngineSettings, memory_bytes: int | None) -> WorkerFacts:
+        """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
+        answers = self.processes.ask({0: Build(engine)})
         chosen = answers[0].facts
         assert chosen is not None
-        same = replace(engine, kernels=chosen.chosen["kernels"])
-        answers |= self._ask({each.hello.process: Build(same) for each in others})
-        return self._agree([each.facts for each in answers.values() if each.facts is not None])
-
-    def _agree(self, built: Sequence[WorkerFacts]) -> WorkerFacts:
-        """The facts that hold for all processes: the least memory, shared by processes on one processor."""
-        for process, each in zip(self._processes, built, strict=True):
-            if each.model != built[0].model:
+        same = Build(replace(engine, kernels=chosen.chosen["kernels"]))
+        answers |= self.processes.ask(dict.fromkeys(range(1, len(self.processes)), same))
+        built = [answer.facts for answer in answers.values() if answer.facts is not None]
+        for process, facts in zip(self.processes.all, built, strict=True):
+            if facts.model != chosen.model:
                 raise ProcessError(
-                    f"{process} has loaded another model than {self._processes[0]}",
+                    f"{process} has loaded another model than {self.processes.all[0]}",
                     "All processes train over the same base model.",
-                    "Give model.revision, or copy the same files to all hosts.",
+                    "Give model.revision, or wait until the model's files no longer change.",
                 )
-        on_host = Counter(process.hello.host for process in self._processes)
-        memory = [
-            each.memory_bytes // (on_host[process.hello.host] if each.devices == ("cpu",) else 1)
-            for process, each in zip(self._processes, built, strict=True)
-        ]
-        devices = tuple(device for each in built for device in each.devices)
-        return replace(built[0], memory_bytes=min(memory), devices=devices)
+        least = min(facts.memory_bytes for facts in built)
+        devices = tuple(device for facts in built for device in facts.devices)
+        return replace(chosen, memory_bytes=memory_bytes or least, devices=devices)
 
     # ---- commands --------------------------------------------------------------------------------------
 
@@ -136,25 +87,25 @@ class Fleet:
             case RunMicrobatches() | Evaluate():
                 return self._run(command)
             case StepJobs():
-                return _one_step(self._all(command))
+                return _one_step(self.processes.ask_all(command))
             case Generate():
                 return self._generate(command)
             case SaveCheckpoint() | Export():
-                return self._ask({0: command})[0].events
+                return self.processes.ask({0: command})[0].events
             case Detach() | KeepWeights():
-                self._all(command)
+                self.processes.ask_all(command)
                 self._jobs -= {command.job} if isinstance(command, Detach) else set()
                 return ()
 
     def _attach(self, command: Attach) -> Sequence[WorkerEvent]:
         spec = command.job.data
         if spec not in self._provided:
-            self._all(Provide(spec, self._data.of(spec)))
+            self.processes.ask_all(Provide(spec, self._data.of(spec)))
             self._provided.add(spec)
-        answers = self._all(command)
+        answers = self.processes.ask_all(command)
         short = {number for number, answer in answers.items() if _out_of_memory(answer.events)}
         if short:
-            self._ask({number: Detach(command.job.name) for number in answers if number not in short})
+            self.processes.ask(dict.fromkeys(sorted(answers.keys() - short), Detach(command.job.name)))
             return [_one_shortage([event for answer in answers.values() for event in answer.events])]
         self._jobs.add(command.job.name)
         (event,) = answers[0].events
@@ -162,7 +113,7 @@ class Fleet:
         if not isinstance(event, Attached):
             assert isinstance(event, JobFailed)
             return [replace(event, seconds=spent)]
-        shared = self._all(Share(command.job.name, best=event.cursor.best_step is not None))
+        shared = self.processes.ask_all(Share(command.job.name, best=event.cursor.best_step is not None))
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
 
     def _run(self, command: RunMicrobatches | Evaluate) -> Sequence[WorkerEvent]:
@@ -172,99 +123,37 @@ class Fleet:
             number: tuple(each for each in command.microbatches if each.replica == number)
             for number in numbers
         }
-        answers = self._ask({number: replace(command, microbatches=each) for number, each in own.items()})
+        answers = self.processes.ask(
+            {number: replace(command, microbatches=each) for number, each in own.items()}
+        )
         events = [event for answer in answers.values() for event in answer.events]
         if not _out_of_memory(events):
             return events
-        self._all(DropGradients())
+        self.processes.ask_all(DropGradients())
         done = [event for event in events if isinstance(event, MicrobatchDone)]
         return [*done, _one_shortage(events)]
 
     def _generate(self, command: Generate) -> Sequence[WorkerEvent]:
         """The jobs are shared out in turn; answers come in the order asked for."""
-        count = len(self._processes)
+        count = len(self.processes)
         own = {number: command.jobs[number::count] for number in range(count)}
-        answers = self._ask({number: replace(command, jobs=jobs) for number, jobs in own.items() if jobs})
+        answers = self.processes.ask(
+            {number: replace(command, jobs=jobs) for number, jobs in own.items() if jobs}
+        )
         said: dict[str, WorkerEvent] = {}
         for event in (each for answer in answers.values() for each in answer.events):
             assert isinstance(event, Generated | JobFailed)
             said[event.job] = event
         return [said[each.job] for each in command.jobs]
 
-    # ---- processes -------------------------------------------------------------------------------------
-
     @property
     def jobs(self) -> frozenset[str]:
         """The jobs that are in."""
         return frozenset(self._jobs)
 
-    @property
-    def busy(self) -> tuple[float, ...]:
-        """Seconds for which each process carried out requests."""
-        return tuple(process.busy for process in self._processes)
-
     def close(self) -> None:
         """End all processes."""
-        for process in self._processes:
-            process.channel.close()
-        self._closed()
-
-    def _all(self, request: object) -> Mapping[int, Answer]:
-        return self._ask({process.hello.process: request for process in self._processes})
-
-    def _ask(self, requests: Mapping[int, object]) -> dict[int, Answer]:
-        """Send each process its request and wait for all answers, in the order of the processes.
-
-        Raises:
-            ProcessError: a process died, or was silent for too long: then all are ended.
-            PlaitError: what a process says cannot be done, once all have answered.
-        """
-        pending: dict[object, Process] = {}
-        for number, request in requests.items():
-            process = self._processes[number]
-            process.doing, process.heard = type(request).__name__, time.monotonic()
-            pending[process.channel.connection] = process
-            try:
-                process.channel.send(request)
-            except OSError as error:
-                raise self._lost(process, "its link closed") from error
-        answers: dict[int, Answer] = {}
-        refused: dict[int, PlaitError] = {}
-        while pending:
-            ready = wait([each.channel.connection for each in pending.values()], timeout=1.0)
-            for process in [pending[link] for link in ready]:
-                match self._receive(process):
-                    case Answer() as answer:
-                        answers[process.hello.process] = answer
-                        process.busy += answer.seconds
-                        del pending[process.channel.connection]
-                    case Refusal() as refusal:
-                        refused[process.hello.process] = refusal.error
-                        del pending[process.channel.connection]
-            for process in pending.values():
-                if (silent := time.monotonic() - process.heard) > self._silence:
-                    raise self._lost(process, f"it was silent for {silent:.0f} s")
-        for number in sorted(refused):
-            raise refused[number]
-        return {number: answers[number] for number in sorted(answers)}
-
-    def _receive(self, process: Process) -> Answer | Refusal | Beat:
-        try:
-            message = process.channel.receive()
-        except (EOFError, OSError) as error:
-            raise self._lost(process, "it died") from error
-        process.heard = time.monotonic()
-        assert isinstance(message, Answer | Refusal | Beat)
-        return message
-
-    def _lost(self, process: Process, how: str) -> ProcessError:
-        """End all processes, since those left may wait for this one; what to say of it."""
-        self.close()
-        return ProcessError(
-            f"{process}: {how} ({process.doing})",
-            "A run ends where one of its processes does; checkpoints are whole.",
-            "The same command resumes the search.",
-        )
+        self.processes.close()
 
 
 def _out_of_memory(events: Sequence[WorkerEvent]) -> bool:

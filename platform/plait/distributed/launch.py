@@ -9,23 +9,25 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from plait.core.errors import PlaitError, ProcessError
-from plait.core.settings import RunSettings
-from plait.distributed.channel import Address, Answer, Channel, Door, Hello, Load, Refusal
-from plait.distributed.fleet import Fleet, Process
+from plait.core.errors import ProcessError
+from plait.core.settings import ClusterSettings, RunSettings
+from plait.distributed.channel import Address, Channel, Door, Hello, Join, Load
+from plait.distributed.fleet import Fleet
 from plait.distributed.process import ADDRESS, KEY, NUMBER
+from plait.distributed.processes import Fate, Process, Processes
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import allowed_cores
+from plait.engine.devices import choose_device, device_bytes, usual_threads
 
 HERE = ("127.0.0.1", 0)
 LOG_LINES = 5  # of a process that died, shown
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Started(Protocol):
@@ -47,6 +49,8 @@ Start = Callable[[Address, bytes, int, Path], Started]
 def start_process(address: Address, key: bytes, number: int, log: Path) -> Started:
     """Start a process of a run, with its output in a file."""
     variables = {ADDRESS: f"{address[0]}:{address[1]}", KEY: key.hex(), NUMBER: str(number)}
+    if sys.platform == "linux":  # all are here; the address of the host's name may lead elsewhere
+        variables |= {name: os.environ.get(name, "lo") for name in INTERFACES}
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "plait.distributed.process"],
@@ -63,79 +67,92 @@ def launch_here(
     """Start the run's processes on this machine, as one worker.
 
     Args:
-        folder: for what the processes print.
+        folder: for what the processes print; it is kept where one dies.
         start: starts one; None: as a Python process of its own.
 
     Raises:
         ProcessError: one did not come, or died.
         ModelError: the model cannot be loaded.
     """
-    cluster, engine, count = settings.cluster, settings.engine, settings.cluster.processes
-    folder.mkdir(parents=True, exist_ok=True)
-    key = secrets.token_bytes(32)
-    door = Door(HERE, key)
-    shared = tempfile.TemporaryDirectory(prefix="plait-")
-    logs = [folder / f"process-{number}.log" for number in range(count)]
-    started = [(start or start_process)(door.address, key, number, log) for number, log in enumerate(logs)]
-
-    def closed() -> None:
-        for each in started:
-            each.kill()
-            each.wait()
-        shared.cleanup()
-
+    cluster, engine = settings.cluster, settings.engine
+    device = choose_device(engine.device)
+    memory = device_bytes(device) // cluster.processes if device.type == "cpu" else None
+    here = _Here(folder, cluster.processes)
+    processes = Processes(cluster.silence_seconds, here.fate, here.end)
     try:
-        processes = _gather(door, started, logs, cluster.join_seconds)
-        store = str(Path(shared.name) / "store")
-        for process in processes:
-            number, seconds = process.hello.process, cluster.join_seconds
-            process.channel.send(Load(settings.model, engine.device, number, count, store, seconds))
-        for process in processes:
-            _loaded(process.channel, logs[process.hello.process])
-        threads = engine.threads or max(1, (allowed_cores() or os.cpu_count() or 1) // count)
-        engine = replace(engine, threads=threads)
-        return Fleet(processes, data, engine, silence=cluster.silence_seconds, closed=closed)
-    except BaseException:
-        closed()
+        processes.all = here.start(start or start_process, cluster)
+        processes.ask_all(Load(settings.model, engine.device))
+        wait_seconds = max(
+            cluster.join_seconds, 2 * cluster.silence_seconds
+        )  # the coordinator gives up first
+        processes.ask_all(Join(str(here.store), cluster.processes, wait_seconds))
+        threads = engine.threads or max(1, usual_threads() // cluster.processes)
+        return Fleet(processes, data, replace(engine, threads=threads), memory)
+    except BaseException as error:
+        processes.close(lost=isinstance(error, ProcessError))
         raise
-    finally:
-        door.close()
 
 
-def _gather(door: Door, started: Sequence[Started], logs: Sequence[Path], seconds: float) -> list[Process]:
-    """The processes that have said who they are, in the order of their numbers."""
-    came: dict[int, Process] = {}
-    end = time.monotonic() + seconds
-    while len(came) < len(started):
-        channel = door.next(0.2)
-        if channel is not None:
+class _Here:
+    """What was started on this machine: processes, their logs, and the file in which they find each other."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        run = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.store = folder / f"{run}.store"
+        self._logs = [folder / f"{run}-{number}.log" for number in range(count)]
+        self._started: list[Started] = []
+
+    def start(self, start: Start, cluster: ClusterSettings) -> list[Process]:
+        """Start the processes and wait until all have come.
+
+        Raises:
+            ProcessError: one did not.
+        """
+        key = secrets.token_bytes(32)
+        door = Door(HERE, key, cluster.silence_seconds)
+        came: dict[int, Process] = {}
+        end = time.monotonic() + cluster.join_seconds
+        try:
+            for number, log in enumerate(self._logs):
+                self._started.append(start(door.address, key, number, log))
+            while len(came) < len(self._logs):
+                if (channel := door.next(0.2)) is not None:
+                    self._welcome(channel, came)
+                for number in set(range(len(self._logs))) - set(came):
+                    self._check_coming(number, cluster.join_seconds, late=time.monotonic() > end)
+        finally:
+            door.close()
+        return [came[number] for number in sorted(came)]
+
+    @staticmethod
+    def _welcome(channel: Channel, came: dict[int, Process]) -> None:
+        with suppress(EOFError, OSError):  # one that died at once is named by its exit status
             hello = channel.receive()
             assert isinstance(hello, Hello)
             came[hello.process] = Process(hello, channel)
-        for number, each in enumerate(started):
-            if number not in came and each.poll() is not None:
-                raise _died(number, logs[number], f"ended with status {each.poll()}")
-        if time.monotonic() > end:
-            number = next(number for number in range(len(started)) if number not in came)
-            raise _died(number, logs[number], f"did not come within {seconds:.0f} s")
-    return [came[number] for number in sorted(came)]
 
+    def _check_coming(self, number: int, seconds: float, *, late: bool) -> None:
+        fate = self.fate(number)
+        if fate.status is not None or late:
+            how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
+            raise ProcessError(
+                f"process {number} {how}",
+                f"All processes must come before the model is loaded.{fate.log}",
+                "Start the search again; cluster.join_seconds is the longest wait.",
+            )
 
-def _loaded(channel: Channel, log: Path) -> None:
-    """Wait until a process has loaded its model."""
-    while True:
-        try:
-            message = channel.receive()
-        except (EOFError, OSError) as error:
-            raise _died(None, log, "died while it loaded the model") from error
-        if isinstance(message, Refusal):
-            raise message.error
-        if isinstance(message, Answer):
-            return
+    def fate(self, number: int) -> Fate:
+        """How a process stands, with the last lines of what it printed."""
+        log = self._logs[number]
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        lines = "\n".join(text.splitlines()[-LOG_LINES:])
+        return Fate(self._started[number].poll(), f"\nLast lines of {log}:\n{lines}" if lines else "")
 
-
-def _died(number: int | None, log: Path, how: str) -> PlaitError:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    said = "\n".join(lines[-LOG_LINES:])
-    which = log.stem.replace("-", " ") if number is None else f"process {number}"
-    return ProcessError(f"{which} {how}", f"Its last lines ({log}):\n{said}", "Start the search again.")
+    def end(self, lost: bool) -> None:
+        """End all processes; what they printed is kept where one was lost."""
+        for each in self._started:
+            each.kill()
+            each.wait()
+        for file in [self.store, *(() if lost else self._logs)]:
+            file.unlink(missing_ok=True)

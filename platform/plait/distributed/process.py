@@ -27,6 +27,7 @@ from plait.distributed.channel import (
     Channel,
     DropGradients,
     Hello,
+    Join,
     Load,
     Provide,
     Refusal,
@@ -44,22 +45,27 @@ from plait_kernels.bank import GRADIENTS
 ADDRESS, KEY, NUMBER = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS"  # variables of the environment
 BEATS = 1.0  # seconds between two signs of life
 
-Request = Load | Build | Provide | Share | DropGradients | Command
+Request = Load | Join | Build | Provide | Share | DropGradients | Command
 
 
 class Replica:
     """The base model of this process, its worker and its link to the other processes."""
 
-    def __init__(self, request: Load) -> None:
-        self.number = request.process
-        device = choose_device(request.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", request.process % torch.cuda.device_count())
-            torch.cuda.set_device(device)
-        self._model = load_model(request.model, cache=cache_dir(), device=device)
-        self._exchange = Exchange(request.store, self.number, request.processes, device, request.seconds)
+    def __init__(self, number: int, request: Load) -> None:
+        self.number = number
+        self._device = choose_device(request.device)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", number % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+        self._model = load_model(request.model, cache=cache_dir(), device=self._device)
         self._data: dict[DataSpec, TokenisedData] = {}
+        self._made_exchange: Exchange | None = None
         self._worker: LocalWorker | None = None
+
+    @property
+    def _exchange(self) -> Exchange:
+        assert self._made_exchange is not None
+        return self._made_exchange
 
     @property
     def worker(self) -> LocalWorker:
@@ -75,6 +81,9 @@ class Replica:
         """
         started = time.perf_counter()
         match request:
+            case Join(store, count, seconds):
+                self._made_exchange = Exchange(store, self.number, count, self._device, seconds)
+                return Answer()
             case Build(engine):
                 self._worker = LocalWorker(self._model, DataCatalogue(self._data.__getitem__), engine)
                 return Answer(facts=self.worker.facts)
@@ -99,7 +108,8 @@ class Replica:
 
     def close(self) -> None:
         """Leave the group."""
-        self._exchange.close()
+        if self._made_exchange is not None:
+            self._made_exchange.close()
 
 
 def serve(address: Address, key: bytes, number: int) -> None:
@@ -113,33 +123,38 @@ def serve(address: Address, key: bytes, number: int) -> None:
         signal.signal(each, signal.SIG_IGN)  # sent to all processes of a terminal: the coordinator answers
     channel = connect(address, key)
     channel.send(Hello(number, socket.gethostname(), os.getpid()))
-    threading.Thread(target=_beat, args=(channel,), daemon=True, name="beat").start()
+    busy = threading.Event()
+    threading.Thread(target=_beat, args=(channel, busy), daemon=True, name="beat").start()
     replica: Replica | None = None
     while True:
         try:
             request: Request = channel.receive()
         except (EOFError, OSError):
             break
+        busy.set()
         try:
             if isinstance(request, Load):
-                replica, reply = Replica(request), Answer()
+                replica = Replica(number, request)
+                reply: Answer | Refusal = Answer()
             else:
                 assert replica is not None
                 reply = replica.answer(request)
         except PlaitError as error:
-            channel.send(Refusal(error))
-        else:
-            channel.send(reply)
+            reply = Refusal(error)
+        busy.clear()
+        channel.send(reply)
     if replica is not None:
         replica.close()
 
 
-def _beat(channel: Channel) -> None:
-    """Say every second that this process lives; end it where the coordinator has ended."""
+def _beat(channel: Channel, busy: threading.Event) -> None:
+    """Say every second of a request that this process lives; end it where the coordinator has ended."""
     while True:
+        busy.wait()
         time.sleep(BEATS)
         try:
-            channel.send(Beat())
+            if busy.is_set():
+                channel.send(Beat())
         except OSError:
             os._exit(1)  # it may be waiting for processes that are dead, too
 

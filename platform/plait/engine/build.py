@@ -100,17 +100,19 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
         return  # there is always one
     import torch
 
-    from plait.engine.devices import check_kernels, check_variants, choose_device
+    from plait.engine.devices import check_kernels, check_variants, choose_device, cores
 
     device = choose_device(settings.engine.device)
     dtype = settle_dtype(settings).model.dtype
     check_kernels(settings.engine.kernels, device, getattr(torch, dtype))
     check_variants(engine.kernels, {job.adapter.variant for job in jobs})
-    if device.type == "cuda" and processes > torch.cuda.device_count():
+    there = torch.cuda.device_count() if device.type == "cuda" else cores()
+    if processes > there:
+        kind = "GPU" if device.type == "cuda" else "processor core"
         raise ConfigError(
             f"cluster.processes={processes}",
-            f"Each process has a GPU of its own, and there are {torch.cuda.device_count()}.",
-            "Use as many processes as GPUs, or engine.device=cpu.",
+            f"Each process needs a {kind} of its own, and there are {there}.",
+            f"Use at most {there}.",
         )
 
 

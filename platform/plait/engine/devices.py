@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
 from contextlib import suppress
@@ -47,7 +48,7 @@ def computes_bfloat16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 are not emulated."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -134,6 +135,21 @@ def free_under_limit(root: Path = CGROUP) -> int | None:
         facts = dict(line.split(maxsplit=1) for line in (root / "memory.stat").read_text().splitlines())
         return max(0, limit - used + int(facts.get("inactive_file", 0)))
     return None
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    try:
+        there = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        there = os.cpu_count() or 1
+    return min(there, allowed_cores() or there)
+
+
+def usual_threads() -> int:
+    """Threads where engine.threads does not say: as many as torch takes and the container allows."""
+    usual = torch.get_num_threads()
+    return min(usual, allowed_cores() or usual)
 
 
 def allowed_cores(root: Path = CGROUP) -> int | None:

@@ -41,7 +41,7 @@ from plait.core.settings import EngineSettings
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import allowed_cores, choose_kernels, device_bytes
+from plait.engine.devices import choose_kernels, device_bytes, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.worker import ActivationShape, WorkerFacts
@@ -61,8 +61,7 @@ class LocalWorker:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        threads = settings.threads or min(torch.get_num_threads(), allowed_cores() or torch.get_num_threads())
-        torch.set_num_threads(threads)
+        torch.set_num_threads(settings.threads or usual_threads())
         self.adapters = AdapterStore(model)
         self.bank = self.adapters.bank
         self._backend = choose_kernels(settings.kernels, model.device, model.dtype)

@@ -58,7 +58,8 @@ def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Spa
     wanted = settings.trials + sum(extra)
     if settings.failed == "drop":
         wanted += sum(item.state == TrialState.FAIL for item in trials)
-    if len(rejected) >= MOST_REJECTED and all(rejected[-MOST_REJECTED:]):
+    suggested = [no for item, no in zip(trials, rejected, strict=True) if not item.user_attrs.get(BEYOND)]
+    if len(suggested) >= MOST_REJECTED and all(suggested[-MOST_REJECTED:]):
         return len(trials)
     if space.size is None or space.size >= wanted:
         return wanted

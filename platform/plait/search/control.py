@@ -33,7 +33,7 @@ from plait.search.suggest import read_space
 from plait.utils.paths import search_folder
 
 NEAREST = 5  # trials that are named in place of one that will not do
-SHAPE = ("adapter.rank", "adapter.target_modules")
+SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")
 
 _MODES: Mapping[str, tuple[Mode, str]] = {
     "pause": (
@@ -156,10 +156,10 @@ class SearchControl:
         request, weights = uuid4().hex, None
         if warm:
             for override in overrides:
-                if override.partition("=")[0] in SHAPE:
+                if override.lstrip("+").partition("=")[0] in SHAPE:
                     raise SearchError(
                         f"--warm {override}",
-                        "A warm start cannot change the rank or the target modules of the adapter.",
+                        "A warm start cannot change rank, target modules or variant of the adapter.",
                         "Leave out this key, or clone without --warm.",
                     )
             self._read(overrides)  # before anything is copied
@@ -210,11 +210,11 @@ class SearchControl:
     def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
         """The other overrides, and the trial's own priority: it may have one where that is not searched."""
         key = f"{PRIORITY_KEY}="
-        given = [each for each in overrides if each.startswith(key)]
+        given = [each for each in overrides if each.lstrip("+").startswith(key)]
         if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):
             return list(overrides), None
         try:
-            return [each for each in overrides if each not in given], int(given[-1].removeprefix(key))
+            return [each for each in overrides if each not in given], int(given[-1].partition("=")[2])
         except ValueError:
             raise SearchError(given[-1], "A priority must be a whole number.", f"Give {key}5.") from None
 

@@ -341,8 +341,13 @@ class Suggester:
         beside.add_trials(known)
         if (fixed := item.system_attrs.get("fixed_params")) is not None:
             beside.enqueue_trial(fixed)
+        numbered = SAMPLERS.get(self._settings.sampler).one_sequence  # in attributes of the study
+        if numbered:
+            _copy_attributes(self._study, beside)
         with one_torch_thread(self._settings.sampler):
             beside.ask(keys)
+        if numbered:
+            _copy_attributes(beside, self._study)
         found = beside.get_trials(deepcopy=False)[-1]
         for key, value in found.system_attrs.items():
             if key not in item.system_attrs:
@@ -351,6 +356,12 @@ class Suggester:
             if key not in item.params:
                 value = distribution.to_internal_repr(found.params[key])
                 storage.set_trial_param(item._trial_id, key, value, distribution)
+
+
+def _copy_attributes(source: Study, target: Study) -> None:
+    """Copy what samplers keep with a study."""
+    for key, value in source._storage.get_study_system_attrs(source._study_id).items():
+        target._storage.set_study_system_attr(target._study_id, key, value)
 
 
 @contextmanager

@@ -1,0 +1,151 @@
+"""The processes of a run as the coordinator sees them: it asks them, and waits with a limit.
+
+A seam: the fleet asks through it and knows no links; the launch knows the links and no commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+
+from plait.core.errors import PlaitError, ProcessError
+from plait.distributed.channel import Answer, Beat, Channel, Hello, Refusal
+
+TURN = 1.0  # seconds of one wait
+ASLEEP = 5.0  # seconds that such a wait takes where this process was stopped, too
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How a process stands: its exit status, None while it lives, and where its output is."""
+
+    status: int | None
+    log: str
+
+
+@dataclass(slots=True)
+class Process:
+    """A process of the run.
+
+    Attributes:
+        doing: the last request, in words.
+        heard: time of its last sign of life.
+    """
+
+    hello: Hello
+    channel: Channel
+    doing: str = "start"
+    heard: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
+
+
+class Processes:
+    """All processes of a run, in the order of their numbers.
+
+    Args:
+        silence: seconds without a sign of life after which a process counts as dead.
+        fate: says how a process stands, by its number.
+        ended: called at the end, to see that all have ended; with whether one was lost.
+    """
+
+    def __init__(
+        self, silence: float, fate: Callable[[int], Fate], ended: Callable[[bool], None] = lambda _: None
+    ) -> None:
+        self.all: list[Process] = []
+        self.silence = silence
+        self._fate = fate
+        self._ended = ended
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def ask_all(self, request: object) -> dict[int, Answer]:
+        """Send all the same request; as :meth:`ask`."""
+        return self.ask(dict.fromkeys(range(len(self.all)), request))
+
+    def ask(self, requests: Mapping[int, object]) -> dict[int, Answer]:
+        """Send each process its request and wait for all answers, in the order of the processes.
+
+        Raises:
+            ProcessError: a process died, or was silent for too long: then all are ended.
+            PlaitError: what a process says cannot be done, once all have answered.
+        """
+        pending: dict[object, Process] = {}
+        for number, request in requests.items():
+            process = self.all[number]
+            process.doing, process.heard = type(request).__name__, time.monotonic()
+            pending[process.channel.connection] = process
+            try:
+                process.channel.send(request)
+            except OSError as error:
+                raise self._lost(process, "does not take what is sent to it") from error
+        answers: dict[int, Answer] = {}
+        refused: dict[int, PlaitError] = {}
+        while pending:
+            for process in self._ready(pending):
+                match self._receive(process):
+                    case Answer() as answer:
+                        answers[process.hello.process] = answer
+                        del pending[process.channel.connection]
+                    case Refusal() as refusal:
+                        refused[process.hello.process] = refusal.error
+                        del pending[process.channel.connection]
+        for number in sorted(refused):
+            raise refused[number]
+        return {number: answers[number] for number in sorted(answers)}
+
+    def _ready(self, pending: Mapping[object, Process]) -> list[Process]:
+        """The processes that have sent something, of those that are to answer.
+
+        Raises:
+            ProcessError: one was silent for too long.
+        """
+        began = time.monotonic()
+        links = wait([each.channel.connection for each in pending.values()], timeout=TURN)
+        now = time.monotonic()
+        for process in pending.values():
+            if now - began > ASLEEP:  # stopped with the others, by Ctrl-Z
+                process.heard = now
+            if (silent := now - process.heard) > self.silence:
+                raise self._lost(process, f"was silent for {silent:.0f} s")
+        return [pending[link] for link in links]
+
+    def _receive(self, process: Process) -> Answer | Refusal | Beat:
+        try:
+            message = process.channel.receive()
+        except (EOFError, OSError) as error:
+            raise self._lost(process, "died") from error
+        process.heard = time.monotonic()
+        assert isinstance(message, Answer | Refusal | Beat)
+        return message
+
+    def close(self, *, lost: bool = False) -> None:
+        """End all processes."""
+        for process in self.all:
+            process.channel.close()
+        self._ended(lost)
+
+    def _lost(self, process: Process, how: str) -> ProcessError:
+        """End all processes, since those left may wait for this one; what to say of it.
+
+        Where one was killed, others may have ended because of it: then it is the one to name.
+        """
+        end = time.monotonic() + TURN
+        while how == "died" and self._fate(process.hello.process).status is None and time.monotonic() < end:
+            time.sleep(0.01)
+        fates = {each.hello.process: self._fate(each.hello.process) for each in self.all}
+        killed = [number for number, fate in fates.items() if (fate.status or 0) < 0]
+        if how == "died" and killed and process.hello.process not in killed:
+            process = self.all[killed[0]]
+        fate = fates[process.hello.process]
+        status = "" if fate.status is None else f" with status {fate.status}"
+        self.close(lost=True)
+        return ProcessError(
+            f"{process} {how}{status} ({process.doing})",
+            f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
+            "The same command resumes the search.",
+        )
