@@ -459,6 +459,7 @@ def test_what_the_search_began_with_must_not_change(tmp_path: Path) -> None:
         again.check_material({"data train.jsonl": "bbb", "model": "m"})
     assert "search.fresh=true" in caught.value.remedy
     again.check_material({"data more.jsonl": "ccc"})
+    assert again.material == {"data train.jsonl": "aaa", "model": "m", "data more.jsonl": "ccc"}
 
 
 def test_failed_trials_are_tried_once_more_where_that_is_asked_for() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -48,7 +49,8 @@ def computes_bfloat16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 are not emulated."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    mkldnn: Any = torch.backends.mkldnn  # not in every build, as on macOS
+    return bool(mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> str:

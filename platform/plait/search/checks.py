@@ -81,6 +81,9 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     return began or recorded_command(root, name) is not None, tracked
 
 
+DTYPE = "model.dtype"  # of the material that a search begins with
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What has been checked and loaded before the model.
@@ -113,7 +116,8 @@ def prepare(command: SearchCommand, name: str) -> Prepared:
     rung_steps(settings.search.stopping, shortest_budget(probes, catalogue))
     specs = dict.fromkeys(job.data for job in probes)
     material = {f"data {spec.source} {spec.options}": catalogue.of(spec).digest for spec in specs}
-    return Prepared({"model": shape.digest} | material, data, settings, (*data.said, *said))
+    own = {DTYPE: settings.model.dtype, "model": shape.digest}
+    return Prepared(own | material, data, settings, (*data.said, *said))
 
 
 def check_here(cluster: ClusterSettings) -> None:

@@ -23,12 +23,12 @@ from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
-from plait.core.settings import RunSettings, TrackingSettings
+from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.worker import Worker
-from plait.search.checks import Prepared, check_command, find_search, prepare
+from plait.search.checks import DTYPE, Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
@@ -216,7 +216,15 @@ class _Launch:
             return self._nothing_to_train(SearchEnd(tuple(source.finished()), why=why))
         if self._tracked.away is not None:
             self._say(without_store(self._tracked.away, settings, source.name))
-        return self._train_all(prepared or _prepare(self._command, source.name, self._screen))
+        return self._train_all(prepared or _prepare(self._as_begun(), source.name, self._screen))
+
+    def _as_begun(self) -> SearchCommand:
+        """The command with the model type that the search began with, on any host, where that is open."""
+        model, dtype = self._settings.model, self._source.material.get(DTYPE)
+        if model.dtype != AUTO or dtype is None:
+            return self._command
+        settings = replace(self._settings, model=replace(model, dtype=dtype))
+        return replace(self._command, settings=settings)
 
     def _nothing_to_train(self, done: SearchEnd) -> SearchEnd:
         """What is left of a search that is finished, or gave up: say so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from plait.engine.checkpoints import remove_checkpoints
 from plait.search.attributes import (
     BEYOND,
     CHECKPOINT,
+    MATERIAL,
     PRIORITY,
     PRIORITY_KEY,
     REASON,
@@ -158,6 +160,12 @@ class StudyTrials:
         store it is."""
         for key, fact in ((RUN_ID, run_id), (TRACKED, (run_id, store))):
             self.shared.patience(partial(self._study.set_user_attr, key, fact))
+
+    @property
+    def material(self) -> dict[str, str]:
+        """What the search began with: digests of data and model, and the model's type."""
+        stored = self.shared.patience(lambda: self._study.user_attrs.get(MATERIAL, "{}"))
+        return {str(key): str(value) for key, value in json.loads(stored).items()}
 
     def check_material(self, material: Mapping[str, str]) -> None:
         """Data and model are those that the search began with; errors as ``signature.check_material``."""
