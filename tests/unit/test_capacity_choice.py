@@ -15,6 +15,7 @@ from plait.core.settings import USUAL_CAPACITY, EngineSettings, ModelSettings, R
 from plait.cost.memory import MemoryCoefficients, MemoryModel
 from plait.cost.profile_store import Profile, ProfileKey
 from plait.engine import build as engine
+from plait.engine import devices
 from plait.engine.admission import LEAST_CAPACITY, choose_capacity
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import ActivationShape, WorkerFacts
@@ -94,20 +95,28 @@ def test_a_search_goes_on_with_the_capacity_it_was_begun_with(settle) -> None:  
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cuda", "lines"), [("float16", False, 1), ("float16", True, 0), ("bfloat16", False, 0)]
+    ("dtype", "cuda", "fast", "said"),
+    [
+        ("float16", False, True, "Use model.dtype=bfloat16."),
+        ("float16", False, False, "Use model.dtype=float32."),
+        ("float16", True, True, ""),
+        ("bfloat16", False, True, ""),
+        ("bfloat16", False, False, "Use model.dtype=float32."),
+    ],
 )
-def test_float16_on_a_cpu_is_said_to_be_slow(
+def test_a_type_that_the_device_emulates_is_said_to_be_slow(
     settle,  # type: ignore[no-untyped-def]
     dtype: Literal["float16", "bfloat16"],
     cuda: bool,
-    lines: int,
+    fast: bool,
+    said: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     monkeypatch.setattr(engine, "free_memory", lambda _: 10**12)
-    _, said = settle(replace(OPEN, model=ModelSettings(dtype=dtype)))
-    assert len(said) == lines
-    assert all("model.dtype=float32" in line for line in said)
+    monkeypatch.setattr(devices, "computes_bfloat16", lambda _: fast)
+    _, lines = settle(replace(OPEN, model=ModelSettings(dtype=dtype)))
+    assert [line.endswith(said) for line in lines] == [True] * bool(said)
 
 
 def test_a_setting_that_differs_from_what_was_recorded_is_said(settle) -> None:  # type: ignore[no-untyped-def]

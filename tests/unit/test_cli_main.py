@@ -244,7 +244,9 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
 
 
 ENDLESS = """
-import atexit, sys, time
+import atexit, signal, sys, time
+for each in (signal.SIGHUP, signal.SIGTERM):  # who runs the tests may ignore them
+    signal.signal(each, signal.SIG_DFL)
 from plait.cli import main as plait
 
 def wait(*_):

@@ -570,7 +570,7 @@ def test_a_metric_is_taken_where_all_data_gives_it() -> None:
         DataSpec.of("reasoning_gym", validation=0),
         DataSpec.of("reasoning_gym", generate=True),
     )
-    lines = DataSpec.of("jsonl", path="x.jsonl")
+    lines = DataSpec.of("file", path="x.jsonl")
     for metric, gives in (("train/loss", lines), ("eval/loss", lines), ("eval/accuracy", generated)):
         search = SearchSettings(metric=metric)
         check_measured(search, [gives])

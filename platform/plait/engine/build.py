@@ -169,8 +169,9 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
     from plait.engine.devices import choose_device, choose_dtype
 
     device, dtype = choose_device(settings.engine.device), settings.model.dtype
-    fast = choose_dtype(device)
-    if dtype in ("float32", fast) or (device.type == "cuda" and dtype == "float16"):
+    if dtype in (AUTO, "float32") or (device.type == "cuda" and dtype == "float16"):
+        return ()
+    if dtype == (fast := choose_dtype(device)):
         return ()
     return (f"model.dtype={dtype} is many times slower on this device than {fast}. Use model.dtype={fast}.",)
 
