@@ -4,11 +4,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from plait.config.build import JOB_SPECS, RUN_GROUPS
 from plait.config.fields import ELSEWHERE
 from plait.core.errors import StorageError
-from plait.utils.paths import cache_dir, search_folder, user_path
+from plait.utils.paths import cache_dir, conf_dir, search_folder, user_path
 from plait.utils.spelling import did_you_mean
 
 
@@ -45,8 +46,10 @@ def test_without_a_home_folder_there_is_no_cache(monkeypatch: pytest.MonkeyPatch
 def test_names_of_other_libraries_stand_for_keys_that_there_are() -> None:
     own = {f"{group}.{each.name}" for group, spec in JOB_SPECS.items() for each in fields(spec)}
     own |= {"data.path", "data.validation_path"}
+    files = (conf_dir() / "data").glob("*.yaml")
+    of_data = {f"data.{key}" for file in files for key in yaml.safe_load(file.read_text("utf-8"))}
     for name, key in ELSEWHERE.items():
-        assert key in own | {"data.chat_template"} or key.partition(".")[0] in RUN_GROUPS
+        assert key in own | of_data or key.partition(".")[0] in RUN_GROUPS
         assert name not in {each.rpartition(".")[2] for each in own}, "it would hide a key of Plait's own"
 
 
