@@ -294,7 +294,7 @@ def test_orders_given_at_once_are_all_kept(
         (("add", "train.lr=1", "+train.lr=2"), "train.lr=2", "given twice", "Give it once"),
         (("add", "train.priority=soon"), "train.priority=soon", "whole number", "train.priority=5"),
         (("clone", "0", "adapter.rank=0"), "adapter.rank=0", "at least 1", "The default is 16"),
-        (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change the rank", "--warm"),
+        (("clone", "0", "--warm", "adapter.rank=16"), "adapter.rank=16", "cannot change rank", "--warm"),
         (("clone", "0", "--warm"), "trial 0 has no saved weights", "saved", "without --warm"),
         (("pause", "--json"), "--json with pause", "Only `status`", "Leave out --json"),
     ],

@@ -122,7 +122,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
 @pytest.mark.parametrize(("kind", "priced_by"), [(ReplicaCost, Pricing), (PackedCost, PackedPricing)])
 @given(
     st.integers(0, 1000),
-    st.lists(st.floats(0.0, 1.0), min_size=3, max_size=3),
+    st.lists(st.floats(0.0, 1.0).map(lambda price: round(price, 9)), min_size=3, max_size=3),
     st.floats(1.0, 30.0),
     st.sampled_from(PRECISIONS),
 )
