@@ -127,7 +127,7 @@ FILES = {
     "bad.json": b"{" * 5000,
     "bad.jsonl": b'{"a": 1}\nnot json\n',
     "bad.csv": b'prompt,completion\n"open,\n1,2,3\n',
-    "bad.parquet": b"PAR1 cut short",
+    "bad.parquet": b"PAR1 and no footer",
     "empty": b"",
     "binary": bytes(range(256)) * 20,
 }

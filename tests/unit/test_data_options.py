@@ -1,7 +1,7 @@
 """A source's options: what is wrong is refused with the right answers; the YAML says what the code says."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -117,4 +117,5 @@ def test_wrong_options_are_refused(spec, words):
 @pytest.mark.parametrize("path", sorted(SWEEPS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_named_searches_set_options_that_there_are(path):
     data = yaml.safe_load(path.read_text()).get("data", {})
-    parse_options(DataSpec.of(data.pop("source", "reasoning_gym"), **data))
+    options = parse_options(DataSpec.of(data.pop("source", "reasoning_gym"), **data))
+    assert data.keys() <= {each.name for each in fields(options)}

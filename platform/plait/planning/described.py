@@ -73,7 +73,7 @@ class _Search:
         """The plan on all of these devices.
 
         Raises:
-            CapacityError: a sample fits nowhere, or no replica fits on a kind, which would be paid in vain.
+            CapacityError: a sample is too long for every replica, or one kind of device holds no replica.
         """
         fitted = self.fitted(cluster)
         idle = {kind: number for kind, number in cluster.devices.items() if kind not in fitted.devices}
