@@ -2,7 +2,7 @@
 """Counts the code: lines, files, functions, import circles, modules with one importer, words of the pages.
 
     python scripts/count_code.py            the counts of this checkout
-    python scripts/count_code.py --check    and which of the limits hold; exit status 1 where one does not
+    python scripts/count_code.py --check    and which of the limits hold; exit status 1 if one does not
 
 tests/unit/test_layout.py uses the same functions.
 """

@@ -126,7 +126,7 @@ def scored(sweep: Sweep) -> Scored:
 
 def pareto(sweep: Sweep) -> go.Figure:
     """The adapters by what is set against each other, with the front of those that none dominates: a panel
-    for each pair, or parallel coordinates where there are too many pairs."""
+    for each pair, or parallel coordinates if there are too many pairs."""
     found = scored(sweep)
     if not found.records:
         return say(figure(), "No adapter has an objective yet.")
@@ -214,6 +214,6 @@ def pareto_note(sweep: Sweep) -> str:
 
 
 def axis_title(objective: StudyObjective) -> str:
-    """Name, unit where it has one, and which way is better."""
+    """Name, unit if it has one, and which way is better."""
     unit = " (s)" if objective.name.endswith("seconds") else ""
     return f"{objective.name}{unit}, {'lower' if objective.direction == 'minimize' else 'higher'} is better"

@@ -32,7 +32,7 @@ from plait_dashboards.sweep import (
 )
 
 ALL_NAMED = 12  # adapters that can all have a colour and a name
-TOP = 6  # that have them where there are more
+TOP = 6  # that have them if there are more
 BAND_FROM = 30  # adapters from which on the middle of them is shown as a band
 POINTS = 60_000  # of all curves of one figure
 LEAST_POINTS = 20  # of one curve

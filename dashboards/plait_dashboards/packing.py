@@ -29,7 +29,7 @@ class Timeline:
     Attributes:
         first, last: iterations of each column.
         trials: of the rows.
-        share: percent of the column's tokens, (rows, columns); NaN where the adapter was not in it.
+        share: percent of the column's tokens, (rows, columns); NaN if the adapter was not in it.
         fill: percent of the microbatches' capacity that held tokens, by column.
     """
 
@@ -169,7 +169,7 @@ def _pairs(rows: Sequence[tuple[int, float | None, float | None]]) -> Pairs:
 
 def predictions(sweep: Sweep) -> go.Figure:
     """Predicted against measured: seconds of a step on the left, peak memory on the right. What was predicted
-    by rule is apart, and shown on demand where there is a fit, which it would press into a corner."""
+    by rule is apart, and shown on demand if there is a fit, which it would press into a corner."""
     fitted, ruled = bytes_pairs(sweep.steps), bytes_pairs(sweep.steps, by_rule=True)
     sides = (
         ("seconds of a step (s)", [(seconds_pairs(sweep.steps), "seconds", BLUE, "circle")]),

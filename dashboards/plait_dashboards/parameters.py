@@ -37,7 +37,7 @@ class Axis:
 
 
 def axis_of(label: str, values: Sequence[Any]) -> Axis:
-    """An axis for the values of one key: numbers by size, by logarithm where they span much; anything else,
+    """An axis for the values of one key: numbers by size, by logarithm if they span much; anything else,
     and None among numbers, by name."""
     numbers = [
         value

@@ -148,7 +148,7 @@ def curve_of(points: Sequence[Metric]) -> Curve:
 
 
 def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
-    """The search's group steps: from its folder at most ``MOST_STEPS``, or, where that is not here, those
+    """The search's group steps: from its folder at most ``MOST_STEPS``, or, if that is not here, those
     that the search's run has as a table."""
     path = search_folder(result.location.root, result.name) / GROUP_STEPS_FILE
     if path.exists():

@@ -70,6 +70,6 @@ def outcome(record: JobRecord) -> str:
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """Config keys by their last word; whole where two would be the same."""
+    """Config keys by their last word; whole if two would be the same."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)}

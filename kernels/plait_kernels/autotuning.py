@@ -52,7 +52,7 @@ def tune(
     """The fastest choice: each stage's candidates in turn, the others as found so far.
 
     Args:
-        measure: seconds of one stage under a choice, or of "layer", the whole; infinity where it cannot run.
+        measure: seconds of one stage under a choice, or of "layer", the whole; infinity if it cannot run.
         start: what the candidates may replace.
         candidates: by stage.
         single: whether there is one adapter only, for which the vendor's products may do all.
@@ -110,7 +110,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
-    """What is fastest; None where the device's memory has no room beside the model to measure in."""
+    """What is fastest; None if the device's memory has no room beside the model to measure in."""
     single = len(call.routing.fused) == 1
     try:
         return tune(_on_device(call, x), start=start, candidates=candidates, single=single)
@@ -192,7 +192,7 @@ def _layer(launcher: Launcher, grad: Tensor) -> None:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What Triton raises where tiles need more than there is, or a compiler or the driver refuses them."""
+    """What Triton raises if tiles need more than there is, or a compiler or the driver refuses them."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

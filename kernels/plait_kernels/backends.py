@@ -36,7 +36,7 @@ class Backward(Protocol):
         *,
         need_dx: bool,
     ) -> Tensor | None:
-        """Add the adapters' gradients to the bank; return that of x where it is needed."""
+        """Add the adapters' gradients to the bank; return that of x if it is needed."""
 
 
 def _everywhere(_device: torch.device, _dtype: torch.dtype) -> bool:
@@ -89,7 +89,7 @@ def find_backend(name: str) -> Backend:
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend of a name; KernelError where there is none, or it does not run in this dtype there."""
+    """The backend of a name; KernelError if there is none, or it does not run in this dtype there."""
     backend = find_backend(name)
     if not backend.runs(device, dtype):
         raise KernelError(

@@ -1,7 +1,7 @@
 """The bank: the tensors of every adapter (A and B), their gradients and moments, packed, with offsets.
 
 Each adapter owns one block: a float32 buffer of four rows (weights, gradient, first and second moment) and,
-where the compute dtype is not float32, a compute-dtype copy of the weights. Inside a block all A come first
+if the compute dtype is not float32, a compute-dtype copy of the weights. Inside a block all A come first
 and then all B, in the bank's site order, so that an optimiser step is one pass over two contiguous ranges
 and the A of neighbouring sites (q, k, v) form one matrix. Tensors of a variant that do not train lie in a
 buffer of their own, without gradient and moments. Attaching or detaching an adapter touches no other
@@ -84,7 +84,7 @@ class Block:
 
     `state` has four rows of what trains, `frozen` the weights of what does not; `copy` and `frozen_copy` are
     both in the compute dtype. `local` holds the offsets of A and B at all the bank's sites, (sites, 2) int64,
-    ABSENT where the adapter does not sit or is no plain LoRA.
+    ABSENT if the adapter does not sit or is no plain LoRA.
     """
 
     adapter: str
@@ -166,7 +166,7 @@ class Block:
             diagonal[start : start + rows, index * rank : (index + 1) * rank] = b
 
     def stacked_a(self, sites: Sequence[Site], row: int) -> Tensor | None:
-        """A of several sites as one (len(sites)·rank, in) view where they lie end to end, else None."""
+        """A of several sites as one (len(sites)·rank, in) view if they lie end to end, else None."""
         offsets = self.layout.offsets
         first = offsets[sites[0].name][0]
         length = self.rank * sites[0].in_features
@@ -215,7 +215,7 @@ class Bank:
         self.compute_dtype = compute_dtype
         self.site_index = {site.name: index for index, site in enumerate(self.sites)}
         self.blocks: dict[str, Block] = {}
-        # Autograd records an operation only where an input needs a gradient; the input of the first layer
+        # Autograd records an operation only if an input needs a gradient; the input of the first layer
         # does not, so the anchor stands for the adapters' own weights.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend

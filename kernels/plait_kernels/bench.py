@@ -5,7 +5,7 @@ all subjects take turns: the frozen layer alone (the limit), torch LoRA (autogra
 other), and each backend; forward, backward and both. On a CPU it runs small shapes.
 
 The usual shapes come first, and the file is written after each: `--seconds` ends a run in time, and the same
-command resumes from its file where device, versions and commit are the same. A shape that fails, or does not
+command resumes from its file if device, versions and commit are the same. A shape that fails, or does not
 fit into memory, is reported, and the others still run.
 """
 
@@ -322,7 +322,7 @@ def _print(row: dict[str, Any], backends: Sequence[str]) -> None:
 
 
 def _start(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file holds already, where it is of the same device, versions and commit; else a new result."""
+    """What the file holds already, if it is of the same device, versions and commit; else a new result."""
     fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
     try:
         found = json.loads(options.json.read_text()) if options.json is not None else {}
@@ -360,7 +360,7 @@ def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 where a backend is wrong at a shape, or a shape could not be measured."""
+    """Run the benchmark; 1 if a backend is wrong at a shape, or a shape could not be measured."""
     options = parse(arguments)
     begin = time.monotonic()
     result = _start(options)

@@ -114,5 +114,5 @@ def check(made: Problem, backend: str) -> Check:
     sizes = {name: _rms(tensor) or 1.0 for name, tensor in truth.items()}
     errors = {name: _rms(got[name] - truth[name]) / sizes[name] for name in truth}
     unfused = {name: _rms(plain[name] - truth[name]) / sizes[name] for name in truth}
-    right = all(errors[name] <= 2 * unfused[name] for name in truth)  # false also where it is NaN
+    right = all(errors[name] <= 2 * unfused[name] for name in truth)  # false also if it is NaN
     return Check(errors, unfused, right)

@@ -2,7 +2,7 @@
 
 Every case is held against float64 by the rule of `bench_check`, run twice for equal bits, and its dropout
 masks compared with the formula, with memory that is not written full of NaN. Prints one line for each and
-writes JSON; the exit status is 1 where anything is wrong.
+writes JSON; the exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def poisoned_memory() -> Iterator[None]:
     """Every new tensor that is not filled holds NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     deterministic: Any = torch.utils.deterministic
-    # Only warn: cuBLAS counts as not deterministic where no workspace is set, and refuses.
+    # Only warn: cuBLAS counts as not deterministic if no workspace is set, and refuses.
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic.fill_uninitialized_memory = True
     try:
@@ -136,7 +136,7 @@ def _print(found: Finding) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine every backend; 1 where something is wrong."""
+    """Examine every backend; 1 if something is wrong."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with it cuBLAS repeats its bits
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m plait_kernels.check", description=__doc__)

@@ -44,7 +44,7 @@ def _processor() -> str:
 
 
 def _build(compiler: str, source: Path, target: Path) -> str:
-    """Compile `source` into `target`; the last compiler's message where nothing works, else ''."""
+    """Compile `source` into `target`; the last compiler's message if nothing works, else ''."""
     message = ""
     for optional in _OPTIONAL_FLAGS:
         command = [compiler, *_FLAGS, *optional, str(source), "-o", str(target)]
@@ -110,7 +110,7 @@ def _to_disk(path: Path) -> None:
 
 @functools.cache
 def dropout_library() -> ctypes.CDLL | None:
-    """The compiled functions, or None, with one warning, where they cannot be built."""
+    """The compiled functions, or None, with one warning, if they cannot be built."""
     if sys.byteorder != "little":
         return None
     try:

@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): key (job seed, module),
 counter (optimiser step, sample, draw mod 4096 << 20 | position, feature // 8). Word w of a call gives
-features 8·(feature // 8) + 2·w by its low 16 bits and + 2·w + 1 by its high 16. A feature is kept where its
+features 8·(feature // 8) + 2·w by its low 16 bits and + 2·w + 1 by its high 16. A feature is kept if its
 16 bits are at least round(p·65536).
 """
 

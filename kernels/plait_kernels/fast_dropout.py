@@ -32,7 +32,7 @@ def _eager_mask(seed: int, module: int, counters: Tensor, features: int, thresho
 
 
 def keep(seed: int, module: int, counters: Tensor, features: int, threshold: int) -> Tensor:
-    """The mask (rows, features), True where a feature is kept, from (rows, 3) counter words."""
+    """The mask (rows, features), True if a feature is kept, from (rows, 3) counter words."""
     library = dropout_library() if _has_memory(counters) else None
     if library is None:
         return _eager_mask(seed, module, counters, features, threshold)
@@ -64,7 +64,7 @@ def drop(
         counters: (rows, 3) int64 counter words, contiguous.
         threshold: round(p·65536).
         total: (rows, features), or None.
-        part: (modules, rows, features), contiguous, where `total` is given.
+        part: (modules, rows, features), contiguous, if `total` is given.
         factor: of `part`.
 
     Returns:

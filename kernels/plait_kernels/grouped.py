@@ -1,6 +1,6 @@
 """The grouped backend: torch's matrix products on each segment's packed rows, as few and as large as can be.
 
-The sites of one adapter that read the same x are multiplied at once where their A lie end to end and no
+The sites of one adapter that read the same x are multiplied at once if their A lie end to end and no
 dropout sets them apart. Products accumulate straight into their columns of the output, without copies.
 """
 
@@ -30,7 +30,7 @@ def _columns(placed: tuple[Placed, ...]) -> slice:
 
 
 def _stacked(span: Span, placed: tuple[Placed, ...], row: int) -> Tensor:
-    """A of the sites, (sites·rank, in): a view where they lie end to end, else joined."""
+    """A of the sites, (sites·rank, in): a view if they lie end to end, else joined."""
     sites = [site for site, _ in placed]
     view = span.block.stacked_a(sites, row)
     if view is None:
@@ -91,7 +91,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> 
 def backward(
     grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
 ) -> Tensor | None:
-    """Add the gradients of A and B to the bank; return that of x where it is needed."""
+    """Add the gradients of A and B to the bank; return that of x if it is needed."""
     dx = grad @ weight if need_dx else None
     for (span, placed), s in zip(call.owners, saved, strict=True):
         ds = _up_gradients(grad[span.start : span.stop], s, span, placed)

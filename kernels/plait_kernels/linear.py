@@ -76,7 +76,7 @@ def _generations(call: LayerCall) -> list[int]:
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """The bank's dtype holds, also where autocast would take another."""
+    """The bank's dtype holds, also if autocast would take another."""
     kind = x.device.type  # meta tensors, which memory is computed with, have no autocast
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(x.device.type, enabled=False)

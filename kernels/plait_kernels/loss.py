@@ -15,7 +15,7 @@ CHUNK_LOGITS = 2**24  # logits of one chunk: 64 MiB in float32
 
 
 class _Head:
-    """The frozen head: logits = scale·(h Wᵀ + b), then softcap·tanh(logits / softcap) where there is one."""
+    """The frozen head: logits = scale·(h Wᵀ + b), then softcap·tanh(logits / softcap) if there is one."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, softcap: float | None, scale: float | None

@@ -78,7 +78,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> 
 def backward(
     grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
 ) -> Tensor | None:
-    """Add the adapters' gradients to the bank; return that of x where it is needed."""
+    """Add the adapters' gradients to the bank; return that of x if it is needed."""
     dx = grad @ weight if need_dx else None
     add_backward(dx, grad, x, saved, weight, call, call.owners)
     return dx

@@ -26,7 +26,7 @@ class RoutedSegment:
 class Span:
     """A segment with its adapter's block and the dropout that holds for this microbatch.
 
-    `threshold` is round(p·65536), 0 where nothing is dropped.
+    `threshold` is round(p·65536), 0 if nothing is dropped.
     """
 
     block: Block

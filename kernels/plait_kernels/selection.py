@@ -1,4 +1,4 @@
-"""The choice of a backend for a device, by measurement where several come into question."""
+"""The choice of a backend for a device, by measurement if several come into question."""
 
 from __future__ import annotations
 

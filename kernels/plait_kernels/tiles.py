@@ -106,7 +106,7 @@ SMALL_CANDIDATES: Candidates = {
 
 
 def load(path: Path) -> dict[str, Choice]:
-    """The choices that a file holds; none where it is missing or not readable as such."""
+    """The choices that a file holds; none if it is missing or not readable as such."""
     try:
         stored = json.loads(path.read_text())
         return {key: _choice(value) for key, value in stored.items()}

@@ -42,7 +42,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall) -> 
 def backward(
     grad: Tensor, x: Tensor, saved: list[Tensor], weight: Tensor, call: LayerCall, *, need_dx: bool
 ) -> Tensor | None:
-    """Add the gradients of A and B to the bank; return that of x where it is needed."""
+    """Add the gradients of A and B to the bank; return that of x if it is needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     chosen = choice(call, x)

@@ -2,11 +2,11 @@
 """What the Triton kernels of multi-adapter LoRA share: how they find their work, dropout, low-rank products.
 
 Rows go by tiles. `tiles` holds for each tile (first row, rows, span, slot): span −1 has no adapter, and slot
-counts the ranks of all partial sums before this one, −1 where the tile is its adapter's only one. `spans`
+counts the ranks of all partial sums before this one, −1 if the tile is its adapter's only one. `spans`
 holds for each span (rank, dropout threshold, seed, where row 0 of its S would lie), `scales` its alpha /
 rank. `sites` holds for each site of the call (index in the bank, dropout module, first column, columns,
 features), `blocks` for each block of columns (site or −1, first column, end column). `addresses` holds for
-each span and bank site the element offsets of A and B from a pointer, below ABSENT where the adapter does
+each span and bank site the element offsets of A and B from a pointer, below ABSENT if the adapter does
 not sit there.
 
 S and dS are packed: for each site one row of `packed` elements, in it each span's (rows, stride), where the
@@ -103,7 +103,7 @@ def load_site(sites, site, ALIGN: tl.constexpr):
 
 @triton.jit
 def load_offset(addresses, span, bank_sites, bank_site, SIDE: tl.constexpr):
-    """Elements from the addresses' pointer to an adapter's A or B; below ABSENT where there is none."""
+    """Elements from the addresses' pointer to an adapter's A or B; below ABSENT if there is none."""
     at = (tl.maximum(span, 0) * bank_sites + bank_site) * 2 + SIDE
     return tl.multiple_of(tl.where(span < 0, NOWHERE, tl.load(addresses + at)), 16)
 
@@ -116,7 +116,7 @@ def row_stride(rank):
 
 @triton.jit
 def rank_width(left):
-    """Ranks that a program multiplies at once where `left` are left: 16, 32 or 64.
+    """Ranks that a program multiplies at once if `left` are left: 16, 32 or 64.
 
     WIDTHS counts those that occur in a launch; its programs' ranks lie 8 << WIDTHS apart.
     """

@@ -57,7 +57,7 @@ class Launcher:
         }
 
     def packed(self, splits: int) -> Tensor:
-        """Room for S or dS; float32 parts where several splits are summed afterwards."""
+        """Room for S or dS; float32 parts if several splits are summed afterwards."""
         shape = (self.site_count, self.table.packed)
         if splits == 1:
             return self.x.new_empty(shape)

@@ -62,7 +62,7 @@ class Variant(Protocol):
 
     @property
     def fused(self) -> bool:
-        """Whether the backends' own kernels compute it: only where it is plain LoRA, A and B trained."""
+        """Whether the backends' own kernels compute it: only if it is plain LoRA, A and B trained."""
 
     @property
     def saves(self) -> int:
@@ -75,7 +75,7 @@ class Variant(Protocol):
         """Change `out` (rows, out), which holds x Wᵀ + b, in place; return what backward needs."""
 
     def backward(self, rows: SiteRows, saved: tuple[Tensor, ...], grad: Tensor, dx: Tensor | None) -> None:
-        """Add to `rows.gradients`, and to `dx` (rows, in), which holds grad W, where it is given.
+        """Add to `rows.gradients`, and to `dx` (rows, in), which holds grad W, if it is given.
 
         Args:
             grad: (rows, out), of the output.

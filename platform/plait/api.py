@@ -134,7 +134,7 @@ class Result:
 
     @property
     def front(self) -> list[JobRecord]:
-        """The Pareto front of several objectives; empty where there is only one."""
+        """The Pareto front of several objectives; empty if there is only one."""
         return [record for record in self._found.records if record.on_front]
 
     @property

@@ -72,7 +72,7 @@ class _Bucket:
 
     Attributes:
         share: e, sequences of one replica.
-        microbatches: m ≥ e / b; the share itself where b = 1.
+        microbatches: m ≥ e / b; the share itself if b = 1.
         used, full, largest: only with a pipeline: e > 0, whether a microbatch is full, and the
             sequences of the largest microbatch.
     """
@@ -138,7 +138,7 @@ class DispatchProgram:
         return values
 
     def shares(self, solution: Solution) -> Int64 | None:
-        """The solution's shares (K, R); None where it has none."""
+        """The solution's shares (K, R); None if it has none."""
         if not solution.values:
             return None
         e = np.zeros((len(self.kinds), max(len(kind.cost.lengths) for kind in self.kinds)), dtype=np.int64)

@@ -192,7 +192,7 @@ def loss_differences(race: Race) -> dict[str, list[float]]:
 
 
 def check_agreement(differences: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Raise a PlaitError where some step's losses differ by more than ``tolerance``."""
+    """Raise a PlaitError if some step's losses differ by more than ``tolerance``."""
     job, values = max(differences.items(), key=lambda item: max(item[1]))
     largest = max(values)
     if not largest <= tolerance:

@@ -75,7 +75,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """How lengths are drawn where only moments are published.
+    """How lengths are drawn if only moments are published.
 
     Attributes:
         family: "lognormal" or "gamma".
@@ -256,7 +256,7 @@ def compare(
 def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], counts: Sequence[int]) -> str:
     """What only the published deployment's largest replica takes, and which configuration would do for it.
 
-    That replica pays where the longest sequences need it, and where there is about as much of them as its
+    That replica pays if the longest sequences need it, and if there is about as much of them as its
     share of the devices.
     """
     largest, *others = sorted(kinds, key=lambda kind: -kind.cost.configuration.max_tokens)

@@ -87,11 +87,11 @@ class Options:
         stages: pipeline stages.
         capacity: most tokens of a microbatch.
         tile: padding multiple of LoRAFusion.
-        samples: of one microbatch, where a system does not pack.
+        samples: of one microbatch, if a system does not pack.
         alternatives: other assumptions.
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
-        batches: global batches of one adapter, where planning itself is timed.
+        batches: global batches of one adapter, if planning itself is timed.
     """
 
     trace: str

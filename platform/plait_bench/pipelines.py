@@ -1,6 +1,6 @@
 """Length traces, and the pipelines of the systems that Plait's schedule is compared with.
 
-What a paper leaves open is an argument here and named where a figure is shown.
+What a paper leaves open is an argument here and named if a figure is shown.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def plan_schedule(
 
     Args:
         merging: whether work moves forward into the microbatch before it.
-        filling: whether parts of microbatches do, where whole ones do not fit.
+        filling: whether parts of microbatches do, if whole ones do not fit.
         groups: how many; None lets the planner choose.
 
     Raises:

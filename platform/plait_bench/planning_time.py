@@ -40,7 +40,7 @@ class DeploymentOptions:
     Attributes:
         tasks: of the joint batch.
         assumptions: about lengths; deployments are planned for each, dispatch is for the first.
-        devices: published seconds, None where there are none, by number of devices.
+        devices: published seconds, None if there are none, by number of devices.
         kinds: of replica, that the dispatch is to.
         steps: drawn and dispatched.
         step_seconds: that a step trains while the next one is planned.

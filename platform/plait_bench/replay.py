@@ -187,7 +187,7 @@ class Replay:
         evaluations: with the device time at which each was there.
         seconds: device time in all.
         steps: optimiser steps in all.
-        best: lowest loss of the trials that came to their ends; infinite where none did.
+        best: lowest loss of the trials that came to their ends; infinite if none did.
         finished: how many of them there are.
     """
 

@@ -172,7 +172,7 @@ def replay_samplers(settings: RunSettings, jobs: Sequence[JobSpec], options: Map
 
 
 def trials_to_good(table: LossTable, search: SearchSettings, within: float) -> int:
-    """How many trials until the first good one; ``search.trials`` + 1 where none of them is.
+    """How many trials until the first good one; ``search.trials`` + 1 if none of them is.
 
     Args:
         table: the oracle.

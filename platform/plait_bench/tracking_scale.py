@@ -71,7 +71,7 @@ class Script:
         return 4.0 / math.sqrt(step) + 0.1 * math.sin(step * (adapter + 1)) + 1.0
 
     def kept(self, points: int) -> set[int]:
-        """Steps whose points are sent, where ``points`` are asked for."""
+        """Steps whose points are sent, if ``points`` are asked for."""
         stride, evaluated = -(-self.steps // points), max(1, self.steps // EVALUATIONS)
         return {
             step

@@ -157,7 +157,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def complaint(seed: int, folder: Path, empty_store: Path) -> str:
-    """What is wrong with how a drawn command ended; empty where nothing is."""
+    """What is wrong with how a drawn command ended; empty if nothing is."""
     furnish(folder, empty_store)
     before, owned = listing(folder), contents(folder)
     search = Forked(draw(seed), folder, environment={"HOME": str(folder / "folder")})

@@ -1,4 +1,4 @@
-"""A search over several processes: the same losses as over one, and what happens where one of them dies."""
+"""A search over several processes: the same losses as over one, and what happens if one of them dies."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LOSS_TOLERANCE = 1e-5  # relative, every step
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
 MOST_PARAMETERS = 20_000_000  # above it a family has parts whose sizes are not among these
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-SIZES = {  # each is given where the family's configuration has it
+SIZES = {  # each is given if the family's configuration has it
     "vocab_size": 259,
     "vocab_size_per_layer_input": 259,
     "max_position_embeddings": 96,

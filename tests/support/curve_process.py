@@ -1,7 +1,7 @@
 """One worker process of a search on curves, on a study that others may share.
 
-Takes the folder as its argument, then "leaves" where it is to get a Ctrl-C after its first step, or
-"steered=NAME" where its part of the search lies in another folder, has one slot, and obeys orders. Prints
+Takes the folder as its argument, then "leaves" if it is to get a Ctrl-C after its first step, or
+"steered=NAME" if its part of the search lies in another folder, has one slot, and obeys orders. Prints
 "ready", waits for a line, searches, and prints each step that it trained as a line "JOB STEP".
 """
 

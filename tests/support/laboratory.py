@@ -178,7 +178,7 @@ def mixed_group(family: str, *, dropout: float = 0.0, steps: int = 20) -> list[J
             accumulation=3,
             schedule="linear",
             betas=(0.8, 0.95),
-            eps=1e-5,  # where keys' gradients are zero but for rounding, AdamW would step by the rounding
+            eps=1e-5,  # if keys' gradients are zero but for rounding, AdamW would step by the rounding
             seed=5,
         ),
         job("five", AdapterSpec(5, 10.0, target_modules=narrow[:1]), (40, 41), lr=1e-2, batch_size=1, seed=6),

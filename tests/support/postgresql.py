@@ -64,7 +64,7 @@ class PostgresqlServer:
 
 @contextmanager
 def postgresql_server() -> Iterator[PostgresqlServer]:
-    """A running server; skips the test where there are no programs for it."""
+    """A running server; skips the test if there are no programs for it."""
     programs = _programs()
     before, user = _as_common_user()
     # Not below pytest's folders, which only their owner may enter.

@@ -57,7 +57,7 @@ def conversation(messages, tokeniser, row, **options):
 
 
 def trl_rules(row, tokeniser, *, assistant_only, completion_only, max_length):
-    """Ids and labels of a row; None where it is dropped."""
+    """Ids and labels of a row; None if it is dropped."""
     eos, masks = tokeniser.eos_token, []
 
     def ended(text):

@@ -86,7 +86,7 @@ def test_a_solver_that_fails_proves_nothing(status: int, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("seed", [5016, 5043, 5048, 5062, 5090])
 def test_small_deployments_are_near_the_optimum(seed: int) -> None:
-    """With pipelines whose slowest stage depends on the batch, where little is left to round."""
+    """With pipelines whose slowest stage depends on the batch, if little is left to round."""
     rng = np.random.default_rng(seed)
     layers = {
         tp: LayerTime(

@@ -153,7 +153,7 @@ class TimedWorker(CurveWorker):
 
 
 def test_an_iteration_takes_from_the_first_microbatch_to_the_last_step_whoever_joins_or_ends() -> None:
-    """Attaching, evaluating, saving and exporting are not in it: also where the first job ends in it."""
+    """Attaching, evaluating, saving and exporting are not in it: also if the first job ends in it."""
     worker = TimedWorker()
     run = RunSettings(engine=EngineSettings(capacity=16, checkpoint_steps=1))
     made = Coordinator(worker, DataCatalogue(load_lengths), run, folder=Path("run"), clock=lambda: worker.now)

@@ -1,4 +1,4 @@
-"""How the engine packs: never worse than first-fit, exact where that saves a microbatch, repeatable."""
+"""How the engine packs: never worse than first-fit, exact if that saves a microbatch, repeatable."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_a_search_keeps_the_type_that_it_was_started_with(
 
 
 def test_the_type_of_this_processor_is_the_faster_one() -> None:
-    """By the processor's own flags, where Linux lists them."""
+    """By the processor's own flags, if Linux lists them."""
     flags = Path("/proc/cpuinfo")
     if not flags.exists() or "avx2" not in flags.read_text():
         pytest.skip("not an x86 processor that says what it has")

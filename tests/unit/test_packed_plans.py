@@ -1,4 +1,4 @@
-"""Deployments judged by packing: no bound above what a packing takes, devices used only where they pay."""
+"""Deployments judged by packing: no bound above what a packing takes, devices used only if they pay."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_mean_step_keeps_number_tokens_and_where_the_longest_fits() -> None:
     lengths = [100] * 60 + [700] * 3 + [5000]
     step = mean_step(lengths, 8, required=(2048, 4096, 8192))
     assert sum(step.counts) == 8
-    assert max(step.means) == 4097  # it fits only where 5,000 tokens do
+    assert max(step.means) == 4097  # it fits only if 5,000 tokens do
     short = mean_step(lengths[:-1], 9, required=(2048, 4096, 8192))
     tokens = sum(mean * count for mean, count in zip(short.means, short.counts, strict=True))
     assert tokens == pytest.approx(sum(lengths[:-1]) / 9, rel=0.01)
@@ -171,7 +171,7 @@ def test_kinds_of_devices_differ_in_speed_memory_and_price() -> None:
 
 
 def test_the_kind_that_costs_less_is_chosen() -> None:
-    """Half the speed at a quarter of the price is cheaper; where time counts, it is not chosen alone."""
+    """Half the speed at a quarter of the price is cheaper; if time counts, it is not chosen alone."""
     slow = {"name": "slow", "count": 1, "speed": 0.5, "price_per_device_hour": 0.5}
     cluster = described_cluster(kinds({"name": "fast", "count": 1}, slow, price=2.0))
     settings = RunSettings(planner=PlannerSettings(objective="money"), search=SearchSettings(parallel=2))
@@ -206,7 +206,7 @@ def test_a_wrong_kind_is_named(entries: tuple[dict[str, object], ...], said: str
 def test_bounds_and_gaps_hold_beside_brute_force(enumerated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small sample of `plait bench plan_bounds`; 3 workloads have two kinds of devices.
 
-    Their deployments are so few that they are enumerated; where that is forbidden, patterns alone decide.
+    Their deployments are so few that they are enumerated; if that is forbidden, patterns alone decide.
     """
     for module in ("planner.renting", "planning.expected"):
         monkeypatch.setattr(f"plait.{module}.ENUMERATED", enumerated)

@@ -1,4 +1,4 @@
-"""Later waves of a plan: kept on the deployment so far, changed where that pays, or where they must be."""
+"""Later waves of a plan: kept on the deployment so far, changed if that pays, or if they must be."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Samples shared out to replicas: all of them, once, where they fit, and evenly."""
+"""Samples shared out to replicas: all of them, once, if they fit, and evenly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark says while it runs: elapsed, what now, and what is left where it can be told."""
+"""What a benchmark says while it runs: elapsed, what now, and what is left if it can be told."""
 
 import io
 import threading

@@ -1,4 +1,4 @@
-"""Bytes of a simulated run: a stage's peak where microbatches are equal, else what is in flight."""
+"""Bytes of a simulated run: a stage's peak if microbatches are equal, else what is in flight."""
 
 from __future__ import annotations
 

@@ -403,7 +403,7 @@ def test_of_fewer_than_eta_trials_asha_lets_the_best_continue_and_no_other(trial
     values = {number: {4: 1.0 + number} for number in range(trials)}
     found = actions(made, range(trials), 4, table(values, trials))
     assert found == {number: "stop" if number else "continue" for number in range(trials)}
-    # As long as one is to come the best waits, even where there can be no more than one to continue.
+    # As long as one is to come the best waits, even if there can be no more than one to continue.
     some = dict(list(values.items())[: trials - 1])
     assert set(actions(made, range(trials - 1), 4, table(some, trials)).values()) <= {"wait", "stop"}
     assert not some or made.decide(0, 4, table(some, trials)).action == "wait"

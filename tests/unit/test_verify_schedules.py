@@ -83,7 +83,7 @@ def test_every_schedule_passes(case: Case) -> None:
     verify(case.items, case.batches, stages=case.stages, capacity=case.capacity, tile=case.tile)
 
 
-# One fault each. They return the faulty schedule, or None where the schedule has no place for it.
+# One fault each. They return the faulty schedule, or None if the schedule has no place for it.
 Planted = list[ScheduleItem] | None
 
 
@@ -192,7 +192,7 @@ def renumbered(items: Sequence[ScheduleItem]) -> list[ScheduleItem]:
 
 
 def contents_of_two_steps_swapped(case: Case, data: st.DataObject) -> Planted:
-    """Exchange the samples of two microbatches where one job has different steps in them."""
+    """Exchange the samples of two microbatches if one job has different steps in them."""
     pairs = [
         (a, b)
         for a in places(case.items, Microbatch)
@@ -216,7 +216,7 @@ def _steps(item: ScheduleItem) -> set[tuple[str, int]]:
 
 
 def too_full(case: Case, data: st.DataObject) -> Planted:
-    """Everything of two microbatches of one global batch in one of them, where that is too much."""
+    """Everything of two microbatches of one global batch in one of them, if that is too much."""
     filled = places(case.items, Microbatch)
     for a in filled:
         for b in filled:

@@ -98,6 +98,6 @@ def adapter_config(
 
 
 def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> list[str]:
-    """Last parts of the names where they mean exactly these modules, else the whole names."""
+    """Last parts of the names if they mean exactly these modules, else the whole names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)

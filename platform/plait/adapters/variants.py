@@ -49,7 +49,7 @@ VARIANTS: Registry[AdapterVariant] = Registry(
 def adapter_bytes(spec: AdapterSpec, sites: Iterable[LinearInfo], element_bytes: int) -> int:
     """Bytes that an adapter holds while it trains: exact.
 
-    Float32 weights, gradients and two moments of what trains, float32 weights of what does not, and, where
+    Float32 weights, gradients and two moments of what trains, float32 weights of what does not, and, if
     the arithmetic is not float32, a copy of both in its type.
     """
     placed = [Site(site.name, 0, site.in_features, site.out_features) for site in sites]

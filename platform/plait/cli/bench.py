@@ -23,7 +23,7 @@ from plait.utils.paths import sweeps_dir
 from plait.utils.progress import shown
 from plait.utils.spelling import did_you_mean
 
-LOG_WIDTH = 180  # columns where output is not a terminal
+LOG_WIDTH = 180  # columns if output is not a terminal
 DETAILS, JSON = "--details", "--json"
 FLAGS = {DETAILS: False, JSON: False}  # and whether a value follows
 FOOTER = (
@@ -38,7 +38,7 @@ class Named:
     """A file of sweeps/: its name is its path without the suffix.
 
     Attributes:
-        takes: how long it roughly takes on two cores, in words; "" where the file does not say.
+        takes: how long it roughly takes on two cores, in words; "" if the file does not say.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Named:
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `plait sweep` that run the benchmark NAME, the verb's own flags included; empty where
+    """The arguments of `plait sweep` that run the benchmark NAME, the verb's own flags included; empty if
     the list or a file is printed.
 
     Raises:

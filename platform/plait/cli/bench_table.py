@@ -146,5 +146,5 @@ def _value(value: float | None, unit: str) -> str:
 
 
 def number(value: float) -> str:
-    """A figure's value, to four digits where it has a fraction."""
+    """A figure's value, to four digits if it has a fraction."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -92,7 +92,7 @@ def running(root: Path) -> list[str]:
 
 
 def listing(root: Path) -> str:
-    """The searches that run on this machine, each with its mode; what to do where there is none."""
+    """The searches that run on this machine, each with its mode; what to do if there is none."""
     names = running(root)
     if not names:
         return f"No search in {root} is running; `plait resume` lists those that can be resumed."

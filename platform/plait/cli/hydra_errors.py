@@ -23,7 +23,7 @@ from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 
-# What a config group's choices are called, where the group's own name does not say.
+# What a config group's choices are called, if the group's own name does not say.
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
@@ -81,7 +81,7 @@ def _no_group(key: str, known: Sequence[str]) -> ConfigError:
 
 
 def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigError | None:
-    """The complaint where a mapping was given for a list."""
+    """The complaint if a mapping was given for a list."""
     key = getattr(cause, "full_key", None)
     if not key or "Cannot merge DictConfig with ListConfig" not in str(cause):
         return None
@@ -100,7 +100,7 @@ def _as_it_is(error: HydraException) -> ConfigError:
 
 
 def _unknown_function(override: str) -> ConfigError | None:
-    """The complaint where ``KEY=NAME(...)`` names no function; None where it does, or is nothing like it."""
+    """The complaint if ``KEY=NAME(...)`` names no function; None if it does, or is nothing like it."""
     known = sorted(OverridesParser.create().functions.functions)
     called = _CALL.match(override)
     if called is None or called[1] in known:
@@ -139,7 +139,7 @@ def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _all_keys(key: str, arguments: Sequence[str]) -> list[str]:
-    """Every key of this command line's configuration and every config group; Hydra's own only where ``key``
+    """Every key of this command line's configuration and every config group; Hydra's own only if ``key``
     is one."""
     config = OmegaConf.to_container(_without(key, arguments), resolve=False)
     assert isinstance(config, dict)

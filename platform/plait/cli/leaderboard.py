@@ -20,7 +20,7 @@ from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
 
 FORMATS = ("table", "csv", "json")
-WIDTH = 80  # of a table, in characters, where nothing else is known
+WIDTH = 80  # of a table, in characters, if nothing else is known
 LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
 LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
 

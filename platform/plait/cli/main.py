@@ -86,7 +86,7 @@ def refusal(error: Exception) -> PlaitError:
     """What the machine or a library refuses, as Plait's own errors are.
 
     Raises:
-        Exception: ``error`` itself, where it is none of that but a fault in the program.
+        Exception: ``error`` itself, if it is none of that but a fault in the program.
     """
     where = f"{FULL_ERROR}=1 shows where."
     if isinstance(error, OSError) and error.strerror:

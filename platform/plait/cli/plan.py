@@ -127,7 +127,7 @@ def plan_search(
         return _plan_local(command)
     settings, cluster = described(command.settings)
     numbers = () if devices is None else read_numbers(devices, cluster)
-    rates_of(settings.planner.objective, cluster)  # raises where a price is missing
+    rates_of(settings.planner.objective, cluster)  # raises if a price is missing
     asked = command.settings.engine.capacity
     if asked is not None and asked > settings.engine.capacity_or_usual:
         tables = ", ".join(dict.fromkeys(repr(each.table) for each in cluster.kinds))
@@ -241,7 +241,7 @@ def _say_of_rows(data: LoadedData) -> None:
 def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
     """The cluster, and settings whose samples may be as long as the cluster takes them.
 
-    ``engine.capacity``, where it is given, bounds what the cluster's tables allow.
+    ``engine.capacity``, if it is given, bounds what the cluster's tables allow.
 
     Raises:
         ConfigError: no such kind of cluster, or an entry of its description is missing or wrong.

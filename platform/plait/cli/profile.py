@@ -2,7 +2,7 @@
 
 Here it measures the run's model on this machine, or, with --without-weights, computes its memory from the
 configuration alone. With a described cluster it compares the cluster's configurations by simulation. A seam:
-loaded only where this verb runs.
+loaded only if this verb runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STEPS = 8  # global batches of each job that are simulated
 
 JSON = "--json"
 WITHOUT_WEIGHTS = "--without-weights"
-MOST_CAPACITY = 4096  # looked at where engine.capacity leaves it open
+MOST_CAPACITY = 4096  # looked at if engine.capacity leaves it open
 
 
 def compare_configurations(command: SearchCommand, console: Console, *, as_json: bool) -> int:

@@ -3,7 +3,7 @@
 A seam: loaded only once Hydra has composed a configuration, so that help and completion need no Optuna.
 
 ``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: its keys read from
-``search`` by interpolation; where a plain value stands in its place, the user set it.
+``search`` by interpolation; if a plain value stands in its place, the user set it.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class TrialComposer:
         return job_of("probe", self._plain(self.compose(overrides, 0)))
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
-        """What Hydra would compose; where only values differ, from a copy, which is ten times as fast."""
+        """What Hydra would compose; if only values differ, from a copy, which is ten times as fast."""
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         values = [override for override in parsed if _is_value(override)]
         others = tuple(str(override.input_line) for override in parsed if not _is_value(override))
@@ -478,6 +478,6 @@ def _merge_option(options: dict[str, Any], name: str, value: Any) -> None:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """What ``search`` holds where the user set nothing."""
+    """What ``search`` holds if the user set nothing."""
     loaded: dict[str, Any] = yaml.safe_load((conf_dir() / "search" / "default.yaml").read_text("utf-8"))
     return loaded

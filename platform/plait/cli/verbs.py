@@ -38,9 +38,9 @@ class Verb:
 
     Attributes:
         target: "module:function"; the function takes the arguments and returns the exit status.
-        summary: one line for the list of verbs; "" where the function's docstring says it.
+        summary: one line for the list of verbs; "" if the function's docstring says it.
         hydra: whether its arguments are Hydra's, for shell completion.
-        text: what --help prints; "" where the verb or Hydra has its own.
+        text: what --help prints; "" if the verb or Hydra has its own.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Verb:
         return self.summary or (self.load().__doc__ or "").strip().split("\n")[0]
 
     def help_for(self, arguments: Sequence[str]) -> str:
-        """The text that the arguments ask for; "" where they ask for none, or not for this one."""
+        """The text that the arguments ask for; "" if they ask for none, or not for this one."""
         wanted = self.name != "bench" or (arguments[:1] and arguments[0] in HELP)  # else of one benchmark
         return self.text if wanted and set(arguments) & set(HELP) else ""
 

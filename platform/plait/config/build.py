@@ -93,7 +93,7 @@ def settings_of(config: Config) -> RunSettings:
             section = _search(section)
         groups[name] = build(hints[name], section, name)
     settings = RunSettings(**groups)
-    search_folder(settings.tracking.root, settings.search.name or "-")  # raises where none can be
+    search_folder(settings.tracking.root, settings.search.name or "-")  # raises if none can be
     return settings
 
 

@@ -1,7 +1,7 @@
 """Hydra's override syntax as a search space.
 
 ``a,b``, ``choice``, ``range`` (the stop is left out, as everywhere in Hydra), ``interval`` (whole numbers
-where the key wants them, or with ``int(interval(...))``), ``tag(log, ...)`` and ``glob``; on the command
+if the key wants them, or with ``int(interval(...))``), ``tag(log, ...)`` and ``glob``; on the command
 line or in ``search.params``.
 """
 
@@ -51,11 +51,11 @@ def read_request(
 ) -> Request:
     """The space of a command line, of ``search.params``, or else of ``search.default_params``.
 
-    A key on the command line replaces the same key in ``params``; the defaults are used only where neither
+    A key on the command line replaces the same key in ``params``; the defaults are used only if neither
     sweeps anything, without the keys that are fixed.
 
     Args:
-        data_keys: keys of the data source, for suggestions where a key does not exist.
+        data_keys: keys of the data source, for suggestions if a key does not exist.
 
     Raises:
         SearchError: nothing to search, or a domain that makes no sense.
@@ -80,7 +80,7 @@ def read_request(
 
 
 def is_sweep(argument: str) -> bool:
-    """Whether an argument of the command line sweeps something; False where it does not parse."""
+    """Whether an argument of the command line sweeps something; False if it does not parse."""
     try:
         return bool(OverridesParser.create().parse_override(argument).is_sweep_override())
     except HydraException:

@@ -61,12 +61,12 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a figure is compared with where no paper has it: the same quantity another way, in the same run.
+    """What a figure is compared with if no paper has it: the same quantity another way, in the same run.
 
     Attributes:
         value: in the figure's unit.
         name: what it is.
-        ratio: ours over it, where that is not the quotient of the two (a median of quotients).
+        ratio: ours over it, if that is not the quotient of the two (a median of quotients).
         at_most, at_least: limits of the ratio; None: no claim is made.
         why: what explains a ratio beyond them.
     """
@@ -90,7 +90,7 @@ class Baseline:
         return ours / self.value if self.value else 1.0 if ours == 0 else float("inf")
 
     def within(self, ours: float) -> bool | None:
-        """Whether the ratio keeps its limits; None where there are none."""
+        """Whether the ratio keeps its limits; None if there are none."""
         if self.at_most is None and self.at_least is None:
             return None
         ratio = self.difference(ours)
@@ -111,7 +111,7 @@ class Figure:
             arithmetic or a fit. A simulated figure is never shown as a measured one.
         beside: what it is compared with; None: nothing, so that it is a detail.
         note: what is assumed, or what the value consists of.
-        plait: where ``ours`` is a paper's own system as Plait has it, the value of Plait's own plan.
+        plait: if ``ours`` is a paper's own system as Plait has it, the value of Plait's own plan.
         detail: shown only on request although it is compared: a row of a sensitivity analysis.
     """
 
@@ -136,7 +136,7 @@ class Figure:
 
     @property
     def result(self) -> Result | None:
-        """The comparison in words; None where no claim is made."""
+        """The comparison in words; None if no claim is made."""
         if self.beside is None or self.within is None:
             return None
         if self.within:

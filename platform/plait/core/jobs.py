@@ -24,7 +24,7 @@ BETAS = Rule(
 )
 
 
-USUAL_STEPS = 40  # of a job's optimiser, where neither steps nor epochs are given
+USUAL_STEPS = 40  # of a job's optimiser, if neither steps nor epochs are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set: where
+    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set: if
     neither is given, ``USUAL_STEPS``.
 
     Attributes:
-        lr: peak learning rate of A, and of B where ``lora_plus_ratio`` is 1.
+        lr: peak learning rate of A, and of B if ``lora_plus_ratio`` is 1.
         lora_plus_ratio: learning rate of B over that of A (LoRA+).
         warmup_steps: optimiser steps of linear warm-up; a value below 1 is a share of all steps.
         clip_norm: largest gradient norm over all of the adapter's tensors, or None.
@@ -145,7 +145,7 @@ class JobSpec:
     def parameters(self) -> dict[str, Any]:
         """Config keys that define the job, as MLflow and the leaderboard show them.
 
-        ``train.keep`` is among them where it is not the usual "last": searches from before it was there keep
+        ``train.keep`` is among them if it is not the usual "last": searches from before it was there keep
         their names.
         """
         flat = {f"adapter.{key}": value for key, value in asdict(self.adapter).items()}

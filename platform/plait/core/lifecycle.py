@@ -81,7 +81,7 @@ def state_from_optuna(stored: str, noted: object = None) -> JobState:
 
     Args:
         stored: Optuna's name, such as "PRUNED".
-        noted: the state that is kept beside it; counts where it is one that Optuna calls so.
+        noted: the state that is kept beside it; counts if it is one that Optuna calls so.
     """
     candidates = [state for state, names in STORED_AS.items() if names.optuna == stored]
     return next((state for state in candidates if state == noted), candidates[0])
@@ -93,15 +93,15 @@ class JobResult:
     objectives and may decide on another state (a finished job without its objective has failed).
 
     Attributes:
-        state: one that has ended, or PAUSED where the process was interrupted and the job can be resumed.
-        reason: in words; "" where the state says all.
-        eval_loss: of the last evaluation, or of the best one where its weights are kept.
+        state: one that has ended, or PAUSED if the process was interrupted and the job can be resumed.
+        reason: in words; "" if the state says all.
+        eval_loss: of the last evaluation, or of the best one if its weights are kept.
         device_seconds: attributed to the job.
-        completion_seconds: since its submission, earlier processes included; None where no engine of this
+        completion_seconds: since its submission, earlier processes included; None if no engine of this
             process had the job, so that steps, tokens and seconds are not known here.
         adapter: PEFT folder of a finished job.
         checkpoint: folder from which an interrupted job resumes.
-        values: the objectives, in order; empty where they were not measured.
+        values: the objectives, in order; empty if they were not measured.
         violations: by how much each constraint is broken, by its text; 0 or less keeps it.
         trial: number in its study; -1 outside of a search.
         parameters: values of the searched keys.
@@ -126,7 +126,7 @@ class JobResult:
 
     @property
     def objective(self) -> float | None:
-        """The first objective; None where it was not measured."""
+        """The first objective; None if it was not measured."""
         return self.values[0] if self.values else None
 
     @property

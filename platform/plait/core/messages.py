@@ -100,7 +100,7 @@ class Cursor:
         step: optimiser steps done.
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
-        best_step, best_loss: of the evaluation whose weights are kept; None where none are.
+        best_step, best_loss: of the evaluation whose weights are kept; None if none are.
         completion_seconds: in a checkpoint: since the job's submission, in this process and those before.
     """
 
@@ -144,7 +144,7 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A job is attached at ``cursor``: at the start where it is fresh.
+    """A job is attached at ``cursor``: at the start if it is fresh.
 
     ``checkpoint`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
     """
@@ -342,9 +342,9 @@ class GroupStep:
     Attributes:
         iteration: of this process, from 1.
         tokens: real tokens of all jobs.
-        peak_bytes: highest of the microbatches; None where the device cannot tell.
+        peak_bytes: highest of the microbatches; None if the device cannot tell.
         job_tokens: real tokens of each job, in the order of ``jobs``.
-        predicted_seconds: what was expected before it ran; None where nothing is known yet.
+        predicted_seconds: what was expected before it ran; None if nothing is known yet.
         predicted_bytes: the same for the peak.
         bytes_by_rule: that is an upper bound from the model's shape, for want of observations.
     """
@@ -373,7 +373,7 @@ class ModelFitted:
         coefficients: by name; of memory by phase and name.
         mean_error, max_error: of the observations it was fitted to, relative, absolute values.
         ahead_error: mean absolute relative error of what was predicted since the fit before, before it ran;
-            None where nothing was predicted.
+            None if nothing was predicted.
         margin: relative; by how much a new observation may exceed its prediction.
     """
 

@@ -58,7 +58,7 @@ class Constraint:
         return cls(metric, found[1] == "<=", limit)
 
     def violation(self, value: float) -> float:
-        """How far a value lies outside; 0 or less where the constraint is kept."""
+        """How far a value lies outside; 0 or less if the constraint is kept."""
         return value - self.limit if self.at_most else self.limit - value
 
     def __str__(self) -> str:

@@ -87,7 +87,7 @@ class OptimiserStep:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan expects; None where nothing has been measured to predict from."""
+    """What a plan expects; None if nothing has been measured to predict from."""
 
     seconds: float | None = None
     bytes: int | None = None
@@ -106,7 +106,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Deployment, groups and, where it is fixed in advance, the schedule.
+    """Deployment, groups and, if it is fixed in advance, the schedule.
 
     ``choices`` records whatever was chosen by measurement. A resumed search reads the kernel backend and the
     capacity from it.
@@ -124,7 +124,7 @@ class Plan:
 
 
 def recorded_choices(text: str) -> Choices | None:
-    """The choices in a plan that :meth:`Plan.to_json` wrote; None where it is of another schema version."""
+    """The choices in a plan that :meth:`Plan.to_json` wrote; None if it is of another schema version."""
     raw = json.loads(text)
     choices: Choices = raw["choices"]
     return choices if raw["version"] == SCHEMA_VERSION else None

@@ -84,8 +84,8 @@ class Split:
         """A split from single samples; ``labels[0]`` of each is forced to False.
 
         Args:
-            rows: the source's row of each; None where sample i is row i.
-            counts: None where every row is a sample as it was.
+            rows: the source's row of each; None if sample i is row i.
+            counts: None if every row is a sample as it was.
         """
         offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, np.int32)] + [sample.tokens for sample in samples])

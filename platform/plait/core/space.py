@@ -52,7 +52,7 @@ class Choice:
         return self.values[place]
 
     def place(self, value: Value) -> int | None:
-        """Where a value stands among them; None where it does not."""
+        """Where a value stands among them; None if it does not."""
         known = ((type(each), each) for each in self.values)
         return next((at for at, each in enumerate(known) if each == (type(value), value)), None)
 
@@ -92,7 +92,7 @@ class Whole:
         return self.low + place * self.step
 
     def place(self, value: Value) -> int | None:
-        """Where a value stands among them; None where it does not."""
+        """Where a value stands among them; None if it does not."""
         if not isinstance(value, int) or not self.low <= value <= self.high:
             return None
         place, rest = divmod(value - self.low, self.step)
@@ -131,7 +131,7 @@ class Real:
 
     @property
     def count(self) -> int | None:
-        """How many values there are; None where they cannot be counted."""
+        """How many values there are; None if they cannot be counted."""
         if self.low == self.high:
             return 1
         if self.step is None:
@@ -143,7 +143,7 @@ class Real:
         return self.low if self.step is None else float(_decimal(self.low) + place * _decimal(self.step))
 
     def place(self, value: Value) -> float | None:
-        """Where a value stands among them, or the value itself where they cannot be counted; None where it
+        """Where a value stands among them, or the value itself if they cannot be counted; None if it
         lies outside."""
         if not isinstance(value, (int, float)) or not self.low <= value <= self.high:
             return None
@@ -203,12 +203,12 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """How many combinations there are; None where they cannot be counted."""
+        """How many combinations there are; None if they cannot be counted."""
         counts = [dimension.domain.count for dimension in self.dimensions]
         return None if None in counts else math.prod(count for count in counts if count is not None)
 
     def point(self, values: Values) -> Point | None:
-        """The point with these values; None where one is missing or lies outside."""
+        """The point with these values; None if one is missing or lies outside."""
         if any(dimension.name not in values for dimension in self.dimensions):
             return None
         places = [dimension.domain.place(values[dimension.name]) for dimension in self.dimensions]

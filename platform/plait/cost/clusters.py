@@ -50,7 +50,7 @@ class Cluster:
 
     Attributes:
         kinds: the profile of each kind of device, all of one model.
-        prices: of a device-hour, by kind; None where the price of a kind is not known.
+        prices: of a device-hour, by kind; None if the price of a kind is not known.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def error(self) -> float | None:
-        """Error of its predicted seconds, the largest of its kinds'; None where one is not known."""
+        """Error of its predicted seconds, the largest of its kinds'; None if one is not known."""
         known = [each.error for each in self.kinds if each.error is not None]
         return max(known) if len(known) == len(self.kinds) else None
 
@@ -102,7 +102,7 @@ class Cluster:
         return replace(self, kinds=tuple(each.recomputing() for each in self.kinds))
 
     def money(self, seconds: float) -> float | None:
-        """What all of its devices cost for so long; None where a price is not known."""
+        """What all of its devices cost for so long; None if a price is not known."""
         if self.prices is None:
             return None
         return seconds / HOUR * sum(self.prices[kind] * number for kind, number in self.devices.items())

@@ -4,7 +4,7 @@ mLoRA's Eq. 5 is β0 + β1·B·L + β2·B·L², β ≥ 0, for B sequences of len
 Σℓ and Σℓ² take the places of B·L and B·L², and labelled tokens and ranks join (§5.2's packed form). Two
 things were found necessary for errors far below a percent:
 
-- A peak is the highest of several moments, each of that form by itself: the loss, where logits come on top
+- A peak is the highest of several moments, each of that form by itself: the loss, if logits come on top
   of all saved activations, and backward's first layer. A model has one set of coefficients for each, its
   *phases*, and predicts the highest; a peak observed as a whole makes one phase.
 - The features are what the engine really holds: attention pads samples to buckets of nearly equal length
@@ -152,7 +152,7 @@ class MemoryObservation:
     """Measured peaks of one microbatch.
 
     Attributes:
-        peaks: bytes by phase; {"whole": bytes} where moments were not told apart.
+        peaks: bytes by phase; {"whole": bytes} if moments were not told apart.
         static: bytes that were there before and stay.
     """
 
@@ -168,7 +168,7 @@ class MemoryObservation:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One moment of a microbatch: its coefficients, its own margin, and its fit where it was fitted here."""
+    """One moment of a microbatch: its coefficients, its own margin, and its fit if it was fitted here."""
 
     coefficients: MemoryCoefficients
     margin: float = UNKNOWN_MARGIN
@@ -214,7 +214,7 @@ class MemoryModel:
         return cls(phases, logit_rows, kept)
 
     def dynamic(self, shape: MemoryShape) -> float:
-        """Predicted bytes above static; 0 where the microbatch is empty."""
+        """Predicted bytes above static; 0 if the microbatch is empty."""
         return max(self._bytes(phase, shape) for phase in self.phases.values())
 
     def safe_peak(self, shape: MemoryShape, *, static: float) -> float:

@@ -55,7 +55,7 @@ class PackedCost(ReplicaCost):
         return np.asarray(np.ceil((counts @ self.room.T).max(axis=1) - WHOLE))
 
     def seconds_many(self, counts: Int64) -> Float64:
-        """T of each row of ``counts`` (rows, R), no packing of it is faster; inf where one does not fit."""
+        """T of each row of ``counts`` (rows, R), no packing of it is faster; inf if one does not fit."""
         unsupported = (counts[:, self.supported :] > 0).any(axis=1)
         least = self.microbatches(counts)[:, None]
         work = counts @ self.each.T

@@ -116,7 +116,7 @@ def meter_of(device: torch.device) -> Meter:
 
 
 class PhasePeaks:
-    """The highest bytes of each phase of a microbatch; of nothing where there is no meter."""
+    """The highest bytes of each phase of a microbatch; of nothing if there is no meter."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter

@@ -56,7 +56,7 @@ class CapacityChoice:
     """A capacity (tokens) that was considered.
 
     Attributes:
-        tokens_per_second: measured on a full microbatch; None where nothing ran.
+        tokens_per_second: measured on a full microbatch; None if nothing ran.
         predicted_bytes: safe peak of the heaviest full microbatch with one adapter.
         fits: into the share of the device's memory that may be used.
     """
@@ -106,7 +106,7 @@ def profile_path(key: ProfileKey, cache: Path) -> Path:
 
 
 def load_profile(key: ProfileKey, *, cache: Path) -> Profile | None:
-    """The stored profile of a key; None where there is none.
+    """The stored profile of a key; None if there is none.
 
     Raises:
         ConfigError: the file is of another model, device or release, or was altered.

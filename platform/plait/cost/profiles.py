@@ -54,11 +54,11 @@ class ClusterProfile:
         source: where its figures come from, and what is assumed.
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
-        memory: fitted memory model, None where no figures were published.
+        memory: fitted memory model, None if no figures were published.
         shape: sizes of the model as a LlamaConfig names them, None where they are not given.
         restart_seconds: between saving the adapters and training on with other replicas.
         error: mean absolute error of its seconds, relative, on measurements that it was not fitted to; None
-            where there is none.
+            if there is none.
         error_source: what that was measured on.
     """
 
@@ -79,7 +79,7 @@ class ClusterProfile:
 
     @property
     def kind(self) -> str:
-        """The name that its configurations have its devices by; "" where a cluster has one kind."""
+        """The name that its configurations have its devices by; "" if a cluster has one kind."""
         return self.configurations[0].kind
 
     @property
@@ -89,7 +89,7 @@ class ClusterProfile:
 
     @property
     def hidden_size(self) -> int:
-        """The model's hidden size; 0 where its sizes are not given."""
+        """The model's hidden size; 0 if its sizes are not given."""
         return 0 if self.shape is None else self.shape["hidden_size"]
 
     def recomputing(self) -> ClusterProfile:

@@ -8,7 +8,7 @@ may hold different numbers of layers, and the last one also pays for head and lo
     T(d) = max over stages of Σ_j [ fixed·⌈d_j / b_j⌉ + each_j·d_j ]  +  (pp − 1)·max over used
            microbatches and stages of their seconds,
 
-which is the paper's T where all stages cost the same.
+which is the paper's T if all stages cost the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Configuration:
     """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch.
 
     Attributes:
-        kind: of its devices, where a cluster has several.
+        kind: of its devices, if a cluster has several.
     """
 
     tp: Annotated[int, at_least(1)]
@@ -68,7 +68,7 @@ class ReplicaCost:
 
     Attributes:
         lengths: s_j, ascending (R,).
-        batch: b_j = ⌊M / s_j⌋ (R,); 0 where the bucket does not fit.
+        batch: b_j = ⌊M / s_j⌋ (R,); 0 if the bucket does not fit.
         fixed: seconds of every microbatch, whatever its size, by stage kind (K,).
         each: seconds of every sequence, by stage kind and bucket (K, R).
     """
@@ -122,7 +122,7 @@ class ReplicaCost:
 
     @cached_property
     def per_sequence(self) -> Float64:
-        """Seconds that a sequence of each bucket adds to the slowest stage (R,); inf where none fits."""
+        """Seconds that a sequence of each bucket adds to the slowest stage (R,); inf if none fits."""
         return np.where(self.batch > 0, self.linear.max(axis=0), np.inf)
 
     @property
@@ -131,11 +131,11 @@ class ReplicaCost:
         return self.configuration.pp - 1
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
-        """T for counts[j] sequences of bucket j (R,); inf where one of them does not fit."""
+        """T for counts[j] sequences of bucket j (R,); inf if one of them does not fit."""
         return float(self.seconds_many(np.asarray(counts, dtype=np.int64)[None, :])[0])
 
     def seconds_many(self, counts: Int64) -> Float64:
-        """T of each row of ``counts`` (rows, R); inf where a row holds what does not fit."""
+        """T of each row of ``counts`` (rows, R); inf if a row holds what does not fit."""
         unsupported = (counts[:, self.supported :] > 0).any(axis=1)
         d, b = counts[:, : self.supported], self.batch[: self.supported]
         microbatches = np.sum(-(-d // b), axis=1)
@@ -194,7 +194,7 @@ def balanced_split(
     since early stages hold the most microbatches in flight.
 
     Args:
-        most_layers: most layers that fit into each stage's memory; empty where all do.
+        most_layers: most layers that fit into each stage's memory; empty if all do.
 
     Raises:
         ConfigError: more stages than layers, or memory for too few of them.

@@ -39,7 +39,7 @@ class MicrobatchShape:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, labelled: int | None = None) -> MicrobatchShape:
-        """The shape of samples of these lengths; where ``labelled`` is None every token is."""
+        """The shape of samples of these lengths; if ``labelled`` is None every token is."""
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
         return cls(tokens, squares, tokens if labelled is None else labelled)
 
@@ -80,7 +80,7 @@ class LayerTime:
         check(self, "time.layer")
 
     def seconds(self, shape: MicrobatchShape) -> float:
-        """Seconds of one microbatch; 0 where it is empty."""
+        """Seconds of one microbatch; 0 if it is empty."""
         if shape.tokens == 0:
             return 0.0
         return self.fixed + self.token * shape.tokens + self.square * shape.squares
@@ -97,7 +97,7 @@ class HeadTime:
         check(self, "time.head")
 
     def seconds(self, shape: MicrobatchShape) -> float:
-        """Seconds of one microbatch; 0 where it is empty."""
+        """Seconds of one microbatch; 0 if it is empty."""
         return self.fixed + self.labelled * shape.labelled if shape.tokens else 0.0
 
 
@@ -167,7 +167,7 @@ class TimeModel:
         return self.head.get(tp, HeadTime())
 
     def stage(self, shape: MicrobatchShape, *, tp: int = 1, layers: float, last: bool) -> StageTime:
-        """Seconds of a stage that holds ``layers`` layers, and head and loss where it is the last."""
+        """Seconds of a stage that holds ``layers`` layers, and head and loss if it is the last."""
         body = layers * self.layer_time(tp).seconds(shape)
         head = self.head_time(tp).seconds(shape) if last else 0.0
         forward = body * self.forward_share + head * self.head_forward_share

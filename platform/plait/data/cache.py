@@ -35,7 +35,7 @@ def content_digest(train: Split, validation: Split) -> str:
 
 
 def read_cached(path: Path) -> TokenisedData | None:
-    """The data at ``path``; None where there is no file, or one that is truncated or altered."""
+    """The data at ``path``; None if there is no file, or one that is truncated or altered."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             train, validation = (_split(archive, f"{part}.") for part in ("train", "validation"))

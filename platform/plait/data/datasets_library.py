@@ -13,7 +13,7 @@ from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Row, shortened
 from plait.utils.spelling import did_you_mean
 
-SPLIT = "train"  # the one that is trained on, where none is asked for
+SPLIT = "train"  # the one that is trained on, if none is asked for
 STATE = ("state.json", "dataset_info.json")  # what marks a saved folder of one split
 SPLITS = "dataset_dict.json"  # and of several
 

@@ -43,9 +43,9 @@ class Conversation:
     """Messages in order.
 
     Attributes:
-        messages: each with ``role``, ``content`` (text) where it has one, and whatever else a chat template
+        messages: each with ``role``, ``content`` (text) if it has one, and whatever else a chat template
             may read (``tool_calls``).
-        prompt: how many of them are the prompt; None where the row does not say.
+        prompt: how many of them are the prompt; None if the row does not say.
         tools: descriptions of functions, for the chat template.
         settings: the row's own variables of the chat template (``chat_template_kwargs``).
     """
@@ -227,7 +227,7 @@ def _without_nulls(value: Any) -> Any:
 
 def csv_row(cells: Mapping[str, str]) -> Row:
     """A row of a file that holds text alone, as the other formats have it: an empty cell of a field that is
-    no text is absent, and prompt and completion are messages where both are such as JSON."""
+    no text is absent, and prompt and completion are messages if both are such as JSON."""
     row: dict[str, object] = {
         name: cell for name, cell in cells.items() if cell.strip() or name not in NOT_TEXT
     }

@@ -22,7 +22,7 @@ class HubOptions(FieldOptions):
 
     Attributes:
         id: its name there, as in "openai/gsm8k".
-        name: which of its configurations, where it has several.
+        name: which of its configurations, if it has several.
         revision: a branch, tag or commit; None: the newest.
         split: the rows to train on.
         validation_split: separate rows for validation; None: they are split off ``split``.

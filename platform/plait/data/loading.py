@@ -49,7 +49,7 @@ def load_data(
     cluster: str = "",
     cache: Path,
 ) -> TokenisedData:
-    """The samples of ``spec``, from the cache where it holds them.
+    """The samples of ``spec``, from the cache if it holds them.
 
     Args:
         max_length: most tokens of a sample that the model takes; what happens to longer ones is an option.
@@ -79,7 +79,7 @@ def load_data(
 
 
 def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
-    """One line about the rows that are not trained on as they are; "" where there are none."""
+    """One line about the rows that are not trained on as they are; "" if there are none."""
     counts = data.train.counts + data.validation.counts
     if not (said := list(described(counts, max_length))):
         return ""
@@ -89,7 +89,7 @@ def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
 
 
 def generation_limit(spec: DataSpec) -> int | None:
-    """Most new tokens of an answer, where the job's answers are to be generated and scored; else None."""
+    """Most new tokens of an answer, if the job's answers are to be generated and scored; else None."""
     options = parse_options(spec)
     return options.max_new_tokens if isinstance(options, VerifiedOptions) and options.generate else None
 

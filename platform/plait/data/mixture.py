@@ -18,7 +18,7 @@ from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOpt
 
 MIXTURE = "mixture"
 WEIGHT, SOURCE = "weight", "source"
-# What an entry's key says of its source, where it does not name one.
+# What an entry's key says of its source, if it does not name one.
 MEANT = {"path": "file", "id": "hub", "task": "reasoning_gym"}
 # What holds for the whole mixture; an entry has its own size.
 SHARED = tuple(each.name for each in fields(CommonOptions) if each.name != "size")
@@ -58,7 +58,7 @@ def open_rows(options: MixtureOptions) -> Rows:
     """The rows of all sources, each with its weight.
 
     Raises:
-        ConfigError, DataError: as the sources; the error names the entry's key where it is wrong.
+        ConfigError, DataError: as the sources; the error names the entry's key if it is wrong.
     """
     shared = {name: getattr(options, name) for name in SHARED}
     parts = []

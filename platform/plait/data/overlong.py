@@ -52,7 +52,7 @@ class LengthLimit:
         return self.model * MOST_CHARACTERS
 
     def check_capacity(self, longest: int) -> None:
-        """Raise a DataError where a sample of ``longest`` tokens does not fit into a microbatch."""
+        """Raise a DataError if a sample of ``longest`` tokens does not fit into a microbatch."""
         if self.capacity is None or longest <= self.capacity:
             return
         if self.cluster:

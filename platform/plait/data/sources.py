@@ -20,7 +20,7 @@ from plait.utils.registry import Registry
 Template = Literal["auto", "chat", "plain"]
 Overlong = Literal["truncate", "drop", "refuse"]
 
-DEFAULT_SHARE = 0.1  # of the rows are for validation where data.validation is null
+DEFAULT_SHARE = 0.1  # of the rows are for validation if data.validation is null
 VALIDATION = Rule(
     "a share of the rows in [0, 1) or a whole number of rows",
     lambda share: 0 <= share < 1 or share == int(share) >= 1,
@@ -70,7 +70,7 @@ class CommonOptions:
         return int(share) if share == 0 or share >= 1 else max(1, round(count * share))
 
     def check_split(self, count: int, name: str) -> None:
-        """Raise a DataError where ``count`` rows of the origin ``name`` leave none to train on."""
+        """Raise a DataError if ``count`` rows of the origin ``name`` leave none to train on."""
         wanted = self.validation_rows(count)
         if wanted >= count:
             raise DataError(
@@ -107,7 +107,7 @@ class FieldOptions(CommonOptions):
     """Options of a source whose rows have fields with names of their own.
 
     Attributes:
-        prompt_field: the field that holds the prompt, where the rows have none of the known formats.
+        prompt_field: the field that holds the prompt, if the rows have none of the known formats.
         completion_field: the field that holds the completion.
     """
 
@@ -157,7 +157,7 @@ class Source:
     """A source of data.
 
     Attributes:
-        options: dataclass of its options; of :class:`VerifiedOptions` where it has a verifier.
+        options: dataclass of its options; of :class:`VerifiedOptions` if it has a verifier.
         open: the rows that the options ask for.
         check: raises what can be found before a model loads; None: all rows are read for that.
         score: its verifier: scores answers to rows by their numbers, 1 is right.

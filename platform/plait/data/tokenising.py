@@ -53,7 +53,7 @@ class Rendered:
 
     Attributes:
         text: prompt and completion.
-        prompt: the text of the prompt alone, which does not count; None where all counts.
+        prompt: the text of the prompt alone, which does not count; None if all counts.
         spans: half-open character ranges that count, in order; None: all of the text.
         templated: whether a chat template made the text, so that it already has every special token.
     """
@@ -65,7 +65,7 @@ class Rendered:
 
 
 def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -> Template:
-    """The chat template that the options ask for; None where there is none, or none is to be used.
+    """The chat template that the options ask for; None if there is none, or none is to be used.
 
     Raises:
         ConfigError: it is neither a template nor a file that can be read.
@@ -205,7 +205,7 @@ class Renderer:
     def _check_generation_prompt(
         self, conversation: Conversation, where: str, number: int, head: str
     ) -> None:
-        """Raise a DataError where nothing tells the header of a message from what the model generates: the
+        """Raise a DataError if nothing tells the header of a message from what the model generates: the
         text before the message has no prompt for its generation."""
         bare = self._apply(conversation, where, number) if number else ""
         if head not in (bare, bare.removesuffix(str(self.tokeniser.eos_token))):
@@ -238,7 +238,7 @@ class Renderer:
 
     @property
     def _explicit(self) -> str | None:
-        """The template where it is not the tokeniser's own, of which there may be several by name."""
+        """The template if it is not the tokeniser's own, of which there may be several by name."""
         return self.template if isinstance(self.template, str) else None
 
     def _apply(
@@ -298,7 +298,7 @@ def _refused(where: str, error: Exception) -> DataError:
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """Raise a DataError where a tokeniser could not take the text: a row's functions, the separator or the
+    """Raise a DataError if a tokeniser could not take the text: a row's functions, the separator or the
     template may hold half of a surrogate pair."""
     try:
         text.encode()
@@ -332,7 +332,7 @@ def tokeniser_digest(tokeniser: PreTrainedTokenizerBase) -> str:
 
 
 def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
-    """Raise a DataError where the tokeniser cannot say which characters a token stands for, or has no end."""
+    """Raise a DataError if the tokeniser cannot say which characters a token stands for, or has no end."""
     if not tokeniser.is_fast:
         raise DataError(
             f"tokeniser {type(tokeniser).__name__}",
@@ -406,7 +406,7 @@ def _common(ids: Ids, prompt: Sequence[int]) -> int:
 
 
 def _ended(text: Rendered, ids: Ids, labels: Labels, eos: int) -> tuple[Ids, Labels]:
-    """The tokens with an end-of-sequence token, which counts where the text does to its end."""
+    """The tokens with an end-of-sequence token, which counts if the text does to its end."""
     if not len(ids) or ids[-1] != eos:  # some tokenisers append it themselves, and some texts have it
         ids, labels = np.append(ids, np.int32(eos)), np.append(labels, False)
     labels[-1] = text.spans is None or (bool(text.spans) and text.spans[-1][1] == len(text.text))

@@ -110,7 +110,7 @@ class AdapterStore:
 
     def whole(self, job: str, *, best: bool) -> list[Tensor]:
         """All tensors of a job, in one order everywhere: what trains, what is frozen and, where they are
-        wanted, its best weights, which are those of now where none are kept yet."""
+        wanted, its best weights, which are those of now if none are kept yet."""
         block = self.bank.block(job)
         if best and job not in self._best:
             self.keep(job)

@@ -48,7 +48,7 @@ class Admission:
     """Answers whether jobs fit together into the worker's memory.
 
     Args:
-        profile: stored, of this model, device, dtype and engine options; None where there is none.
+        profile: stored, of this model, device, dtype and engine options; None if there is none.
     """
 
     def __init__(self, facts: WorkerFacts, settings: RunSettings, profile: Profile | None = None) -> None:
@@ -94,7 +94,7 @@ class Admission:
 
     @property
     def usual(self) -> Demand:
-        """What is assumed where no job is known yet: rank 16 on every linear layer."""
+        """What is assumed if no job is known yet: rank 16 on every linear layer."""
         linears = self._facts.linears
         size = self._adapter_bytes(AdapterSpec(USUAL_RANK), linears)
         return Demand(size, 0, USUAL_RANK, _last_parts(linears))
@@ -138,7 +138,7 @@ class Admission:
 
     def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
         """The fitted model of these jobs' microbatches, if there is one: what training has shown, else the
-        profile where its adapters sat on all linears that these sit on."""
+        profile if its adapters sat on all linears that these sit on."""
         if self._learnt is not None:
             return self._learnt
         names = {name for demand in demands for name in demand.names}

@@ -186,7 +186,7 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
 
 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
-    """The stored profile of a model (its digest) on the run's device; None where there is none.
+    """The stored profile of a model (its digest) on the run's device; None if there is none.
 
     Raises:
         ConfigError: as ``load_profile``.
@@ -211,7 +211,7 @@ def build_coordinator(
     """Load the model and put the engine together.
 
     Args:
-        folder: for finished adapters, and checkpoints where ``checkpoints`` is None.
+        folder: for finished adapters, and checkpoints if ``checkpoints`` is None.
         make_worker: makes the owner of the tensors; None: one in this process.
 
     Raises:
@@ -283,7 +283,7 @@ def write_plan(folder: Path, plan: Plan) -> str:
 
 
 def _recorded_choices(folder: Path) -> Choices:
-    """What the search was trained with before; empty where there is no plan that this release reads."""
+    """What the search was trained with before; empty if there is no plan that this release reads."""
     try:
         return recorded_choices((folder / PLAN_FILE).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,7 +19,7 @@ class DataCatalogue:
 
     Args:
         load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
-        generation_limit: most new tokens of a generated answer, or None where none is asked for.
+        generation_limit: most new tokens of a generated answer, or None if none is asked for.
         score: scores answers to rows of the source (``plait.data.score``), where they are generated.
     """
 

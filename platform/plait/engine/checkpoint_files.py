@@ -114,7 +114,7 @@ def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, 
 class Found:
     """A whole checkpoint that was found, and what was wrong with newer ones.
 
-    ``directory`` is None, and there are no tensors, where there is none: the job starts afresh.
+    ``directory`` is None, and there are no tensors, if there is none: the job starts afresh.
     """
 
     directory: Path | None

@@ -50,7 +50,7 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def newest_step(path: Path | None) -> int:
-    """After how many steps the newest checkpoint at a path was taken; 0 where there is none."""
+    """After how many steps the newest checkpoint at a path was taken; 0 if there is none."""
     found = [] if path is None else checkpoints(path)
     return (_step(found[0]) or 0) if found else 0
 
@@ -94,7 +94,7 @@ class _SaveRecord:
         tried_step: step of the last attempt; steps count from it.
         step: that the last checkpoint was taken at.
         folder: of the last checkpoint.
-        failed_at: time of the last attempt, where it failed.
+        failed_at: time of the last attempt, if it failed.
     """
 
     tried_at: float

@@ -104,7 +104,7 @@ class Coordinator:
         """Queue a job, fresh or from a checkpoint.
 
         Args:
-            warm_from: adapter or checkpoint whose weights it begins with where there is no checkpoint yet.
+            warm_from: adapter or checkpoint whose weights it begins with if there is no checkpoint yet.
             rungs: steps after which it waits until ``resume(job, AT_RUNG)`` lets it past.
             measured: whether the validation loss is wanted at every rung.
 
@@ -255,7 +255,7 @@ class Coordinator:
         return [*events, *self._end_failed(outcome.failures)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
-        """Memory ran out while a job was attached: it waits until fewer train; where none does, it fails."""
+        """Memory ran out while a job was attached: it waits until fewer train; if none does, it fails."""
         alone = len(self._live) == 1
         if not alone:
             self._roster.shrink()

@@ -22,10 +22,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(device: str) -> torch.device:
-    """The device named by ``engine.device``: "auto" takes a GPU where there is one.
+    """The device named by ``engine.device``: "auto" takes a GPU if there is one.
 
     Raises:
-        ConfigError: "cuda" where there is none.
+        ConfigError: "cuda" if there is none.
     """
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
@@ -38,7 +38,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device) -> str:
-    """What ``model.dtype=auto`` stands for: bfloat16 where the device is fast with it, else float32.
+    """What ``model.dtype=auto`` stands for: bfloat16 if the device is fast with it, else float32.
 
     A processor without it (x86 before AVX-512) emulates bfloat16 some thirty times slower than float32.
     """
@@ -126,13 +126,13 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_under_limit(root: Path = CGROUP) -> int | None:
-    """Bytes that the processes of this container may still take; None where nothing limits them.
+    """Bytes that the processes of this container may still take; None if nothing limits them.
 
     Pages of files that were read count as free: the kernel gives them back. Control groups of version 2, as
     the container sees its own; others are taken as no limit.
     """
     with suppress(OSError, ValueError):
-        limit = int((root / "memory.max").read_text())  # "max" where there is none
+        limit = int((root / "memory.max").read_text())  # "max" if there is none
         used = int((root / "memory.current").read_text())
         facts = dict(line.split(maxsplit=1) for line in (root / "memory.stat").read_text().splitlines())
         return max(0, limit - used + int(facts.get("inactive_file", 0)))
@@ -149,13 +149,13 @@ def cores() -> int:
 
 
 def usual_threads() -> int:
-    """Threads where engine.threads does not say: as many as torch takes and the container allows."""
+    """Threads if engine.threads does not say: as many as torch takes and the container allows."""
     usual = torch.get_num_threads()
     return min(usual, allowed_cores() or usual)
 
 
 def allowed_cores(root: Path = CGROUP) -> int | None:
-    """Whole processor cores that the container's quota comes to, at least one; None where there is none."""
+    """Whole processor cores that the container's quota comes to, at least one; None if there is none."""
     with suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return max(1, int(quota) // int(period))

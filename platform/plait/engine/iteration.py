@@ -87,7 +87,7 @@ class Packer:
 
 
 def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:
-    """Evaluate jobs in joint forward passes; where memory runs out, in two parts.
+    """Evaluate jobs in joint forward passes; if memory runs out, in two parts.
 
     Jobs that keep their best weights keep those of an evaluation that is the best so far.
 
@@ -124,7 +124,7 @@ class _Progress:
 
     Attributes:
         unscored: why its answers were not scored.
-        failed_at: time of the last attempt to write its adapter, where that failed.
+        failed_at: time of the last attempt to write its adapter, if that failed.
     """
 
     unscored: str = ""

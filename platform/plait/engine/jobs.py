@@ -205,7 +205,7 @@ class Roster:
         self._admission = admission
         self._asked_for = self._max_jobs = max_jobs
         self._every = 1  # ends, after which a group that is larger by one is tried, once memory ran out
-        self._ends_left: int | None = None  # until then; None where memory never ran out
+        self._ends_left: int | None = None  # until then; None if memory never ran out
         self._tried = False  # since memory ran out last
         self.waiting: list[LiveJob] = []
         self.live: dict[str, LiveJob] = {}
@@ -283,7 +283,7 @@ class Roster:
     def free_slots(self, most: int) -> int:
         """How many more jobs would start at once, if they were as large as the largest that wants a slot.
 
-        At least 1 where none does: a job that was accepted can train alone.
+        At least 1 if none does: a job that was accepted can train alone.
         """
         taken = [job.demand for job in self.all() if job.wants_slot]
         largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
@@ -294,7 +294,7 @@ class Roster:
     def shrink(self) -> None:
         """The live group ran out of memory, whatever was predicted: none as large is formed for a while.
 
-        Other jobs may fit where these did not, so it is tried with one more after some have ended: after one
+        Other jobs may fit if these did not, so it is tried with one more after some have ended: after one
         the first time, then after 2, 4, 8. Where memory stays short, a search so runs out of it about as
         often as the number of its jobs can be halved.
         """

@@ -38,7 +38,7 @@ class Tally:
 
     @property
     def mean(self) -> float:
-        """Loss of the mean labelled token; 0 where there is none."""
+        """Loss of the mean labelled token; 0 if there is none."""
         return self.loss_sum / self.labelled if self.labelled else 0.0
 
 
@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest peak, where every microbatch was observed."""
+        """The highest peak, if every microbatch was observed."""
         if not self.peaks or len(self.peaks) < self.microbatches:
             return None
         return max(peak.bytes for peak in self.peaks.values())
@@ -146,7 +146,7 @@ def nanoseconds(seconds: float) -> int:
 def share(total: int, weights: Sequence[int]) -> tuple[int, ...]:
     """``total`` split in proportion to ``weights`` (at least 0), by largest remainder; the sum is ``total``.
 
-    Equal shares where all weights are 0. Ties go to the earlier entry.
+    Equal shares if all weights are 0. Ties go to the earlier entry.
 
     Raises:
         ValueError: no weights, or one of them negative.

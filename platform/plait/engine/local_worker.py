@@ -133,7 +133,7 @@ class LocalWorker:
     # ---- jobs -----------------------------------------------------------------------------------------
 
     def _attach(self, command: Attach) -> WorkerEvent:
-        """Attach a job; where memory runs out, nothing of it is left."""
+        """Attach a job; if memory runs out, nothing of it is left."""
         started = self._clock()
         name = command.job.name
         event, detail = attempt(lambda: self._try_attach(command, started))
@@ -171,7 +171,7 @@ class LocalWorker:
     # ---- training -------------------------------------------------------------------------------------
 
     def _run_all(self, microbatches: Sequence[Microbatch], *, training: bool) -> list[WorkerEvent]:
-        """One after another; where memory runs out, nothing is left of what they began."""
+        """One after another; if memory runs out, nothing is left of what they began."""
         events: list[WorkerEvent] = []
         observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
         started = self._clock()

@@ -24,7 +24,7 @@ ENOUGH = 12  # microbatches observed, with which bytes can be fitted
 SAMPLED_EARLY, SAMPLED_EVERY = 8, 64  # one iteration in so many, before and after that
 LARGER = 1.1  # a microbatch by so much larger than any that was observed is observed
 
-# Known by their words alone: the CPU's allocator, CUDA where it is not torch's own allocator that finds no
+# Known by their words alone: the CPU's allocator, CUDA if it is not torch's own allocator that finds no
 # room (a kernel that is loaded), and cuBLAS for its workspace.
 _WORDS = (
     "can't allocate memory",
@@ -47,7 +47,7 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
     By then the error is gone, whose traceback would keep alive what the action had made.
 
     Raises:
-        Exception: the action's, where it is another one.
+        Exception: the action's, if it is another one.
     """
     try:
         return action(), None
@@ -106,7 +106,7 @@ class PeakObserver:
 
     @contextmanager
     def watch(self, wanted: bool) -> Iterator[PhasePeaks]:
-        """Observe what runs inside, where that is wanted."""
+        """Observe what runs inside, if that is wanted."""
         if not wanted:
             yield PhasePeaks()
             return

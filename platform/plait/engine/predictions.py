@@ -2,7 +2,7 @@
 
 Seconds: non-negative least squares on relative error over what an iteration consists of. Bytes:
 the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
-on. Both start from a stored profile where there is one, and are fitted again as observations come in: when
+on. Both start from a stored profile if there is one, and are fitted again as observations come in: when
 depends on their number alone, never on the clock.
 
 A seam: learning from training is kept apart from decisions. Seconds do not influence any decision, and
@@ -46,7 +46,7 @@ class Expected:
     """The expected time and memory of an iteration.
 
     Attributes:
-        seconds: None where nothing is known yet.
+        seconds: None if nothing is known yet.
         bytes: highest peak, weights and adapters included.
         by_rule: ``bytes`` are an upper bound from the model's shape, for want of observations.
         terms: the sums that seconds depend on, in the order of ``TERMS``.
@@ -262,7 +262,7 @@ def _write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation])
 
 
 def _read_peaks(path: Path, of: str) -> list[MemoryObservation]:
-    """The observations kept, oldest first; none where there is no file, or one of another model.
+    """The observations kept, oldest first; none if there is no file, or one of another model.
 
     Raises:
         StorageError: the file is not one of :func:`_write_peaks`.

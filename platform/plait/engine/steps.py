@@ -30,7 +30,7 @@ def permutation(seed: int, epoch: int, count: int, stream: tuple[int, ...] = ())
     """The order of ``count`` samples in one epoch (count,).
 
     Args:
-        stream: sets the orders of a mixture's sources apart; () where there is only one.
+        stream: sets the orders of a mixture's sources apart; () if there is only one.
 
     Made from a bit generator's raw output, which NumPy promises never to change; its
     ``Generator.permutation`` carries no such promise.

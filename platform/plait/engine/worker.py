@@ -71,7 +71,7 @@ class WorkerFacts:
     Attributes:
         shape: sizes that memory depends on.
         linears: every layer that an adapter may target.
-        outside: what PEFT would adapt too where it is named, and Plait cannot.
+        outside: what PEFT would adapt too if it is named, and Plait cannot.
         max_length: longest sample of the model in tokens.
         memory_bytes: what the device has in all.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
@@ -104,7 +104,7 @@ class Worker(Protocol):
     ``tests/support/worker_contract.py`` holds every worker to this:
 
     - A job is in from ``Attached`` to ``Detach``. Where ``Attach`` brings ``OutOfMemory``, nothing of the job
-      is left; where it brings ``JobFailed``, the job is in, to be detached.
+      is left; if it brings ``JobFailed``, the job is in, to be detached.
     - ``RunMicrobatches`` adds gradients in the order given, with one ``MicrobatchDone`` each; ``StepJobs``
       steps from them and zeroes them. After ``OutOfMemory`` no gradient is left.
     - ``JobFailed`` concerns its own job: the others' losses and gradients are what they were without it.

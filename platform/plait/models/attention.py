@@ -270,7 +270,7 @@ def _blocks(length: int, rule: AttentionRule) -> list[tuple[int, int, int]]:
 
 
 def _mask(start: int, stop: int, low: int, rule: AttentionRule, like: Tensor) -> Tensor:
-    """(rows, keys) to add to the scores: 0 where a key is seen, -inf elsewhere."""
+    """(rows, keys) to add to the scores: 0 if a key is seen, -inf elsewhere."""
     row = torch.arange(start, stop, device=like.device).unsqueeze(1)
     key = torch.arange(low, stop, device=like.device)
     hidden = key > row
@@ -284,7 +284,7 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax of the scores of query rows [start, stop) and keys [low, stop), for a block (start, stop, low).
 
-    Returns (batch, group · rows, keys), and tanh of the capped scores where there is a cap.
+    Returns (batch, group · rows, keys), and tanh of the capped scores if there is a cap.
     """
     scores = torch.bmm(q, k.transpose(1, 2))
     start, stop, low = block
@@ -350,7 +350,7 @@ def _backward(
 def _score_gradient(
     grad: Tensor, probabilities: Tensor, capped: Tensor | None, v: Tensor, rule: AttentionRule, length: int
 ) -> Tensor:
-    """Gradient of q·k, the scale included: P ∘ (dP − Σ P ∘ dP), through the softcap where there is one.
+    """Gradient of q·k, the scale included: P ∘ (dP − Σ P ∘ dP), through the softcap if there is one.
 
     ``length`` is that of a whole bucket, or 0 for a block of rows.
     """

@@ -41,7 +41,7 @@ class Identity:
     Attributes:
         name: hub id, folder or built-in name: PEFT's ``base_model_name_or_path``.
         digest: of configuration, source and dtype; equal digests are equal models.
-        revision: of the hub repository, where one was asked for.
+        revision: of the hub repository, if one was asked for.
     """
 
     name: str
@@ -285,7 +285,7 @@ class BaseModel:
         self._try_gradients(context, observed)
 
     def _fuse(self, context: MicrobatchContext) -> None:
-        """Replace slow parts by fused ones, where the replacement proves exact."""
+        """Replace slow parts by fused ones, if the replacement proves exact."""
         fuse_norms(self._model)
         fuse_mlps(self._parts.layers)
         for index, layer in enumerate(self._parts.layers):

@@ -73,7 +73,7 @@ class MicrobatchContext:
         routing: Routing | None = None,
         checkpointing: bool = False,
     ) -> MicrobatchContext:
-        """A context whose positions start from 0 in each sample; InputError where offsets do not rise."""
+        """A context whose positions start from 0 in each sample; InputError if offsets do not rise."""
         offsets = tuple(int(offset) for offset in sample_offsets)
         rising = all(low < high for low, high in pairwise(offsets))
         if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != token_ids.numel() or not rising:

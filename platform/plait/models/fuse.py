@@ -1,7 +1,7 @@
 """Replaces what transformers' modules compute between matrix products by single passes over memory.
 
-No family is known by name: a module is replaced where it looks like RMSNorm, a gated MLP or rotary attention,
-and where the replacement gives the same result on random input. Everything else stays as it is.
+No family is known by name: a module is replaced if it looks like RMSNorm, a gated MLP or rotary attention,
+and if the replacement gives the same result on random input. Everything else stays as it is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def fuse_mlps(root: nn.Module) -> int:
 
 
 def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
-    """The first of the named children where exactly they, in this order, are one group."""
+    """The first of the named children if exactly they, in this order, are one group."""
     members = [getattr(module, name, None) for name in names]
     first = members[0]
     if not isinstance(first, GroupedLinear) or len(first.group.sites) != len(names):

@@ -95,7 +95,7 @@ def generate(
     """New tokens of the greedy continuations of prompts, of any adapters in ``bank``, in one batch.
 
     Args:
-        bank: None where no prompt has an adapter.
+        bank: None if no prompt has an adapter.
         max_new_tokens: a prompt also ends at the model's own limit.
         stop: tokens that end a continuation and are not part of it; None: the model's own.
 

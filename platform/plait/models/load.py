@@ -1,4 +1,4 @@
-"""Loads a base model from its settings: with its weights, or only the shape where none are needed."""
+"""Loads a base model from its settings: with its weights, or only the shape if none are needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelShape:
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
-        outside: what PEFT would adapt too where it is named, and Plait cannot (the output head).
+        outside: what PEFT would adapt too if it is named, and Plait cannot (the output head).
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
         digest: as :attr:`Identity.digest`.

@@ -98,7 +98,7 @@ class GroupedLinear(nn.Module):
 
 
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
-    """The sizes of a linear layer; None where the module is not one, or computes something else as PhiMoE's
+    """The sizes of a linear layer; None if the module is not one, or computes something else as PhiMoE's
     router does.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:

@@ -51,7 +51,7 @@ class Source:
 
 
 def find_source(settings: ModelSettings, cache: Path) -> Source:
-    """The source of a model that is not tiny, converted into ``cache`` where needed.
+    """The source of a model that is not tiny, converted into ``cache`` if needed.
 
     Raises:
         ModelError: no model is named, or it is missing or cannot be fetched.
@@ -184,7 +184,7 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Held by the process that makes a folder, where the file system has locks and another user's lock can be
+    """Held by the process that makes a folder, if the file system has locks and another user's lock can be
     opened; elsewhere several may make it at once, and each makes it whole."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o666, fallback_to_soft=False)
     try:

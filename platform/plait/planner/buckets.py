@@ -14,7 +14,7 @@ from plait.core.samples import Int64
 BUCKETS = 16
 STEP_BUCKETS = 8  # of a mean step, which deployments are searched for
 INTERVAL = 256
-FINE = 256  # intervals up to the longest sequence, where lengths are taken as they are
+FINE = 256  # intervals up to the longest sequence, if lengths are taken as they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def fine_buckets(
     """Buckets whose means stand for their sequences, which are packed and not padded.
 
     Args:
-        required: as of :func:`dynamic_buckets`; so a bucket's mean fits where its sequences fit.
+        required: as of :func:`dynamic_buckets`; so a bucket's mean fits if its sequences fit.
     """
     cuts = sorted(set(required))
     interval = max(1, int(max(lengths, default=1)) // FINE)
@@ -101,7 +101,7 @@ def fine_buckets(
 def mean_step(lengths: Sequence[int], steps: int, *, required: Iterable[int] = ()) -> Buckets:
     """The sequences of one mean step, given those of ``steps``: as many, spread over lengths as they are.
 
-    The longest one fits only where the longest of all does.
+    The longest one fits only if the longest of all does.
 
     Args:
         required: the most tokens that configurations take.

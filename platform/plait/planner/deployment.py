@@ -1,9 +1,9 @@
 """Which replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
 
 For a makespan τ, branch and bound over the replicas of each configuration: a node whose relaxation over
-patterns cannot cover the batch is closed. Where all are closed, no deployment is that fast; where one covers
+patterns cannot cover the batch is closed. Where all are closed, no deployment is that fast; if one covers
 the batch with whole replicas, they are a candidate. Which makespans are asked for follows from the answers.
-Small instances are enumerated where the bound is still open. Every answer carries a bound that is proved over
+Small instances are enumerated if the bound is still open. Every answer carries a bound that is proved over
 all configurations, and all limits count nodes and makespans, so that a search repeats exactly.
 """
 
@@ -39,7 +39,7 @@ from plait.planner.solver import Limit
 
 GAP = 0.01  # relative distance to the bound that is good enough
 FEW = 16  # so many deployments or fewer are enumerated before the search
-ENUMERATED = 4_000  # so many deployments or fewer are enumerated where the search leaves the bound open
+ENUMERATED = 4_000  # so many deployments or fewer are enumerated if the search leaves the bound open
 NODES = 80  # of one makespan
 MAKESPANS = 20  # asked for until the bracket is closed
 CANDIDATES = 4  # whose patterns are rounded
@@ -62,7 +62,7 @@ class Deployment:
         kinds: configurations with their number of replicas.
         expected: dispatch of the expected batch: over single replicas, or over kinds with equal shares.
         bound: proved over every deployment of these configurations and devices.
-        limit_hit: a limit that weakened the bound or ended the search; None where neither happened.
+        limit_hit: a limit that weakened the bound or ended the search; None if neither happened.
     """
 
     kinds: tuple[ReplicaKind, ...]
@@ -213,7 +213,7 @@ def _busy_rows(costs: Sequence[ReplicaCost], counts: Sequence[int]) -> tuple[Flo
 def search(
     costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices, *, bound: float, goal: float
 ) -> Deployment:
-    """The best deployment that is found, within ``goal`` of the bound that is proved where that can be.
+    """The best deployment that is found, within ``goal`` of the bound that is proved if that can be.
 
     Args:
         costs: configurations that the devices hold, and that between them take every sequence.
@@ -305,7 +305,7 @@ class _Search:
         """Branch and bound at one makespan; candidates are evaluated by a dispatch of some milliseconds.
 
         Args:
-            candidates: how many; where it is more than one, others than those that are known.
+            candidates: how many; if it is more than one, others than those that are known.
         """
         found, closed = self._branched(tau, candidates, exact=exact)
         if found:

@@ -1,10 +1,10 @@
 """Deployment by patterns: what one replica does within a makespan, and how much of a batch replicas cover so.
 
 A pattern is the whole numbers of sequences that one replica of one configuration takes, with T of at most
-τ seconds. A deployment reaches τ exactly where patterns on at most N devices cover the batch: a cutting
+τ seconds. A deployment reaches τ exactly if patterns on at most N devices cover the batch: a cutting
 stock problem. Its linear relaxation, solved by generating columns (Gilmore and Gomory), sees whole
 sequences and whole microbatches on every replica, which the linear relaxation of the dispatch does not, so
-it proves far better bounds where replicas take few sequences; and its patterns, in whole numbers, are a
+it proves far better bounds if replicas take few sequences; and its patterns, in whole numbers, are a
 deployment with its dispatch.
 
 A seam: what is proved here about one makespan holds for any search over makespans and replicas, and is tested
@@ -29,9 +29,9 @@ from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Pricing
 from plait.planner.solver import Limit, Limits, Program, solve
 
 Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
-Devices = Mapping[str, int]  # of each kind, by the name that configurations have it by; "" where there is one
+Devices = Mapping[str, int]  # of each kind, by the name that configurations have it by; "" if there is one
 ROUNDS = 300  # of column generation for one makespan
-MOST_ROUNDS = 120  # of all makespans, where sequences are packed: a round takes some hundredths of a second
+MOST_ROUNDS = 120  # of all makespans, if sequences are packed: a round takes some hundredths of a second
 SOLVED = 0  # status of scipy's linprog. 2 is no proof that there is no solution: it also stands for errors
 REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
 WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
@@ -161,7 +161,7 @@ class Patterns:
         """A pattern found for each replica (replicas in order, R), so that little stays uncovered.
 
         Returns:
-            None where the solver finds nothing; which limit ended it.
+            None if the solver finds nothing; which limit ended it.
         """
         patterns = [each for each in self._within(tau) if replicas[each.cost] and any(each.counts)]
         program = Program()
@@ -230,7 +230,7 @@ class Patterns:
     def _solved(self, tau: float, ranges: Ranges, *, cover: bool = False) -> _Solved | None:
         """The largest share of the batch that patterns cover; with ``cover``, the whole of it by few devices.
 
-        None where no answer is found: with ``cover``, patterns or replicas may not be enough; else the solver
+        None if no answer is found: with ``cover``, patterns or replicas may not be enough; else the solver
         failed, if the devices hold the ranges.
         """
         patterns, used = self._within(tau), self._used

@@ -48,12 +48,12 @@ class ReplicaKind:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Which sequences go where in one step.
+    """Which sequences go if in one step.
 
     Attributes:
         assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.
         bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
-        limit_hit: which limit ended the solver; None where it ran to its end or was not asked.
+        limit_hit: which limit ended the solver; None if it ran to its end or was not asked.
         relaxed: bound of the linear relaxation, and its shares (K, R): further searches start from them.
     """
 
@@ -115,7 +115,7 @@ def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch
 
 
 def device_seconds(cost: ReplicaCost) -> Float64:
-    """Device-seconds of one sequence of each bucket in full microbatches (R,); inf where it does not fit."""
+    """Device-seconds of one sequence of each bucket in full microbatches (R,); inf if it does not fit."""
     return cost.per_sequence * cost.configuration.devices
 
 
@@ -294,7 +294,7 @@ class _Moves:
     source: int
     buckets: Int64  # (M,)
     source_load: Float64  # (M,)
-    target_load: Float64  # (M, K); inf where the bucket does not fit or k is the source
+    target_load: Float64  # (M, K); inf if the bucket does not fit or k is the source
     added: Int64  # (M, K)
 
 
@@ -326,7 +326,7 @@ def _apply(state: _State, moves: _Moves, move: int, target: int) -> _State:
 
 
 def _best_move(state: _State) -> _State | None:
-    """The state after the single move that leaves source and target lowest; None where none helps."""
+    """The state after the single move that leaves source and target lowest; None if none helps."""
     moves = _moves(state, int(state.loads.argmax()))
     if not len(moves.buckets):
         return None
@@ -338,7 +338,7 @@ def _best_move(state: _State) -> _State | None:
 
 
 def _best_chain(state: _State) -> _State | None:
-    """The first pair of moves that helps: slowest to k, then k to another; None where none does."""
+    """The first pair of moves that helps: slowest to k, then k to another; None if none does."""
     most = state.loads.max()
     moves = _moves(state, int(state.loads.argmax()))
     for flat in np.argsort(moves.target_load, axis=None, kind="stable")[:CHAINS]:

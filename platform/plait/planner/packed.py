@@ -33,7 +33,7 @@ def as_packed(replicas: Sequence[ReplicaKind], chosen: Dispatch) -> Dispatch:
 
 
 def packed_seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
-    """T for counts[j] sequences of bucket j (R,), packed; a pipeline's capacity is halved where that helps.
+    """T for counts[j] sequences of bucket j (R,), packed; a pipeline's capacity is halved if that helps.
 
     A cost that keeps buckets apart has packed them already.
     """

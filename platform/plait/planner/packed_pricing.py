@@ -1,4 +1,4 @@
-"""What one replica does within a makespan where sequences are packed together: the knapsacks of that cost.
+"""What one replica does within a makespan if sequences are packed together: the knapsacks of that cost.
 
 A class has a range of numbers of microbatches: the fewest of it take their fixed seconds, and the most of it
 bound what fits. Time, each bound of what fits, and every mixture of both is a knapsack of its own; the one by
@@ -50,7 +50,7 @@ class PackedPricing(Pricing):
     def _best(
         self, prices: Float64, need: float, first: int, end: int, precision: Precision
     ) -> tuple[float, Int64 | None]:
-        """A worth that no pattern of a class exceeds, and its best pattern where that holds."""
+        """A worth that no pattern of a class exceeds, and its best pattern if that holds."""
         cost, low, high = self._cost, self._levels[first], self._levels[end - 1]
         left = self._tau * (1 + HOLDS) - cost.fixed * (low + cost.ramp)
         able = np.flatnonzero((prices > 0) & (self.alone > 0))

@@ -23,7 +23,7 @@ class PackedBatches:
     Attributes:
         bins: (batch, position inside it) of the samples of each microbatch.
         gap: padded tokens by which the packing may lie above the optimum's least full microbatch; a whole
-            capacity where one microbatch less is not excluded; None where no bound was computed.
+            capacity if one microbatch less is not excluded; None if no bound was computed.
         limit_hit: limit that stopped the solver ("time" makes a plan that may not repeat), else None.
     """
 
@@ -72,7 +72,7 @@ def pack(
 
 
 def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) -> None:
-    """Raise CapacityError, naming job, sample and length, where a sample alone exceeds the capacity."""
+    """Raise CapacityError, naming job, sample and length, if a sample alone exceeds the capacity."""
     for batch in batches:
         for sample, length in zip(batch.samples, batch.lengths, strict=True):
             if padded(length, tile) > capacity:

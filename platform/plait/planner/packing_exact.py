@@ -1,10 +1,10 @@
 """Two-stage packing: fewest microbatches first, then the least full one as empty as can be.
 
 First-fit decreasing is the start and the fallback. Filling by subset sums usually meets the lower bounds
-at once; SCIP is asked only where a bound is open: always while microbatches may be saved, and for the
-least full one where the instance is small or the gap wide. A later answer is used only where it is
+at once; SCIP is asked only if a bound is open: always while microbatches may be saved, and for the
+least full one if the instance is small or the gap wide. A later answer is used only if it is
 strictly better, so the result is never worse than greedy. All limits count nodes and rounds, so the same
-samples give the same plan everywhere; time is a safety net, reported where it struck.
+samples give the same plan everywhere; time is a safety net, reported if it struck.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.planner.packing import Bin, Item, PackedBatches, check_fits, first_fi
 from plait.planner.solver import Limit, Limits, Program, Solution, solve
 from plait.planner.subset_sums import MOST_UNITS, bin_fill, bins_bound, fill_bins, fill_bound, least_fill
 
-MOST_FILLED = 1024  # samples times rounds of filling with tiles, where there is more than one round
+MOST_FILLED = 1024  # samples times rounds of filling with tiles, if there is more than one round
 Method = Literal["greedy", "subset sums", "milp"]
 
 
@@ -37,7 +37,7 @@ class Model:
 def fits(
     lengths: Sequence[Sequence[int]], bins: int, *, capacity: int, tile: int, limits: Limits
 ) -> tuple[list[Bin] | None, Solution]:
-    """Stage 1: a packing into ``bins`` bins; None where there is none or the limit struck."""
+    """Stage 1: a packing into ``bins`` bins; None if there is none or the limit struck."""
     model = _model(lengths, bins, capacity=capacity, tile=tile, emptiest=None)
     solution = solve(model.program, limits)
     return _read(model, solution), solution
@@ -222,7 +222,7 @@ class _Search:
                 return
 
     def emptier_bin(self) -> None:
-        """Stage 2: ask SCIP to empty one microbatch, where the bound is open and worth it."""
+        """Stage 2: ask SCIP to empty one microbatch, if the bound is open and worth it."""
         if self.settled() or len(self.bins) == 1 or not self._may_solve():
             return
         open_tokens = least_fill(self.bins, self.lengths, self.tile) - self.fill_bound()

@@ -87,7 +87,7 @@ class Pricing:
         return Priced(tuple(found), limit)
 
     def _find_levels(self) -> Float64:
-        """Seconds that the longest microbatch can have, ascending; one where nothing is paid twice."""
+        """Seconds that the longest microbatch can have, ascending; one if nothing is paid twice."""
         cost = self._cost
         if not self.alone.any():
             return np.zeros(0)
@@ -116,7 +116,7 @@ class Pricing:
     def _best(
         self, prices: Float64, need: float, first: int, end: int, precision: Precision
     ) -> tuple[float, Int64 | None]:
-        """A worth that no pattern of a class exceeds, and its best pattern where that holds."""
+        """A worth that no pattern of a class exceeds, and its best pattern if that holds."""
         longest = float(self._levels[end - 1])
         room = self._tau * (1 + HOLDS) - self._cost.ramp * (self._levels[first] if self._cost.ramp else 0.0)
         if room <= 0:
@@ -199,7 +199,7 @@ class Pricing:
         return units
 
     def _held(self, steps: Sequence[tuple[int, Choices, Int16]], grid: int) -> Int64 | None:
-        """The most valuable choice that holds in seconds, going back in time; None where none was found."""
+        """The most valuable choice that holds in seconds, going back in time; None if none was found."""
         for back in BACK:
             taken = self._traced(steps, grid - back)
             if self._cost.seconds(taken) <= self._tau * (1 + HOLDS):

@@ -1,4 +1,4 @@
-"""How many devices of each kind to use: more are taken only where they pay.
+"""How many devices of each kind to use: more are taken only if they pay.
 
 The objective is the time of a step, its device-seconds or its money. A step on more devices ends earlier, and
 nearly always costs more, since devices wait for each other; so part of the objective, the slack, may be
@@ -23,7 +23,7 @@ from plait.planner.deployment import GAP, Deployment, able, deploy, least_cost, 
 from plait.planner.deployment_patterns import Devices
 
 SLACK = 0.1
-ENUMERATED = 100  # deployments that are tried one by one where the search leaves the bound open
+ENUMERATED = 100  # deployments that are tried one by one if the search leaves the bound open
 COARSE = 0.03  # gap of the deployments that are compared; the chosen one is searched for again
 
 
@@ -60,7 +60,7 @@ class Rented:
     def gap(self) -> float:
         """Distance of the value to the bound, relative: the slack that was given up is part of it.
 
-        0 where devices are free.
+        0 if devices are free.
         """
         value = self.chosen.value
         return value / self.bound - 1.0 if value > self.bound else 0.0
@@ -78,7 +78,7 @@ def rent(
     """The devices for a step, of those that there are.
 
     Args:
-        rates: what a device-second of each kind costs; None where time is the objective.
+        rates: what a device-second of each kind costs; None if time is the objective.
         slack: share of the objective that may be given up.
         longest: tokens of a sequence of some other step, which must fit, too.
 

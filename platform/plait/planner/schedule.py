@@ -1,7 +1,7 @@
 """The order of microbatches and optimiser steps: turns, bubble lemma, no-ops, steps.
 
 A turn is one global batch of one group. Groups take turns, so that a job's next global batch comes late
-enough. Bubble lemma, with S stages in 1F1B order: where a job's last sample of a global batch is in
+enough. Bubble lemma, with S stages in 1F1B order: if a job's last sample of a global batch is in
 microbatch k, its step can be done once the backward of k has left the first stage, which is before the
 forward of k + S there and not earlier; so the job's next global batch starts at k + S or later, and
 empty microbatches (no-ops) are inserted where it would come sooner.
@@ -296,7 +296,7 @@ def build_schedule(
     Args:
         capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
         merging: whether work moves forward into the microbatch before it.
-        filling: whether parts of microbatches do, where whole ones do not fit.
+        filling: whether parts of microbatches do, if whole ones do not fit.
     """
     builder = _Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):

@@ -84,9 +84,9 @@ class Program:
         self.rows.append(Row(tuple(terms), lower, upper))
 
     def violation(self, values: Sequence[float]) -> float:
-        """Largest amount by which ``values`` break a row, a bound or integrality; 0 where feasible.
+        """Largest amount by which ``values`` break a row, a bound or integrality; 0 if feasible.
 
-        A row's is relative to its largest term, where that is above 1: the solver rounds in proportion.
+        A row's is relative to its largest term, if that is above 1: the solver rounds in proportion.
         """
         worst = 0.0
         for value, low, high, whole in zip(values, self.lower, self.upper, self.integer, strict=True):
@@ -111,7 +111,7 @@ class Solution:
         status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
             but stopped early; "infeasible" is proved; "unknown" stopped early without values, or has none
             that hold once integers are whole.
-        bound: proved: no solution is below it; -inf where nothing is known.
+        bound: proved: no solution is below it; -inf if nothing is known.
         values: one for each variable, integers exact; empty without a solution.
     """
 
@@ -162,7 +162,7 @@ def solve(program: Program, limits: Limits | None = None, start: Sequence[float]
     try:
         model.optimize()
         return _read(model, variables, program)
-    except Warning:  # SCIP raises a bare Warning where it has no solution to show
+    except Warning:  # SCIP raises a bare Warning if it has no solution to show
         return Solution("unknown", None, -INFINITY, (), _LIMITS.get(model.getStatus()))
 
 

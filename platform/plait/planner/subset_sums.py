@@ -1,6 +1,6 @@
 """Subset sums of sample lengths: lower bounds for packing, and bins filled as full as they can be.
 
-Sets of reachable token sums are Python integers used as bit sets: bit t is set where some subset of the
+Sets of reachable token sums are Python integers used as bit sets: bit t is set if some subset of the
 samples has exactly t tokens. They make subset sums of some tens of samples a matter of microseconds.
 """
 
@@ -29,7 +29,7 @@ def reachable_sums(lengths: Iterable[int], most: int, start: int = 0) -> int:
 
 
 def most_tokens(sums: int, units: int, tile: int) -> Reach:
-    """For k = 0..units, the largest sum in the bit set that fits into k tiles; far below 0 where none."""
+    """For k = 0..units, the largest sum in the bit set that fits into k tiles; far below 0 if none."""
     best = np.full(units + 1, -(1 << 40), dtype=np.int64)
     for k in range(units + 1):
         inside = sums & ((1 << (k * tile + 1)) - 1)
@@ -206,7 +206,7 @@ def _targets(sums: Sequence[int], units: int, tile: int) -> list[int]:
 def _trace(
     members: Sequence[Item], history: Sequence[int], target: int, lengths: Sequence[Sequence[int]]
 ) -> list[Item]:
-    """Samples whose tokens add up to ``target``, earlier ones where there is a choice."""
+    """Samples whose tokens add up to ``target``, earlier ones if there is a choice."""
     chosen = []
     for place in range(len(members) - 1, -1, -1):
         if not history[place] >> target & 1:

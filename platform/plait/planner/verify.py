@@ -34,7 +34,7 @@ def verify(
     capacity: int | Mapping[int, int],
     tile: int = 1,
 ) -> None:
-    """Raise where ``schedule`` does not train exactly ``batches``, in order, with current weights.
+    """Raise if ``schedule`` does not train exactly ``batches``, in order, with current weights.
 
     Args:
         batches: every job's global batches; each job's steps ascend by 1.
@@ -60,7 +60,7 @@ def violations(
     capacity: int | Mapping[int, int],
     tile: int = 1,
 ) -> list[str]:
-    """Everything that is wrong with ``schedule``, in words; empty where nothing is."""
+    """Everything that is wrong with ``schedule``, in words; empty if nothing is."""
     wanted = list(batches)
     faults = _wrong_places(schedule, stages)
     if faults:

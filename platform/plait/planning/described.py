@@ -94,7 +94,7 @@ def plan_described(
     numbers: Sequence[Devices] = (),
     on_wave: Callable[[Forecast], None] | None = None,
 ) -> Outlook:
-    """Choose devices, deploy for the first wave's mean step, again for a later one where that pays; plan and
+    """Choose devices, deploy for the first wave's mean step, again for a later one if that pays; plan and
     simulate all.
 
     Args:

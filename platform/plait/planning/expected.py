@@ -59,7 +59,7 @@ class Expected:
         return best_equal_replicas(self.costs, self.counts, self.devices)
 
     def on(self, deployment: Deployment) -> Deployment | None:
-        """The same replicas with this wave's step; None where one of its sequences fits into none of them."""
+        """The same replicas with this wave's step; None if one of its sequences fits into none of them."""
         by_configuration = {cost.configuration: cost for cost in self.costs}
         kinds = tuple(ReplicaKind(by_configuration[each], count) for each, count in deployment.shape)
         try:
@@ -71,7 +71,7 @@ class Expected:
 
 
 def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
-    """What a device-second of each kind costs by the objective; None where it is time.
+    """What a device-second of each kind costs by the objective; None if it is time.
 
     Raises:
         ConfigError: money is the objective, and a price is not known.
@@ -92,9 +92,9 @@ def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
 def deploy_before(
     number: int, current: Deployment, wave: Expected, restart_seconds: float
 ) -> tuple[Deployment, ChangeOutlook]:
-    """The deployment of wave ``number``: ``current``, or a new one where the change pays or is required.
+    """The deployment of wave ``number``: ``current``, or a new one if the change pays or is required.
 
-    No new one is planned where even the bound of all deployments is not worth a restart.
+    No new one is planned if even the bound of all deployments is not worth a restart.
     """
     kept = wave.on(current)
     if kept is None:

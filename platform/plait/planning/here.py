@@ -99,7 +99,7 @@ def plan_here(
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Microbatches of jobs that train together in a phase, and their seconds where known.
+    """Microbatches of jobs that train together in a phase, and their seconds if known.
 
     ``repeats``: no limit of time decided, so that packing again gives the same.
     """
@@ -162,7 +162,7 @@ def _groups(
 
 
 def _total(seconds: Iterable[float | None]) -> float | None:
-    """Their sum; None where one is not known."""
+    """Their sum; None if one is not known."""
     known = list(seconds)
     return None if None in known else math.fsum(each for each in known if each is not None)
 

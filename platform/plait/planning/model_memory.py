@@ -101,7 +101,7 @@ class ModelMemory:
 def model_memory(
     profile: ClusterProfile, engine: EngineSettings, jobs: Sequence[JobSpec], *, say: Callable[[str], None]
 ) -> ModelMemory | None:
-    """Memory of the cluster's model under these jobs' adapters; None where its sizes are not given.
+    """Memory of the cluster's model under these jobs' adapters; None if its sizes are not given.
 
     Raises:
         ModelError: the model has no such targets.

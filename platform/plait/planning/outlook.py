@@ -36,8 +36,8 @@ class ReplicaOutlook:
 
     Attributes:
         predicted_bytes: largest on one device, weights included.
-        bytes_source: what they are predicted from; "" where nothing is predicted.
-        kind: of device, where there are several.
+        bytes_source: what they are predicted from; "" if nothing is predicted.
+        kind: of device, if there are several.
     """
 
     tp: int
@@ -74,7 +74,7 @@ class ObjectiveOutlook:
         slack: share of the objective that may be given up for the other side of it.
         value: of the first wave's mean step.
         bound: proved: no number of devices has a lower value.
-        gap: distance of the value to the bound, relative; 0 where both are 0, because devices are free.
+        gap: distance of the value to the bound, relative; 0 if both are 0, because devices are free.
     """
 
     objective: str
@@ -90,7 +90,7 @@ class DevicesOutlook:
     """The search on one number of devices.
 
     Attributes:
-        refused: why the search cannot run on them; "" where it can.
+        refused: why the search cannot run on them; "" if it can.
         error: of the predicted seconds, as of :class:`Outlook`, but on these devices.
     """
 
@@ -126,12 +126,12 @@ class ChangeOutlook:
     """Whether a later wave, which trains other jobs, gets a deployment of its own.
 
     Attributes:
-        step_seconds: expected on the deployment so far; None where one of its samples fits into none of its
+        step_seconds: expected on the deployment so far; None if one of its samples fits into none of its
             replicas, so that it must change.
-        replicas: planned for the wave; None where already the bound of all deployments does not pay.
+        replicas: planned for the wave; None if already the bound of all deployments does not pay.
         new_step_seconds: expected on ``replicas``, or that bound.
-        saved: seconds over the wave's steps, the restart taken off; None where it must change.
-        break_even: steps after which the restart has paid for itself; None where it never does, or must be.
+        saved: seconds over the wave's steps, the restart taken off; None if it must change.
+        break_even: steps after which the restart has paid for itself; None if it never does, or must be.
     """
 
     wave: int
@@ -149,19 +149,19 @@ class Outlook:
     """A plan of a search.
 
     Attributes:
-        profile: whose coefficients were used; None where there is none.
-        gap: distance of the deployment's expected step to the proved bound; None where nothing was chosen.
-        step_seconds: expected of the first wave's mean step; None where nothing was chosen.
+        profile: whose coefficients were used; None if there is none.
+        gap: distance of the deployment's expected step to the proved bound; None if nothing was chosen.
+        step_seconds: expected of the first wave's mean step; None if nothing was chosen.
         equal_replicas: the best of equal replicas for it; its expected seconds are ``equal_step_seconds``.
-        changes: of the deployment, one for each later wave; where nothing is deployed, none.
+        changes: of the deployment, one for each later wave; if nothing is deployed, none.
         device_seconds_alone: the same jobs one after another on the same devices, idle ones counted.
         device_seconds_side_by_side: the same jobs without Plait, each alone on a replica of its own; None for
             one device.
         trials: in order of their names, with what distinguishes them.
-        objective: by what the devices were chosen; None where they were given.
+        objective: by what the devices were chosen; None if they were given.
         every: of the numbers of devices that were asked for.
-        money: that the devices cost; None where a price or the time is not known.
-        error: mean absolute error of predicted seconds, relative, as measured by the profile; None where it
+        money: that the devices cost; None if a price or the time is not known.
+        error: mean absolute error of predicted seconds, relative, as measured by the profile; None if it
             has none.
         error_source: what that was measured on, or why there is none.
     """

@@ -55,7 +55,7 @@ class Candidate:
     """One configuration and what it gives.
 
     Attributes:
-        predicted_bytes: largest on one device; None where the model's sizes are not known.
+        predicted_bytes: largest on one device; None if the model's sizes are not known.
         published: its capacity stands in the cluster's table of what ran.
     """
 
@@ -161,7 +161,7 @@ class Made:
 
     Attributes:
         memory_errors: of held-out peaks − static, relative.
-        layer_fit, head_fit, time_errors: of the time model; None and empty where nothing ran.
+        layer_fit, head_fit, time_errors: of the time model; None and empty if nothing ran.
     """
 
     profile: Profile
@@ -259,7 +259,7 @@ def capacities_up_to(most: int) -> tuple[int, ...]:
 
 
 def choose_capacity(choices: Sequence[CapacityChoice], available: int) -> int:
-    """The smallest capacity near the best throughput of those that fit; the largest where nothing ran.
+    """The smallest capacity near the best throughput of those that fit; the largest if nothing ran.
 
     Raises:
         CapacityError: none fits.

@@ -31,7 +31,7 @@ BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
 REQUEST = "plait.request"  # trial: the request that it answers
 WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
 RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
-PRIORITY = "plait.priority"  # trial: its own, where that is not searched
+PRIORITY = "plait.priority"  # trial: its own, if that is not searched
 PRIORITY_KEY = "train.priority"
 ADAPTER = "adapter_model.safetensors"
 WARM_WEIGHTS = "warm"  # folder of a search with the weights that its warm clones start with
@@ -109,7 +109,7 @@ def enqueue(
         request: what it answers: a second call for the same one enqueues nothing.
         retry_of: a failed trial.
         warm_from: folder of the weights that it starts with.
-        priority: of its own, where that is not searched.
+        priority: of its own, if that is not searched.
         outside: settings outside of what is searched, by key: the sampler suggests none for these keys and
             does not learn from the trial.
     """
@@ -136,7 +136,7 @@ class Kept:
     """What lies on disk for the trials of one study.
 
     Args:
-        folder: of the search on disk; None where nothing is kept.
+        folder: of the search on disk; None if nothing is kept.
 
     Attributes:
         states: where the states lie; None without a folder.

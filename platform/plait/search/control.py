@@ -70,7 +70,7 @@ class SearchControl:
 
     @property
     def mode(self) -> str:
-        """What the search is ordered to do; "finished" or "not running" where no worker of this host
+        """What the search is ordered to do; "finished" or "not running" if no worker of this host
         would."""
         if self._recorded.finished:
             return "finished"
@@ -170,7 +170,7 @@ class SearchControl:
     def _enqueue(
         self, source: FrozenTrial | None, overrides: Sequence[str], weights: Path | None, request: str
     ) -> str:
-        """Enqueue a trial with the settings of ``source``, where there is one, changed by overrides."""
+        """Enqueue a trial with the settings of ``source``, if there is one, changed by overrides."""
         added, priority = self._read(overrides)
         given = added.values.keys() | added.outside.keys()
         kept = {} if source is None else source.params
@@ -208,7 +208,7 @@ class SearchControl:
         return added, priority
 
     def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
-        """The other overrides, and the trial's own priority: it may have one where that is not searched."""
+        """The other overrides, and the trial's own priority: it may have one if that is not searched."""
         key = f"{PRIORITY_KEY}="
         given = [each for each in overrides if each.lstrip("+").startswith(key)]
         if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):
@@ -232,7 +232,7 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
     """The study of a search.
 
     Args:
-        wait: raise what the storage itself says where that may pass: then it is asked again.
+        wait: raise what the storage itself says if that may pass: then it is asked again.
     """
     try:
         return stored_study(recorded.storage, root, recorded.name)

@@ -219,7 +219,7 @@ class _Launch:
         return self._train_all(prepared or _prepare(self._as_begun(), source.name, self._screen))
 
     def _as_begun(self) -> SearchCommand:
-        """The command with the model type that the search began with, on any host, where that is open."""
+        """The command with the model type that the search began with, on any host, if that is open."""
         model, dtype = self._settings.model, self._source.material.get(DTYPE)
         if model.dtype != AUTO or dtype is None:
             return self._command
@@ -401,7 +401,7 @@ class Attend:
 
     Attributes:
         say: shows a line to the user.
-        unreachable: why the tracking store does not answer; empty where it does.
+        unreachable: why the tracking store does not answer; empty if it does.
         store: what it is called.
         clock: seconds, rising.
     """

@@ -53,7 +53,7 @@ class LifeLock:
         self.path = path
         self._lock = _lock_of(path, thread_local=False)
         with real_locks(path):
-            self._lock.acquire()  # made again where another process took the file for a dead one's meanwhile
+            self._lock.acquire()  # made again if another process took the file for a dead one's meanwhile
 
     def release(self) -> None:
         """This process takes no more part."""

@@ -76,7 +76,7 @@ def _between(low: float, high: float) -> str:
 
 def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
     """By how much a job's own settings break each constraint on them, by the constraint's text; 0 or less
-    where it is kept. All that is known before the job trains."""
+    if it is kept. All that is known before the job trains."""
     held = numbers(job)
     return {
         str(each): each.violation(held[each.metric])
@@ -170,9 +170,9 @@ class Score:
     """The objectives of a trial, or why one is missing.
 
     Attributes:
-        values: of the objectives, all finite; none where one is missing.
-        violations: how far each constraint is broken, by its text; 0 or less where it is kept.
-        missing: what was not measured, or is not finite; "" where nothing is missing.
+        values: of the objectives, all finite; none if one is missing.
+        violations: how far each constraint is broken, by its text; 0 or less if it is kept.
+        missing: what was not measured, or is not finite; "" if nothing is missing.
     """
 
     values: tuple[float, ...] = ()
@@ -210,7 +210,7 @@ class Observed:
                     self._set(event.job, "job/completion_seconds", event.completion_seconds)
 
     def value(self, job: str, metric: str) -> float | None:
-        """The last value, or None where there is none."""
+        """The last value, or None if there is none."""
         return self._values.get((job, metric))
 
     def score(self, job: str, search: SearchSettings) -> Score:

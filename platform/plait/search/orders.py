@@ -36,7 +36,7 @@ class Orders:
 
 
 def orders_in(content: Mapping[str, Any] | None) -> Orders:
-    """The orders in a study's attribute; none where it holds something else. Further keys are ignored."""
+    """The orders in a study's attribute; none if it holds something else. Further keys are ignored."""
     match content:
         case {"mode": mode, "stops": [*stops], "ended": int(ended), "was": was} if {mode, was} <= set(
             get_args(Mode)
@@ -82,8 +82,8 @@ class StudyOrders:
     def withdraw(self) -> None:
         """Withdraw what holds when a search ends: it was carried out, or came too late for any trial.
 
-        A worker that waits for the others' trials ends with them where one of ``ENDING`` is withdrawn.
-        Nothing changes where another worker withdrew it already.
+        A worker that waits for the others' trials ends with them if one of ``ENDING`` is withdrawn.
+        Nothing changes if another worker withdrew it already.
         """
         self._change(
             lambda orders: (

@@ -60,7 +60,7 @@ def process_id(file: Path) -> str:
 
 
 def owner_of(text: object) -> Owner | None:
-    """The worker that a trial names; None where it names none."""
+    """The worker that a trial names; None if it names none."""
     try:
         return Owner(**json.loads(str(text)))
     except (ValueError, TypeError):
@@ -68,12 +68,12 @@ def owner_of(text: object) -> Owner | None:
 
 
 def trainer_of(item: FrozenTrial) -> Owner | None:
-    """The worker that trains it; None where none signed it."""
+    """The worker that trains it; None if none signed it."""
     return owner_of(item.user_attrs.get(OWNER))
 
 
 def this_host() -> str:
-    """This host, as long as it is up: its name, and what is another after each boot where that is known."""
+    """This host, as long as it is up: its name, and what is another after each boot if that is known."""
     return f"{socket.gethostname()} {BOOT.read_text().strip() if BOOT.exists() else ''}".strip()
 
 
@@ -131,7 +131,7 @@ class Workers:
         return owner.host == self.own.host and Path(owner.file).parent == self._lock.path.parent
 
     def heir(self) -> Owner | None:
-        """Another living worker of this folder; None where there is none."""
+        """Another living worker of this folder; None if there is none."""
         for path in sorted(self._lock.path.parent.glob("*")):
             with suppress(FileNotFoundError):
                 if path != self._lock.path and holder_lives(path):
@@ -263,7 +263,7 @@ class Claims:
         return found
 
     def wait(self) -> bool:
-        """Wait a moment for trials that other processes train, or leave; False where there are none."""
+        """Wait a moment for trials that other processes train, or leave; False if there are none."""
         if self._workers is None or not self.others:
             return False
         time.sleep(POLL_SECONDS)

@@ -232,7 +232,7 @@ def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point
 
 
 def points_left(trials: Sequence[FrozenTrial], space: Space) -> int | None:
-    """How many combinations no trial has; None where they cannot be counted."""
+    """How many combinations no trial has; None if they cannot be counted."""
     return None if space.size is None else space.size - len(tried_points(trials, space))
 
 

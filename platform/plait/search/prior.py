@@ -134,7 +134,7 @@ def _find(
 
 
 def _earlier(item: FrozenTrial, space: Space) -> EarlierTrial | None:
-    """None where a value lies outside of what is searched here or there, or was not written."""
+    """None if a value lies outside of what is searched here or there, or was not written."""
     if outside_of(item):
         return None
     try:

@@ -52,7 +52,7 @@ class RecordedCommand:
 
 
 def given(arguments: Sequence[str], key: str) -> str:
-    """The value that overrides give a key at last, without the quotes around it; "" where they give none."""
+    """The value that overrides give a key at last, without the quotes around it; "" if they give none."""
     values = [each.partition("=")[2] for each in arguments if key_of(each) == key]
     return values[-1].strip("'\"") if values else ""
 
@@ -67,7 +67,7 @@ def quoted(text: str) -> str:
 
 def write_command(folder: Path, command: RecordedCommand) -> None:
     """Keep a command in a search's folder. Only the user who started it may read it: resuming needs it as
-    it was given, with the password of a database where an address has one, which is kept nowhere else.
+    it was given, with the password of a database if an address has one, which is kept nowhere else.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -83,7 +83,7 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
 
 
 def recorded_command(root: Path, name: str) -> RecordedCommand | None:
-    """The command of a search below ``root``; None where there is no such search."""
+    """The command of a search below ``root``; None if there is no such search."""
     return _read(search_folder(root, name) / FILE)
 
 

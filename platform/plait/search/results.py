@@ -47,7 +47,7 @@ class SearchEnd:
 
     @property
     def rejected_to_the_end(self) -> str:
-        """That no more trials are suggested since the last ones all broke a constraint; "" where there
+        """That no more trials are suggested since the last ones all broke a constraint; "" if there
         were others."""
         last = sorted(self.finished, key=lambda item: item.trial)[-MOST_REJECTED:]
         if len(last) < MOST_REJECTED or any(item.state != JobState.INFEASIBLE for item in last):
@@ -62,7 +62,7 @@ class SearchEnd:
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
 
     def best(self, direction: str) -> JobResult | None:
-        """The finished trial with the best objective that keeps every constraint, ties by number; None where
+        """The finished trial with the best objective that keeps every constraint, ties by number; None if
         there is none."""
         front = self.front((Objective("objective", direction),))
         return front[0] if front else None
@@ -82,7 +82,7 @@ class SearchEnd:
 
 
 def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
-    """Why a search draws no further trials: too many failed; "" where that is not so."""
+    """Why a search draws no further trials: too many failed; "" if that is not so."""
     if failed <= settings.max_failure_rate * total:
         return ""
     share = f"search.max_failure_rate={settings.max_failure_rate:g}"

@@ -30,7 +30,7 @@ from plait.search.stopper import Stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
-WAIT_SECONDS = 0.2  # between two looks, where no trial runs
+WAIT_SECONDS = 0.2  # between two looks, if no trial runs
 LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
 ORDERED = "as requested with `plait control`"
 BY_USER = "by the user"
@@ -102,7 +102,7 @@ class View(Protocol):
         """Show its end."""
 
     def refresh(self) -> None:
-        """Draw what has changed, where that is due: while no job trains no event comes."""
+        """Draw what has changed, if that is due: while no job trains no event comes."""
 
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
@@ -168,12 +168,12 @@ class Suggestions:
         self._decided: tuple[int, str] | None = None  # at which revision, and why no more are suggested
 
     def forget(self) -> None:
-        """Ask the source again, even where nothing changed here."""
+        """Ask the source again, even if nothing changed here."""
         self._none_left = self._decided = None
 
     @property
     def failure_limit_exceeded(self) -> str:
-        """That too many trials failed, in words; "" where not that many did. Those that were begun are ended,
+        """That too many trials failed, in words; "" if not that many did. Those that were begun are ended,
         and no more are suggested."""
         if self._settings.max_failure_rate >= 1:
             return ""
@@ -184,7 +184,7 @@ class Suggestions:
         return self._decided[1]
 
     def suggest(self, *, new: bool) -> Trial | None:
-        """The next trial, as ``StudyTrials.ask``; None where there was none and nothing changed since."""
+        """The next trial, as ``StudyTrials.ask``; None if there was none and nothing changed since."""
         question = self._source.revision, new
         if question == self._none_left:
             return None
@@ -356,7 +356,7 @@ class SearchLoop:
                 self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 
     def _announce(self, trial: Trial) -> JobSpec | None:
-        """The job of a trial, made known; None where the trial has ended: its job cannot be made, or its
+        """The job of a trial, made known; None if the trial has ended: its job cannot be made, or its
         settings break a constraint."""
         try:
             job = self._make_job(trial)
@@ -486,7 +486,7 @@ class SearchLoop:
             self._end(running.trial, self._scored(result))
 
     def _scored(self, result: JobResult) -> JobResult:
-        """With the objectives. A job that came to its end is finished where every objective and constraint
+        """With the objectives. A job that came to its end is finished if every objective and constraint
         was measured; one that was stopped before has the first objective as it stood."""
         if result.state == JobState.FAILED:
             return replace(result, reason=result.reason or JobState.FAILED)
@@ -544,8 +544,8 @@ class Interrupts:
     """While entered, notes the first of these signals and leaves the second to Python (KeyboardInterrupt) or
     to the system.
 
-    Outside of the main thread, where signals cannot be caught, it changes nothing. SIGTERM and SIGHUP stay
-    ignored where they were (nohup).
+    Outside of the main thread, if signals cannot be caught, it changes nothing. SIGTERM and SIGHUP stay
+    ignored if they were (nohup).
 
     Args:
         announce: called once, at the first signal, inside the signal handler: unbuffered output only.

@@ -15,7 +15,7 @@ from typing import Protocol
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
 
-SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, where none is given
+SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, if none is given
 
 # What is measured at every rung, and whether less of it is better.
 RUNG_METRICS = {
@@ -76,7 +76,7 @@ def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) 
 
     Args:
         budget: optimiser steps of the shortest job.
-        geometric: where the settings leave it open, each rung lies at eta times the one before; otherwise
+        geometric: if the settings leave it open, each rung lies at eta times the one before; otherwise
             they are evenly spaced.
 
     Raises:

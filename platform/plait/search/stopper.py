@@ -2,7 +2,7 @@
 
 Values of the objective are the trial's intermediate values, as Optuna's pruners, its samplers and
 optuna-dashboard read them. Values of another metric are a user attribute, so that the two are never mixed; so
-are all values where there are several objectives, for which Optuna takes no intermediate values.
+are all values if there are several objectives, for which Optuna takes no intermediate values.
 """
 
 from __future__ import annotations
@@ -198,9 +198,9 @@ class Stopper:
         """What becomes of the trials at a rung, by number; those that must wait are left out.
 
         Args:
-            expected: how many trials there will be; None: no more than were suggested. Called only where
+            expected: how many trials there will be; None: no more than were suggested. Called only if
                 there is something to decide, since it reads the study.
-            ask_again: even where nothing happened here: another process may have trained on, or no more
+            ask_again: even if nothing happened here: another process may have trained on, or no more
                 trials are to come.
         """
         if not self._at_rung or not (self._changed or ask_again):
@@ -234,7 +234,7 @@ def shortest_budget(jobs: Iterable[JobSpec], data: DataCatalogue) -> int:
 
 
 def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Stopper | None:
-    """The stopper that the settings ask for; None where every trial is trained to its end.
+    """The stopper that the settings ask for; None if every trial is trained to its end.
 
     Args:
         budget: optimiser steps of the shortest job.

@@ -109,13 +109,13 @@ class StoppingRule:
     """A stopping rule as it is registered: how it is made, what it needs and what it can do.
 
     Attributes:
-        check: raises a ConfigError where the settings make no sense for it; called before a model is loaded.
+        check: raises a ConfigError if the settings make no sense for it; called before a model is loaded.
         options: type of ``search.stopping.options``: a dataclass, ``dict`` for any, or None for none.
-        several_objectives: whether it can be used where there are several objectives.
+        several_objectives: whether it can be used if there are several objectives.
         asynchronous: its decisions depend on the order of arrival, so the study must keep them.
-        geometric: each rung lies at eta times the one before where the settings leave it open; otherwise they
+        geometric: each rung lies at eta times the one before if the settings leave it open; otherwise they
             are evenly spaced.
-        cohort: size of a cohort where the settings leave it open, from them and the number of rungs; None:
+        cohort: size of a cohort if the settings leave it open, from them and the number of rungs; None:
             the rule has no cohorts of one size.
         reads: keys of ``search.stopping`` that it reads beside those of every rule, of ``geometric`` and of
             ``cohort``.
@@ -221,7 +221,7 @@ def make_rule(
     keep_cohort: Callable[[str, int], int] = lambda _, size: size,
     prunes: Callable[[BasePruner, int], bool] = lambda _, __: False,
 ) -> Rule | None:
-    """The rule that the settings ask for; None where no trial is stopped early.
+    """The rule that the settings ask for; None if no trial is stopped early.
 
     Args:
         budget: optimiser steps of the shortest job.
@@ -269,7 +269,7 @@ class CohortRule:
         return self.layout.cohort(number).rungs
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """Replays the cohort's rungs up to this one; waits where one cannot be decided yet."""
+        """Replays the cohort's rungs up to this one; waits if one cannot be decided yet."""
         cohort = self.layout.cohort(number)
         members = table.among(cohort.numbers) | {number}
         for rung in (each for each in cohort.rungs if each <= step):
@@ -524,7 +524,7 @@ def _patience(ask: RuleRequest) -> PerTrialRule:
 
 
 def _threshold(ask: RuleRequest) -> PerTrialRule:
-    """Stops where the last value is below ``lower`` or above ``upper``."""
+    """Stops if the last value is below ``lower`` or above ``upper``."""
     lower, upper, metric = ask.search.stopping.lower, ask.search.stopping.upper, ask.metric.metric
 
     def stops(values: list[float]) -> str | None:

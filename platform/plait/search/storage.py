@@ -54,7 +54,7 @@ def open_storage(storage: str | None, root: Path) -> BaseStorage:
 
 
 def missing_file(storage: str | None, root: Path) -> Path | None:
-    """The file that :func:`open_storage` would create; None where it creates none."""
+    """The file that :func:`open_storage` would create; None if it creates none."""
     if storage is None:
         path: Path | None = root / JOURNAL
     else:
@@ -75,7 +75,7 @@ def _sqlite_file(url: str) -> Path | None:
 
 
 def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
-    """As :func:`open_storage`, without creating anything: None where the file is yet to be made.
+    """As :func:`open_storage`, without creating anything: None if the file is yet to be made.
 
     Raises:
         StorageError: it cannot be made there, or as :func:`open_storage`.
@@ -93,7 +93,7 @@ def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
 
 
 def prior_storage(search: SearchSettings, root: Path) -> BaseStorage | None:
-    """The storage of the earlier search, where it is another one; None also where its file is not there.
+    """The storage of the earlier search, if it is another one; None also if its file is not there.
 
     Raises:
         StorageError: as :func:`existing_storage`, by the name of its own key.

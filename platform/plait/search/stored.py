@@ -40,7 +40,7 @@ class Importance:
 
     Attributes:
         trials: those that the shares rest upon.
-        trouble: why there are no shares; "" where there are.
+        trouble: why there are no shares; "" if there are.
         step: at which all of them were measured; 0 where they are finished trials, by their objective.
     """
 
@@ -138,8 +138,8 @@ def _importance(study: optuna.Study) -> Importance:
 
 def _at_one_step(study: Study, trials: Sequence[FrozenTrial]) -> tuple[list[FrozenTrial], int]:
     """Trials by their objective at one step, those that were stopped early among them: at the last step at
-    which half of all that were measured are left, and ``LEAST_TRIALS``. None where no step has so many, or
-    where there are several objectives, of which no intermediate values are known."""
+    which half of all that were measured are left, and ``LEAST_TRIALS``. None if no step has so many, or
+    if there are several objectives, of which no intermediate values are known."""
     measured = [item for item in trials if item.intermediate_values]
     counts = Counter(step for item in measured for step in item.intermediate_values)
     least = max(LEAST_TRIALS, len(measured) / 2)
@@ -165,12 +165,12 @@ class TrialStanding:
     """One trial.
 
     Attributes:
-        state: ORPHANED where its worker on this host is dead; of one on another host this is not known.
+        state: ORPHANED if its worker on this host is dead; of one on another host this is not known.
         host: the other host whose worker has it, training or paused; "" otherwise.
-        step: at which it last reported; 0 where it has not.
+        step: at which it last reported; 0 if it has not.
         reported: the value, of the metric that rungs or evaluations report.
         values: of the searched keys, as far as they were suggested, and of those outside of the space.
-        outside: its settings outside of what is searched, as overrides; "" where there are none.
+        outside: its settings outside of what is searched, as overrides; "" if there are none.
         reason: why it ended as it did.
     """
 

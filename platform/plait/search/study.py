@@ -350,7 +350,7 @@ class StudyTrials:
         return [state_of(item) for item in self._all()]
 
     def _tidy_up(self) -> None:
-        """Remove what was kept for trials that are over; try failed ones again where that was asked for."""
+        """Remove what was kept for trials that are over; try failed ones again if that was asked for."""
         self._kept.tidy_up(self.shared.trials())
         if self._settings.failed == "retry":
             with self.shared.exclusive():
@@ -379,7 +379,7 @@ def open_study(
     prior_storage: BaseStorage,
     folder: Path | None,
 ) -> Study:
-    """The study of a search, which is made where there is none.
+    """The study of a search, which is made if there is none.
 
     Args:
         prior_storage: of the earlier study that ``search.prior`` names.

@@ -240,7 +240,7 @@ class Untried(BaseSampler):
         }
 
     def _choose(self, fixed: Values) -> dict[str, Value]:
-        """One of the untried combinations with these values, each as likely as another; {} where none is
+        """One of the untried combinations with these values, each as likely as another; {} if none is
         left, or they cannot be counted."""
         if self._space.size is None:
             return {}
@@ -294,7 +294,7 @@ class Suggester:
     def begin(self, trials: Sequence[FrozenTrial], number: int) -> int:
         """Begin the queued trial that Optuna takes next, or a new one; ``number`` is what it will be.
 
-        Its values are suggested by :meth:`complete`, beside this study, where the sampler learns from an
+        Its values are suggested by :meth:`complete`, beside this study, if the sampler learns from an
         earlier one or is not to learn from all trials of this one.
         """
         if self._earlier or any(map(outside_of, trials)):

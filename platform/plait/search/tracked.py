@@ -37,7 +37,7 @@ class Tracked:
     """Where a search is recorded, and whether its store answers.
 
     Attributes:
-        run_id: MLflow's id of the search's run, where it was recorded in this store before; "" elsewhere.
+        run_id: MLflow's id of the search's run, if it was recorded in this store before; "" elsewhere.
         away: the store does not answer now.
     """
 
@@ -46,7 +46,7 @@ class Tracked:
 
 
 def ask_store(settings: RunSettings) -> AwayError | None:
-    """Make sure that the tracking store can be used; the error, where it does not answer now.
+    """Make sure that the tracking store can be used; the error, if it does not answer now.
 
     Raises:
         StorageError: it refuses; see ``check_tracking``.
@@ -129,7 +129,7 @@ def catch_up(
 
 def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
     """What the study knows of a search that is recorded in this store: states, values and objectives, but
-    neither losses nor tokens nor seconds. None where no such search was begun in the folder of the runs.
+    neither losses nor tokens nor seconds. None if no such search was begun in the folder of the runs.
 
     Raises:
         StorageError: the study does not answer.

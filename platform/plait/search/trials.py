@@ -19,7 +19,7 @@ class Trial:
         overrides: that set these keys, in Hydra's syntax.
         resume_from: state that an interrupted run saved of it.
         warm_from: folder with the weights that it begins with; None for fresh ones.
-        outside: its settings outside of what is searched, as overrides; "" where there are none.
+        outside: its settings outside of what is searched, as overrides; "" if there are none.
     """
 
     number: int

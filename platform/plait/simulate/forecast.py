@@ -125,7 +125,7 @@ class Forecast:
         plan: replicas with their layers, groups with predictions, the verified schedule.
         alone: of the same global batches trained job by job on the same devices, stages of equal layers,
             the pipeline drained after every step.
-        replica_bytes: most bytes on any device of each replica; empty where the memory is not known.
+        replica_bytes: most bytes on any device of each replica; empty if the memory is not known.
     """
 
     plan: Plan

@@ -65,7 +65,7 @@ def measure(
     """Simulate and measure.
 
     Args:
-        tp: tensor-parallel devices of each stage, by replica; 1 where absent.
+        tp: tensor-parallel devices of each stage, by replica; 1 if absent.
 
     Raises:
         SimulationError: the orders wait for each other for ever.

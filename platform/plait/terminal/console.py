@@ -12,7 +12,7 @@ from typing import IO, Any, TextIO, cast
 from rich.console import Console
 from rich.table import Table
 
-LOG_WIDTH = 140  # columns where output is not a terminal
+LOG_WIDTH = 140  # columns if output is not a terminal
 OUTPUT_CLOSED = "The output was closed. The search continues without it."
 OUTPUT_FAILED = "The output cannot be written ({}). The search continues without it."
 

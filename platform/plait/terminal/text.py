@@ -13,7 +13,7 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
-# States that are counted in the status line where a job is in them.
+# States that are counted in the status line if a job is in them.
 NAMED = (
     JobState.PAUSED,
     JobState.ORPHANED,
@@ -30,7 +30,7 @@ ENDED = 2  # the place of jobs that have ended
 
 
 def number(value: float | None) -> str:
-    """A loss or an objective; "" where there is none."""
+    """A loss or an objective; "" if there is none."""
     return "" if value is None else f"{value:.4f}"
 
 
@@ -96,7 +96,7 @@ def status_line(board: Leaderboard, left: float | None) -> str:
 
 
 def progress_line(board: Leaderboard, left: float | None) -> str:
-    """The status with the losses, where no table shows them."""
+    """The status with the losses, if no table shows them."""
     return " · ".join([status_line(board, left), *losses(board)])
 
 
@@ -129,13 +129,13 @@ def losses(board: Leaderboard) -> list[str]:
 
 
 def lowest_loss(board: Leaderboard) -> JobRecord | None:
-    """The job with the lowest validation loss; None with several objectives, where it may not matter."""
+    """The job with the lowest validation loss; None with several objectives, if it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 
 
 def nearest_infeasible(board: Leaderboard) -> JobRecord | None:
-    """The best finished job that breaks a constraint; None where there is none."""
+    """The best finished job that breaks a constraint; None if there is none."""
     done = (job for job in board.jobs.values() if job.state == JobState.FINISHED and not job.feasible)
     return min(done, key=board.rank, default=None)
 

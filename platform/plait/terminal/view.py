@@ -1,6 +1,6 @@
-"""The terminal's view of a running search: a live table, or plain lines where output is not a terminal.
+"""The terminal's view of a running search: a live table, or plain lines if output is not a terminal.
 
-A seam: loaded only where a search trains. Drawn between training steps, so the table is laid out here and not
+A seam: loaded only if a search trains. Drawn between training steps, so the table is laid out here and not
 by rich's, which takes several times as long.
 """
 
@@ -63,7 +63,7 @@ EXITING = "Finishing this step, then exiting{}. Press Ctrl-C again to exit at on
 CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
 TOGETHER = (JobEvaluated, JobGenerated, JobResult)
-USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown where none varies
+USUAL_KEYS = ("adapter.rank", "train.lr")  # parameters shown if none varies
 STYLES = {
     JobState.QUEUED: "dim",
     JobState.RUNNING: "cyan",
@@ -76,7 +76,7 @@ STYLES = {
     JobState.FAILED: "red",
 }
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows all of them
-BEFORE_RATE = 2  # parameters that come before the rate where not all of them fit
+BEFORE_RATE = 2  # parameters that come before the rate if not all of them fit
 WIDEST = 20  # characters of a parameter's value or name
 STATE = 10  # characters, so that the columns do not move
 GAP = "  "
@@ -168,12 +168,12 @@ class Terminal:
         return EXITING.format(known)
 
     def refresh(self) -> None:
-        """Draw the live view where that is due: while no job trains no event brings it about."""
+        """Draw the live view if that is due: while no job trains no event brings it about."""
         self._draw()
 
     @property
     def seconds_left(self) -> float | None:
-        """Remaining wall-clock seconds, where they can be estimated."""
+        """Remaining wall-clock seconds, if they can be estimated."""
         return self._pace.seconds_left
 
     # ---- live ------------------------------------------------------------------------------------------
@@ -480,7 +480,7 @@ def _planned(job: JobRecord) -> bool:
 
 
 def _share(job: JobRecord, usual: float) -> float:
-    """The share of its budget that a job has done; of the usual budget where its own is not known."""
+    """The share of its budget that a job has done; of the usual budget if its own is not known."""
     if job.state == JobState.FINISHED:
         return 1.0
     return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))

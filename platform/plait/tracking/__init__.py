@@ -12,7 +12,7 @@ A loss goes from the worker to MLflow through these modules:
 
 import os
 
-# Set before MLflow is imported, where the user has not: the writer retries by itself and may not hang for
+# Set before MLflow is imported, if the user has not: the writer retries by itself and may not hang for
 # minutes in one call, no one but the chosen store hears of a run, and the terminal belongs to Plait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")

@@ -236,7 +236,7 @@ def _check_database(location: Location) -> None:
 
 
 def _make_database(file: Path) -> None:
-    """Make a SQLite file with MLflow's tables where there is none yet.
+    """Make a SQLite file with MLflow's tables if there is none yet.
 
     MLflow takes seconds for it, in dozens of steps that SQLite does not undo: a process that is killed in
     between leaves tables that MLflow can neither use nor complete. So they are made beside the file, by one

@@ -61,7 +61,7 @@ class EventLog:
         shared: whether other processes of this host worked on the search, too.
 
     Raises:
-        StorageError: from every method that writes, where the disk is full or fails; what was there stays.
+        StorageError: from every method that writes, if the disk is full or fails; what was there stays.
     """
 
     def __init__(self, log: LineLog, head: Head, now: Callable[[], int] = time_ms) -> None:
@@ -207,7 +207,7 @@ class EventLog:
     # ---- which points are written ----------------------------------------------------------------------
 
     def last_step(self, run: str, metric: str) -> int | None:
-        """The last step of a metric of a run; None where there is none."""
+        """The last step of a metric of a run; None if there is none."""
         return self._steps.get(run, {}).get(metric)
 
     def _learn(self, line: Line) -> None:

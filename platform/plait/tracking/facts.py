@@ -51,7 +51,7 @@ def git_state(folder: Path) -> GitState:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints, or nothing where there is no git or no repository."""
+    """What git prints, or nothing if there is no git or no repository."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, check=True)
@@ -67,7 +67,7 @@ def packages() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine. Devices are asked of torch only where it is loaded already."""
+    """The machine. Devices are asked of torch only if it is loaded already."""
     facts: dict[str, Any] = {
         "host": platform.node(),
         "system": platform.platform(),
@@ -126,7 +126,7 @@ class SearchFacts:
         command: the command line, program first.
         overrides: as Hydra received them.
         fresh: do not resume an earlier search of this name.
-        study: what tells this search from an earlier one of its name; "" where nothing does.
+        study: what tells this search from an earlier one of its name; "" if nothing does.
         searched: config keys and groups.
     """
 

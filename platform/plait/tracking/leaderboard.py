@@ -46,10 +46,10 @@ class JobRecord:
         best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
         tokens_per_s: of the newest step.
         adapter: folder of the finished adapter, or its place among the run's artifacts.
-        others: values of the further objectives, where there are several.
+        others: values of the further objectives, if there are several.
         feasible: it breaks no constraint of the search.
         on_front: no other job dominates it; set by ``Leaderboard.front``.
-        outside: its settings outside of what is searched, as overrides; "" where there are none.
+        outside: its settings outside of what is searched, as overrides; "" if there are none.
     """
 
     name: str
@@ -102,7 +102,7 @@ class JobRecord:
         return self.state.ended
 
     def recall(self, earlier: JobRecord) -> None:
-        """Take the best evaluation from what was recorded earlier, where that was better."""
+        """Take the best evaluation from what was recorded earlier, if that was better."""
         loss = earlier.best_eval_loss
         if loss is not None and (self.best_eval_loss is None or loss < self.best_eval_loss):
             self.best_eval_loss, self.best_eval_step = loss, earlier.best_eval_step
@@ -114,7 +114,7 @@ class TrialRungs:
 
     Attributes:
         steps: of its rungs.
-        cohort: numbers of the trials that are compared with each other, itself included; empty where each is
+        cohort: numbers of the trials that are compared with each other, itself included; empty if each is
             decided by itself.
     """
 
@@ -130,7 +130,7 @@ class Leaderboard:
         direction: "minimize" or "maximize" the objective, or the first of several.
         trials: trials that the search wants in all.
         others: the further objectives.
-        rungs_of: the rungs of a trial, by its number; None where a search has none.
+        rungs_of: the rungs of a trial, by its number; None if a search has none.
     """
 
     direction: str
@@ -188,13 +188,13 @@ class Leaderboard:
 
     def best(self) -> JobRecord | None:
         """The finished job with the best objective that breaks no constraint, ties by trial number; None
-        before there is one, and where several objectives are optimised: they have a front."""
+        before there is one, and if several objectives are optimised: they have a front."""
         done = [] if self.others else [job for job in self.jobs.values() if _counts(job)]
         return min(done, key=self.rank, default=None)
 
     def front(self) -> list[JobRecord]:
         """The finished jobs that break no constraint and that no other dominates, best in the first objective
-        first; none where there is only one objective."""
+        first; none if there is only one objective."""
         for record in self.jobs.values():
             record.on_front = False
         if not self.others:
@@ -234,7 +234,7 @@ class Leaderboard:
         return sum(job.state in states for job in self.jobs.values())
 
     def varying(self) -> list[str]:
-        """Parameters that are not the same in all jobs; compared only where a job is new or has others."""
+        """Parameters that are not the same in all jobs; compared only if a job is new or has others."""
         now = [record.parameters for record in self.jobs.values()]
         before, found = self._varying
         if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -284,7 +284,7 @@ def varying(records: Sequence[JobRecord]) -> list[str]:
 
 
 def job_of(event: Event) -> str:
-    """The name of the job that an event is about; "" where it is about none, or several."""
+    """The name of the job that an event is about; "" if it is about none, or several."""
     return event.job.name if isinstance(event, JobAdmitted) else getattr(event, "job", "")
 
 
@@ -308,7 +308,7 @@ def columns(
 ) -> tuple[list[str], list[list[Cell]]]:
     """Names and rows; records in the order given. The parameters ``keys`` stand in the middle, by default
     those that vary; who is on a front, who breaks a constraint and what lies outside of the search space is
-    said where there is such."""
+    said if there is such."""
     keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
     constrained = not all(record.feasible for record in records)

@@ -24,7 +24,7 @@ class Location:
     Attributes:
         uri: tracking URI for MLflow's client, with its driver, and its password if it has one.
         root: absolute folder of everything that Plait itself writes.
-        artifacts: where a database's experiment keeps artifacts; None leaves it to a server.
+        artifacts: if a database's experiment keeps artifacts; None leaves it to a server.
     """
 
     uri: str
@@ -96,7 +96,7 @@ def locate(settings: TrackingSettings) -> Location:
 
 
 def sqlite_in(root: Path) -> str:
-    """The address where none is given: a SQLite file in the folder."""
+    """The address if none is given: a SQLite file in the folder."""
     return f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
 
 

@@ -56,7 +56,7 @@ class Store:
     """One experiment of one MLflow store; every method is one or a few blocking calls.
 
     Raises:
-        mlflow.exceptions.MlflowException: from every method, where the store refuses or does not answer.
+        mlflow.exceptions.MlflowException: from every method, if the store refuses or does not answer.
     """
 
     def __init__(self, location: Location, experiment: str) -> None:
@@ -132,7 +132,7 @@ class Store:
         return next(self._runs({}, f"attributes.run_id = '{run_id}'"), None)
 
     def last_step(self, run_id: str, metric: str) -> int:
-        """The last step of a metric of a run; 0 where there is none."""
+        """The last step of a metric of a run; 0 if there is none."""
         return max((point.step for point in self.client.get_metric_history(run_id, metric)), default=0)
 
     def last_steps(self, run: Run) -> dict[str, int]:
@@ -207,7 +207,7 @@ class Store:
 class StoreSender:
     """Carries the writer's requests out; knows which MLflow run belongs to which key of a search.
 
-    ``connect`` gives the store, or raises where it does not answer; ``ids`` is filled with MLflow's ids of
+    ``connect`` gives the store, or raises if it does not answer; ``ids`` is filled with MLflow's ids of
     runs, by key, as they are made or found.
     """
 

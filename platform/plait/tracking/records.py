@@ -21,7 +21,7 @@ class OpenRun:
     """Make a job's run, or resume the one that its search and trial already have.
 
     ``known`` says that this log knows which of its points are written; else the store is asked. ``name``
-    is what MLflow shows; the run's key where it is "".
+    is what MLflow shows; the run's key if it is "".
     """
 
     run: str
@@ -126,7 +126,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class NewestStep:
-    """The newest step of a job at a commit, where its curve leaves it out; not sent. It becomes a point where
+    """The newest step of a job at a commit, if its curve leaves it out; not sent. It becomes a point if
     the job ends without training on, as when its process is killed and the job is cancelled.
     """
 

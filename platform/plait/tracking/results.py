@@ -47,7 +47,7 @@ class SearchResult:
 
     @property
     def best(self) -> JobRecord | None:
-        """The finished job with the best objective that breaks no constraint; None where there are several
+        """The finished job with the best objective that breaks no constraint; None if there are several
         objectives, of which no single job is best."""
         finished = (item for item in self.records if item.state == JobState.FINISHED and item.feasible)
         return None if self.others else next(finished, None)
@@ -83,7 +83,7 @@ def load_search(settings: TrackingSettings, name: str | None = None) -> SearchRe
 
 def search_address(settings: TrackingSettings, name: str | None, address: str) -> str:
     """Where MLflow's pages at an address show a search, by name or run id, or the newest; ``address`` itself
-    where there is none yet.
+    if there is none yet.
 
     Raises:
         SearchError: there is none of that name.
@@ -203,7 +203,7 @@ def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -
 
 
 def store_to_read(settings: TrackingSettings) -> Store | None:
-    """The store to read from; None where no SQLite file is there yet: reading makes none."""
+    """The store to read from; None if no SQLite file is there yet: reading makes none."""
     location = locate(settings)
     if location.sqlite_file is not None and not location.sqlite_file.exists():
         return None
@@ -239,10 +239,10 @@ def _run_by_id(store: Store, text: str) -> Run | None:
 def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]:
     """MLflow's ids of a search's runs, the jobs' first.
 
-    In the folder of the runs, where no other search has its name, those of all its starts; elsewhere another
+    In the folder of the runs, if no other search has its name, those of all its starts; elsewhere another
     person may have a search of this name, and only the run that is known to be its own counts.
 
-    ``run_id`` is that of its run, as its study has it; "" where that is not known.
+    ``run_id`` is that of its run, as its study has it; "" if that is not known.
 
     Raises:
         AwayError, StorageError: the store does not answer, or refuses.

@@ -37,7 +37,7 @@ from plait.utils.line_log import real_locks
 
 REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
 REFRESH_SHARE = 0.005  # of the time may go into making them
-SKIPPED_SECONDS = 120.0  # of steps, where another host's process has written the curves so far
+SKIPPED_SECONDS = 120.0  # of steps, if another host's process has written the curves so far
 DIGITS = 20  # of the step of the search's curves, and of the microseconds after it, in their file
 SUMS = (  # over all jobs, those of earlier processes included
     names.TRAIN_TOKENS,
@@ -88,7 +88,7 @@ def begin_run(
     connection: Connection, search: SearchFacts, begun: Begun | None, tags: Mapping[str, str], now: int
 ) -> FoundRun:
     """The run of a search that begins or is resumed: asked of the store, which gets what ended processes left
-    first; where it is unavailable, the one that is known from before.
+    first; if it is unavailable, the one that is known from before.
 
     Raises:
         AwayError: the store is unavailable, and no run is known.
@@ -137,7 +137,7 @@ def left_unsent(settings: TrackingSettings, search: str) -> list[str]:
 
 
 def send_left(settings: TrackingSettings, search: str) -> list[str]:
-    """Send what is left of a search; nothing where nothing is. Waits for the store.
+    """Send what is left of a search; nothing if nothing is. Waits for the store.
 
     Returns:
         what could not be sent for good, in words.
@@ -358,7 +358,7 @@ def search_values(board: Leaderboard, seconds: float) -> dict[str, float]:
 
 
 def best_so_far(board: Leaderboard) -> str:
-    """What the search has found, in a line for its run's page; "" where there is nothing to tell."""
+    """What the search has found, in a line for its run's page; "" if there is nothing to tell."""
     if board.others:
         return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
     best = board.best()
@@ -371,11 +371,11 @@ def best_so_far(board: Leaderboard) -> str:
 
 
 def conclude(settings: TrackingSettings, search: str, study: str, results: Sequence[JobResult]) -> str | None:
-    """End the run of a search whose trials have ended, as :func:`write_final` does, where its last process
+    """End the run of a search whose trials have ended, as :func:`write_final` does, if its last process
     could not.
 
     Returns:
-        MLflow's id of the run; None where the store has none.
+        MLflow's id of the run; None if the store has none.
 
     Raises:
         StorageError: the store does not answer or refuses.

@@ -1,7 +1,7 @@
 """Tables that grow with a search: one row for each group step and one for each fit of a model.
 
 They are JSON-lines logs in the search's folder, appended over restarts and by several processes at once; the
-search's run in MLflow has the same as a table, thinned evenly where it is long. A step that is trained again
+search's run in MLflow has the same as a table, thinned evenly if it is long. A step that is trained again
 after a crash has a second row: both took their seconds.
 """
 
@@ -38,8 +38,8 @@ class GroupStepRow:
         iteration: number in the search, from 1, over all processes and restarts.
         job_tokens: real tokens by job, in the order of ``jobs``.
         seconds: from the first microbatch to the last job's optimiser step.
-        predicted_seconds, predicted_bytes: known before it ran; None where nothing was.
-        peak_bytes: None where the device cannot tell.
+        predicted_seconds, predicted_bytes: known before it ran; None if nothing was.
+        peak_bytes: None if the device cannot tell.
         bytes_by_rule: ``predicted_bytes`` is an upper bound, made before anything was observed.
     """
 
@@ -64,12 +64,12 @@ class LineTable:
     """One table.
 
     Args:
-        path: its folder is made where it is missing.
+        path: its folder is made if it is missing.
         columns: on disk, and as MLflow shows them. A column "iteration" that comes first is the row's number.
         most: rows that MLflow shows.
 
     Raises:
-        StorageError: from every method, where the file cannot be read or written or is another table.
+        StorageError: from every method, if the file cannot be read or written or is another table.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], most: int) -> None:
@@ -136,7 +136,7 @@ class SearchTables:
         self._show = show
 
     def handle(self, event: GroupStep | ModelFitted) -> None:
-        """Add a row, and show the table where it has grown."""
+        """Add a row, and show the table if it has grown."""
         (self._steps if isinstance(event, GroupStep) else self._fits).add(event)
         for path, table in self._paths.items():
             if table.grown:
@@ -184,7 +184,7 @@ def _append(path: Path, begins: bytes, line: bytes) -> bool:
 
 
 def _count_lines(path: Path) -> int:
-    """Whole lines of a file; 0 where there is none."""
+    """Whole lines of a file; 0 if there is none."""
     try:
         with path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))

@@ -98,7 +98,7 @@ class Tracker:
         away: why the search began without the store, if it did.
 
     Raises:
-        StorageError: from every method, where the event log cannot be written, as on a full disk.
+        StorageError: from every method, if the event log cannot be written, as on a full disk.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Tracker:
         begun: Begun | None = None,
         rungs_of: Callable[[int], TrialRungs] | None = None,
     ) -> str:
-        """Make the search's run, or resume the one of its name; waits for the store where that answers.
+        """Make the search's run, or resume the one of its name; waits for the store if that answers.
 
         Args:
-            begun: where this store recorded it before. Then it can begin while the store is unavailable.
-            rungs_of: the rungs of a trial by its number; None where the search has none.
+            begun: if this store recorded it before. Then it can begin while the store is unavailable.
+            rungs_of: the rungs of a trial by its number; None if the search has none.
 
         Returns:
             MLflow's id of the run.
@@ -199,7 +199,7 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """The address of the search among MLflow's pages, where a server shows them; else ""."""
+        """The address of the search among MLflow's pages, if a server shows them; else ""."""
         store = self._connection.opened
         if store is None or not self.location.is_server:
             return ""
@@ -207,7 +207,7 @@ class Tracker:
 
     @property
     def unreachable(self) -> str:
-        """Why the store does not take anything at the moment; empty where it does, as far as is known."""
+        """Why the store does not take anything at the moment; empty if it does, as far as is known."""
         return "" if self._started is None else self._started.writer.away
 
     def record(self, path: str, content: str | Mapping[str, Any]) -> None:
@@ -501,7 +501,7 @@ class Tracker:
 
     def conclude(self, results: Sequence[JobResult]) -> None:
         """After :meth:`close`, when all trials of the search have ended: what its run says of the whole, from
-        the study, where other processes trained some of them. For one process at a time; waits for the store.
+        the study, if other processes trained some of them. For one process at a time; waits for the store.
 
         Raises:
             StorageError: the store does not answer or refuses.

@@ -31,7 +31,7 @@ class UiCommand:
 
     Attributes:
         url: where they are.
-        command: program and arguments; empty where a server shows them already.
+        command: program and arguments; empty if a server shows them already.
         environment: what the program needs beside the present environment; addresses go this way, since
             a password on a command line can be read by everybody on the machine.
     """
@@ -50,7 +50,7 @@ def search_page(address: str, experiment_id: str, run_id: str) -> str:
 
 def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) -> tuple[str, str]:
     """How MLflow's pages show the trials of a search: a tag of the experiment, as the pages themselves write
-    it where someone shares a view (MLflow 3.17).
+    it if someone shares a view (MLflow 3.17).
 
     Args:
         run_id: of the search's run.

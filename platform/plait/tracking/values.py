@@ -87,7 +87,7 @@ class Curve:
     Attributes:
         steps: optimiser steps in all.
         points: that the curve is to have, about.
-        left_out: the newest step, where it is not written.
+        left_out: the newest step, if it is not written.
     """
 
     steps: int

@@ -64,7 +64,7 @@ class Writer:
     """Sends records in the background.
 
     Args:
-        flush_seconds: time that a record waits, so that several go out together; longer where sending would
+        flush_seconds: time that a record waits, so that several go out together; longer if sending would
             take more than a small share of the time.
         between: called in the thread when a round of sending is over; its errors are ignored.
         first_delay: seconds before a request is tried a second time.
@@ -170,7 +170,7 @@ class Writer:
                     self._between()
 
     def _take_batch(self) -> bool:
-        """Have requests in hand: those that are left, or a new batch. False where nothing waits, or the disk
+        """Have requests in hand: those that are left, or a new batch. False if nothing waits, or the disk
         does not hold what waits."""
         if self._closing:
             return False
@@ -291,5 +291,5 @@ def gather(records: Iterable[Record]) -> list[Request]:
 
 
 def describe_refused(refused: Sequence[str]) -> list[str]:
-    """What the store refused for good, in one line; nothing where it refused nothing."""
+    """What the store refused for good, in one line; nothing if it refused nothing."""
     return [f"{len(refused)} records were refused; the first: {refused[0]}"] if refused else []

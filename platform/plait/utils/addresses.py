@@ -24,7 +24,7 @@ _IN_QUERY = re.compile(
 
 
 def with_driver(url: str) -> str:
-    """A PostgreSQL URL that names its driver, where it names none.
+    """A PostgreSQL URL that names its driver, if it names none.
 
     SQLAlchemy 2.1 takes psycopg 3 for a bare "postgresql", 2.0 takes psycopg2: the one that is installed
     is the one that is meant.

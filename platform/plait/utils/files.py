@@ -35,7 +35,7 @@ def new_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator
     error nothing stays, and what was at ``path`` is as it was.
 
     Args:
-        path: its folder is made where it is missing.
+        path: its folder is made if it is missing.
         mode: permissions, less those that the process withholds.
         durable: whether it is to outlive a loss of power; the process's own death it outlives always.
 

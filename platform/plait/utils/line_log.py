@@ -28,7 +28,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file sy
 
 @contextmanager
 def real_locks(path: Path) -> Iterator[None]:
-    """Around what locks a file: raises a StorageError where the file system has no locks. A file that stands
+    """Around what locks a file: raises a StorageError if the file system has no locks. A file that stands
     for a lock would not do: it outlives a holder that is killed."""
     try:
         yield
@@ -49,10 +49,10 @@ class LineLog:
     Args:
         path: in a folder that exists.
         begins: what every line of this kind of log begins with.
-        make: make the file where it is missing.
+        make: make the file if it is missing.
 
     Raises:
-        OSError: from every method, where the disk is full or fails. What was there stays.
+        OSError: from every method, if the disk is full or fails. What was there stays.
     """
 
     def __init__(self, path: Path, begins: bytes, *, make: bool = True) -> None:
@@ -70,7 +70,7 @@ class LineLog:
             wait: for a process that holds the lock.
 
         Returns:
-            whether the lock is held; False where another process has it, or has removed the file.
+            whether the lock is held; False if another process has it, or has removed the file.
 
         Raises:
             StorageError: the file is not a log of this kind, or its file system has no locks.
@@ -162,7 +162,7 @@ class LineLog:
         return end
 
     def _after_newline(self, end: int) -> int:
-        """The offset behind the last newline before ``end``; 0 where there is none."""
+        """The offset behind the last newline before ``end``; 0 if there is none."""
         while end > 0:
             start = max(0, end - BLOCK)
             newline = os.pread(self._file, end - start, start).rfind(b"\n")
@@ -180,7 +180,7 @@ class LineLog:
 
 
 def check_kind(path: Path, begins: bytes) -> None:
-    """Raise where a file is no log of the kind whose lines begin so; only reads.
+    """Raise if a file is no log of the kind whose lines begin so; only reads.
 
     Raises:
         StorageError: it is not.

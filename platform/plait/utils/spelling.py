@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-ALIKE = 0.6  # of difflib's ratio, where letters alone do not tell
+ALIKE = 0.6  # of difflib's ratio, if letters alone do not tell
 LETTERS_AN_EDIT = 4  # of a word, for each that may be wrong
 LONGEST = 200  # letters of a word that is looked up: time grows with them, and no typing error is that long
 LEAST_BEGUN = 3  # letters of a name that tell which is meant
@@ -29,7 +29,7 @@ def edits(one: str, other: str) -> int:
 def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:
     """The names that ``word`` most likely stands for, the likeliest alone wherever one is.
 
-    A name that ends in the word is meant where only its group was left out (``lr``: ``train.lr``); of several
+    A name that ends in the word is meant if only its group was left out (``lr``: ``train.lr``); of several
     such, all. Then come the fewest edits; of equally many, a swap of neighbours before a letter too many or
     too few (``modle``: ``model``, not ``mode``). Where that is too far, a name that begins with the word, and
     then whatever difflib finds.
@@ -52,7 +52,7 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
 
 
 def did_you_mean(word: str, known: Iterable[str], *, before: str = "", cutoff: float = ALIKE) -> str:
-    """A sentence with the names that are alike, each with ``before`` in front, and a blank after it; "" where
+    """A sentence with the names that are alike, each with ``before`` in front, and a blank after it; "" if
     none is."""
     found = [f"{before}{name}" for name in alike(word, known, cutoff=cutoff)]
     return f"Did you mean {' or '.join(found)}? " if found else ""

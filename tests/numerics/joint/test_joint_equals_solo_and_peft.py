@@ -1,6 +1,6 @@
 """Promise 1: an adapter trained in a group ends where it would have ended alone, and where PEFT ends.
 
-Float32, 20 steps (6 where the reference draws dropout in plain torch), seven adapters that differ in rank
+Float32, 20 steps (6 if the reference draws dropout in plain torch), seven adapters that differ in rank
 (1, 2, 3, 5, 8, 16, 64), alpha, targets, batch size, accumulation, learning rate, LoRA+ ratio, schedule, clip,
 weight decay, lengths and seed.
 """

@@ -101,7 +101,7 @@ def test_answers_of_a_batch_are_those_of_each_job_alone(laboratory: Any) -> None
 def test_answers_for_which_memory_runs_out_are_generated_fewer_at_a_time(
     laboratory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Down to one; where that is too much, that job has no answers, and the others have theirs."""
+    """Down to one; if that is too much, that job has no answers, and the others have theirs."""
     lab = laboratory("llama")
     jobs = lab.group()[:3]
     worker, _ = attached(lab, jobs)

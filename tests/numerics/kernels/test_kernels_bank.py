@@ -154,7 +154,7 @@ def test_wrong_banks_and_names_are_refused():
 
 
 def test_the_package_imports_with_torch_alone():
-    """Triton is met only where it is asked for; nothing of plait is."""
+    """Triton is met only if it is asked for; nothing of plait is."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, plait_kernels\n"
