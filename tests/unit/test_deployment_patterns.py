@@ -13,7 +13,7 @@ from scipy.optimize import OptimizeResult
 from plait.cost.packed import PackedCost
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.cost.time import HeadTime, LayerTime, TimeModel
-from plait.planner.deployment import completed, deploy, relaxation_bound, search
+from plait.planner.deployment import GAP, completed, deploy, least_cost, relaxation_bound, search
 from plait.planner.deployment_patterns import Patterns, Ranges
 from plait.planner.dispatch import ReplicaKind
 from plait.planner.packed_pricing import PackedPricing
@@ -84,6 +84,26 @@ def test_a_solver_that_fails_proves_nothing(status: int, monkeypatch: pytest.Mon
     assert found.bound == low < found.makespan
 
 
+@pytest.mark.parametrize("kind", [ReplicaCost, PackedCost])
+def test_bounds_hold_where_no_linear_program_is_solved(
+    kind: type[ReplicaCost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs, counts, devices = _instance(4, kind, most=3)
+    solved = deploy(costs, counts, devices)
+    for module in ("deployment", "deployment_patterns", "dispatch", "packed_pricing"):
+        monkeypatch.setattr(
+            f"plait.planner.{module}.linprog", lambda *_, **__: OptimizeResult(x=None, fun=None, status=4)
+        )
+    assert 0 < relaxation_bound(costs, counts, devices) <= solved.makespan
+    assert 0 < least_cost(costs, counts, {"": 1.0}) <= solved.makespan * devices[""]
+    for most_enumerated in (4000, 0):
+        found = deploy(costs, counts, devices, most_enumerated=most_enumerated)
+        assert found.bound <= solved.makespan * (1 + 1e-6) <= found.makespan * (1 + GAP + 1e-6)
+    for cost in costs:
+        priced_by = PackedPricing if kind is PackedCost else Pricing
+        assert priced_by(cost, np.array(counts), 5.0).priced(np.ones(3), 0.1, PRECISIONS[1]).limit >= 0.1
+
+
 @pytest.mark.parametrize("seed", [5016, 5043, 5048, 5062, 5090])
 def test_small_deployments_are_near_the_optimum(seed: int) -> None:
     """With pipelines whose slowest stage depends on the batch, if little is left to round."""
@@ -123,6 +143,7 @@ def test_what_the_relaxation_proves_holds_at_every_makespan() -> None:
 @given(
     st.integers(0, 1000),
     st.lists(st.floats(0.0, 1.0).map(lambda price: round(price, 9)), min_size=3, max_size=3),
+    st.sampled_from([1.0, 1e-300, 1e9]),
     st.floats(1.0, 30.0),
     st.sampled_from(PRECISIONS),
 )
@@ -132,17 +153,20 @@ def test_pricing_finds_what_is_worth_most(
     priced_by: type[Pricing],
     seed: int,
     prices: list[float],
+    unit: float,
     tau: float,
     precision: object,
 ) -> None:
+    """In any unit of price."""
     costs, counts, _ = _instance(seed, kind)
     for cost in costs:
         every = np.array(list(itertools.product(*(range(count + 1) for count in counts))))
         holds = cost.seconds_many(every) <= tau
         most = float((every @ np.array(prices))[holds].max(initial=0.0))
         pricing = priced_by(cost, np.array(counts), tau)
-        priced = pricing.priced(np.array(prices), 0.5 * most + 1e-9, precision)  # type: ignore[arg-type]
-        assert priced.limit >= most - 1e-9
+        need = 0.5 * most + 1e-9
+        priced = pricing.priced(np.array(prices) * unit, need * unit, precision)  # type: ignore[arg-type]
+        assert priced.limit >= (most - 1e-9) * unit
         for pattern in priced.patterns:
             assert cost.seconds(pattern) <= tau * (1 + 1e-8)
             assert (pattern <= counts).all()

@@ -22,6 +22,7 @@ from plait.core.samples import Int64
 from plait.cost.replica import Configuration, ReplicaCost
 from plait.planner.deployment_patterns import Devices, Patterns, Ranges, Replicas
 from plait.planner.dispatch import (
+    SOLVED,
     Dispatch,
     Float64,
     ReplicaKind,
@@ -29,6 +30,7 @@ from plait.planner.dispatch import (
     descend,
     dispatch,
     dispatch_of,
+    least_alone,
     relaxed_shares,
     single,
     spread,
@@ -175,6 +177,9 @@ def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], device
     price[-1] = 1.0
     rows = np.concatenate([np.pad(rows, ((0, 0), (0, 1))), kinds])
     result = linprog(price, A_ub=rows, b_ub=[*limits, *[0.0] * len(devices)], method="highs-ds")
+    if result.status != SOLVED:
+        sizes = [float(cost.configuration.devices) for cost in costs]
+        return least_alone(costs, counts, sizes) / sum(devices.values())
     return float(result.fun) * (1 - TOLERANCE)
 
 
@@ -183,7 +188,11 @@ def least_cost(costs: Sequence[ReplicaCost], counts: Sequence[int], rates: Mappi
     rows, limits, busy = _busy_rows(costs, counts)
     price = np.zeros(rows.shape[1])
     price[busy:] = [rates[cost.configuration.kind] for cost in costs]
-    return float(linprog(price, A_ub=rows, b_ub=limits, method="highs-ds").fun) * (1 - TOLERANCE)
+    result = linprog(price, A_ub=rows, b_ub=limits, method="highs-ds")
+    if result.status != SOLVED:
+        each = [rates[cost.configuration.kind] * cost.configuration.devices for cost in costs]
+        return least_alone(costs, counts, each)
+    return float(result.fun) * (1 - TOLERANCE)
 
 
 def _busy_rows(costs: Sequence[ReplicaCost], counts: Sequence[int]) -> tuple[Float64, list[float], int]:

@@ -23,7 +23,7 @@ from scipy.optimize import linprog
 from plait.core.samples import Int64
 from plait.cost.packed import PackedCost
 from plait.cost.replica import ReplicaCost
-from plait.planner.dispatch import Float64, device_seconds
+from plait.planner.dispatch import SOLVED, Float64, device_seconds
 from plait.planner.packed_pricing import PackedPricing
 from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Pricing
 from plait.planner.solver import Limit, Limits, Program, solve
@@ -32,7 +32,6 @@ Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
 Devices = Mapping[str, int]  # of each kind, by the name that configurations have it by; "" if there is one
 ROUNDS = 300  # of column generation for one makespan
 MOST_ROUNDS = 120  # of all makespans, if sequences are packed: a round takes some hundredths of a second
-SOLVED = 0  # status of scipy's linprog. 2 is no proof that there is no solution: it also stands for errors
 REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
 WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
 

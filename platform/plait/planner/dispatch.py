@@ -31,6 +31,7 @@ Float64 = npt.NDArray[np.float64]
 MAX_MOVES = 200
 CHAINS = 20  # two-step moves looked at before a local optimum is accepted
 EPSILON = 1e-9
+SOLVED = 0  # status of scipy's linprog. 2 is no proof that there is no solution: it also stands for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,27 @@ def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple
     cost[-1] = 1.0
     result = linprog(cost, A_ub=np.array(rows), b_ub=limits, method="highs-ds")
     shares = np.zeros((len(kinds), len(counts)))
+    if result.status != SOLVED:
+        costs, replicas = [kind.cost for kind in kinds], sum(kind.count for kind in kinds)
+        return least_alone(costs, counts, [1.0] * len(kinds)) / replicas, shares
     for k in range(len(kinds)):
         shares[k, : supported[k]] = result.x[first[k] : first[k + 1]]
     return float(result.fun), shares
+
+
+def least_alone(costs: Sequence[ReplicaCost], counts: Sequence[int], prices: Sequence[float]) -> float:
+    """What no way to share sequences out costs less than, at a price of each configuration's second: every
+    bucket where it costs least. Weaker than a linear program, for where its solver fails."""
+    return sum(
+        count
+        * min(
+            price * float(cost.linear[:, j].mean())
+            for cost, price in zip(costs, prices, strict=True)
+            if cost.batch[j]
+        )
+        for j, count in enumerate(counts)
+        if count
+    )
 
 
 def rounded(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from plait.core.samples import Int64
 from plait.cost.packed import PackedCost
-from plait.planner.dispatch import Float64
+from plait.planner.dispatch import SOLVED, Float64
 from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Choices, Int16, Precision, Pricing
 
 MIXED = (0.0, 0.2, 0.4, 0.6, 0.8)  # shares of time that a knapsack's weights may have, the rest being room
@@ -61,7 +61,7 @@ class PackedPricing(Pricing):
         worth = _divisible(prices[able], rows[:, able], self.alone[able])
         least, row = float(worth.min()), rows[int(np.argmin(worth)), able]
         if least > need and precision != PRECISIONS[0]:
-            least, row = _surrogate(prices[able], rows[:, able], self.alone[able])
+            least, row = _surrogate(prices[able], rows[:, able], self.alone[able]) or (least, row)
         if least <= need:
             return need, None
         groups = [
@@ -97,10 +97,12 @@ def _divisible(prices: Float64, rows: Float64, alone: Int64) -> Float64:
     return np.asarray((share * (prices * alone)[order]).sum(axis=1))
 
 
-def _surrogate(prices: Float64, rows: Float64, alone: Int64) -> tuple[float, Float64]:
+def _surrogate(prices: Float64, rows: Float64, alone: Int64) -> tuple[float, Float64] | None:
     """Worth of the best choice of divisible sequences of which all rows (n, R) allow 1 in all, and the mean
-    of the rows by which nothing is worth more."""
+    of the rows by which nothing is worth more; None where the solver fails."""
     found = linprog(-prices, A_ub=rows, b_ub=np.ones(len(rows)), bounds=[(0, most) for most in alone])
+    if found.status != SOLVED:
+        return None
     duals = np.maximum(0.0, -found.ineqlin.marginals)
     row = duals @ rows / duals.sum() if duals.any() else rows.mean(axis=0)  # without duals, everything fits
     return -float(found.fun) * (1 + TOLERANCE), row

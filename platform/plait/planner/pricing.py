@@ -66,8 +66,15 @@ class Pricing:
 
     def priced(self, prices: Float64, need: float, precision: Precision) -> Priced:
         """Patterns worth more than ``need``, at most one of each class, and what none exceeds."""
+        unit = float(prices.max(initial=0.0))
+        if unit <= 0:
+            return Priced((), need)
+        priced = self._priced(prices / unit, need / unit, precision)  # the solvers take tiny prices for none
+        return Priced(priced.patterns, max(need, priced.limit * unit))
+
+    def _priced(self, prices: Float64, need: float, precision: Precision) -> Priced:
         found: list[Int64] = []
-        limit = need
+        limit = 0.0
         last = len(self._levels)
         ends = np.unique(np.linspace(0, last, min(CLASSES, last) + 1).round().astype(int)).tolist()
         classes = list(itertools.pairwise(ends))
