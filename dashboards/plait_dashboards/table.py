@@ -79,6 +79,7 @@ def columns(sweep: Sweep) -> list[Column]:
     for key, word in short_names(sweep.searched).items():
         shown.append((word, [number(item.parameters.get(key)) for item in records]))
     shown += [
+        ("outside the space", [item.outside for item in records]),
         ("eval/loss", [number(item.eval_loss) for item in records]),
         ("train/loss", [number(item.loss) for item in records]),
         ("steps", [str(item.step or "") for item in records]),

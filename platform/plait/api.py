@@ -232,6 +232,13 @@ class Adapter:
         from plait.tracking.names import CONFIG_FILE
         from plait.tracking.results import recorded_text
 
+        if not self._search.run_id:
+            name = self._search.name
+            raise StorageError(
+                f"the base model of search {name!r}",
+                "The search was opened while its store did not answer, which knows the model's settings.",
+                f"Open it again when the store answers: plait.open({name!r}). Its adapter: {self.folder}.",
+            )
         config = yaml.safe_load(recorded_text(self._search, self._settings, CONFIG_FILE))
         settings = build(ModelSettings, config["model"], "model")
         if settings.dtype != AUTO:

@@ -211,6 +211,13 @@ def test_each_further_objective_has_its_own_line_and_column() -> None:
     assert (shown["objective: m1"], shown["objective: m2"]) == (["10", "20"], ["100", "200"])
 
 
+def test_trials_outside_of_the_space_are_marked_in_the_table() -> None:
+    added = record(0, "finished", 0.5)
+    added.outside = "train.lr=1.0"
+    shown = dict(table.columns(sweep(added, record(1, "finished", 1.5))))
+    assert shown["outside the space"] == ["train.lr=1.0", ""]
+
+
 def test_the_facts_are_of_what_was_useful_and_keeps_every_constraint() -> None:
     broken = record(0, "finished", 0.5, 2.0)
     broken.feasible = False

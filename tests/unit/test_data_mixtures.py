@@ -108,6 +108,16 @@ def test_a_mixture_that_cannot_be_is_refused(sources, words):
         assert word in str(caught.value)
 
 
+def test_errors_in_reading_rows_name_the_entry(files, tmp_path, tokeniser):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "bad.jsonl").write_text('{"q": 1}')
+    for name, words in (("empty", r"Check data\.sources\[1\]\.path"), ("bad", r"data\.sources\[1\]\.prompt")):
+        for options in ({}, {"path": files["a"]["path"], "validation_path": str(tmp_path / f"{name}.jsonl")}):
+            wrong = {"path": str(tmp_path / f"{name}.jsonl")} | options
+            with pytest.raises(DataError, match=words):
+                load([files["a"], wrong], tokeniser, tmp_path)
+
+
 def test_a_size_of_the_whole_is_refused():
     with pytest.raises(ConfigError, match=r"data\.size=3 with data=mixture\n"):
         check_data(DataSpec.of("mixture", sources=[{"path": "a"}], size=3))

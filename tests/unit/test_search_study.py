@@ -402,6 +402,7 @@ def test_a_database_without_a_path_misses_no_file(storage: str, tmp_path: Path) 
         "postgresql://someone:secret@127.0.0.1:1/none",
         "nonsense://u:secret@h/d",
         "sqlite:////nowhere/at/all.db",
+        "postgresql://me:p@secret@127.0.0.1:1/x",
     ],
 )
 def test_a_database_that_does_not_answer(url: str, tmp_path: Path) -> None:

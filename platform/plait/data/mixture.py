@@ -67,7 +67,7 @@ def open_rows(options: MixtureOptions) -> Rows:
         key = f"data.sources[{number}]"
         with _keys_of_entry(key):
             source, own = _own_options(entry, key, shared)
-            rows = replace(source.open(own), weight=_weight(entry, number))
+            rows = replace(_named_by(key, source.open(own)), weight=_weight(entry, number))
         state.update(f"{rows.digest} {rows.validation.digest if rows.validation else ''};".encode())
         parts.append(rows)
 
@@ -78,6 +78,17 @@ def open_rows(options: MixtureOptions) -> Rows:
 
 
 SOURCES.add(MIXTURE, Source(MixtureOptions, open_rows))
+
+
+def _named_by(key: str, rows: Rows) -> Rows:
+    """The rows of an entry; errors in reading them name its keys."""
+
+    def read() -> list[tuple[str, Example]]:
+        with _keys_of_entry(key):
+            return rows.read()
+
+    separate = None if rows.validation is None else _named_by(key, rows.validation)
+    return replace(rows, read=read, validation=separate)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class CommonOptions:
             raise DataError(
                 f"{name}: {count} rows, {wanted} of them for validation",
                 "At least one row must be left to train on.",
-                "Use more rows (data.size, data.path), or fewer for validation (data.validation).",
+                "Use more rows, or fewer for validation (data.validation).",
             )
 
 

@@ -26,7 +26,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from plait.core.errors import StorageError
 from plait.core.settings import SearchSettings
 from plait.search.locks import advisory_lock, file_lock
-from plait.utils.addresses import redact, with_driver
+from plait.utils.addresses import check_login, redact, with_driver
 from plait.utils.line_log import LineLog, check_kind
 from plait.utils.paths import user_path
 
@@ -193,6 +193,7 @@ def _journal(path: Path) -> BaseStorage:
 
 
 def _database(url: str) -> BaseStorage:
+    check_login("search.storage", url)
     arguments = {"connect_timeout": CONNECT_SECONDS} if url.startswith("postgres") else {}
     try:
         return RDBStorage(with_driver(url), engine_kwargs={"connect_args": arguments, "pool_pre_ping": True})

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from plait.core.errors import StorageError
 from plait.core.settings import TrackingSettings
-from plait.utils.addresses import ambiguous, redact, with_driver
+from plait.utils.addresses import check_login, redact, with_driver
 from plait.utils.paths import user_path
 
 VARIABLE = "MLFLOW_TRACKING_URI"
@@ -83,12 +83,7 @@ def locate(settings: TrackingSettings) -> Location:
             "MLflow keeps runs in a database or behind a server, no longer in plain folders.",
             f"Use {SQLITE_PREFIX}{Path(urlsplit(uri).path) / 'mlflow.db'}, or a server's http:// address.",
         )
-    if ambiguous(uri):
-        raise StorageError(
-            f"tracking.uri={redact(uri)}",
-            "It is unclear where the password ends and the host begins.",
-            "Write / as %2F, @ as %40, ? as %3F, # as %23 and a blank as %20 in user name and password.",
-        )
+    check_login("tracking.uri", uri)
     if scheme == "sqlite":
         uri = _absolute_sqlite(uri)
     artifacts = f"{root / 'artifacts'}" if scheme in DATABASE_SCHEMES else None

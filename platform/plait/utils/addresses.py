@@ -7,6 +7,8 @@ import re
 from itertools import pairwise
 from urllib.parse import urlsplit
 
+from plait.core.errors import StorageError
+
 HIDDEN = "***"
 SERVERS = ("http", "https")
 LONGEST = 200  # characters of a password with blanks, and of a name in a query
@@ -36,11 +38,29 @@ def with_driver(url: str) -> str:
     return f"postgresql+{drivers[0]}{mark}{rest}" if drivers else f"postgresql{mark}{rest}"
 
 
-def ambiguous(url: str) -> bool:
+def check_login(key: str, url: str) -> None:
+    """Refuse an address, the value of ``key``, of which a client would take a part of the password for the
+    host, and show it.
+
+    Raises:
+        StorageError: the login holds characters that end it.
+    """
+    if _ambiguous(url):
+        raise StorageError(
+            f"{key}={redact(url)}",
+            "It is unclear where the password ends and the host begins.",
+            "Write / as %2F, @ as %40, ? as %3F, # as %23 and a blank as %20 in user name and password.",
+        )
+
+
+def _ambiguous(url: str) -> bool:
     """Whether the login holds characters that end it for a client, so that a part of the password
     would be taken for the host. They are to be written as %XX."""
     head = url.partition("?")[0]
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address at all, as its client says
+        return False
     if parts.scheme not in SERVERS:
         return "://" in url and parts.netloc != "" and head.count("@") > 1
     return " " in head or ("@" not in parts.netloc and redact(head) != head)
