@@ -85,7 +85,7 @@ def test_a_solver_that_fails_proves_nothing(status: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", [ReplicaCost, PackedCost])
-def test_bounds_hold_where_no_linear_program_is_solved(
+def test_bounds_hold_if_no_linear_program_is_solved(
     kind: type[ReplicaCost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs, counts, devices = _instance(4, kind, most=3)

@@ -199,7 +199,7 @@ def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple
 
 def least_alone(costs: Sequence[ReplicaCost], counts: Sequence[int], prices: Sequence[float]) -> float:
     """What no way to share sequences out costs less than, at a price of each configuration's second: every
-    bucket where it costs least. Weaker than a linear program, for where its solver fails."""
+    bucket where it costs least. Weaker than a linear program, for when its solver fails."""
     return sum(
         count
         * min(

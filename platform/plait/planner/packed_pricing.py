@@ -99,7 +99,7 @@ def _divisible(prices: Float64, rows: Float64, alone: Int64) -> Float64:
 
 def _surrogate(prices: Float64, rows: Float64, alone: Int64) -> tuple[float, Float64] | None:
     """Worth of the best choice of divisible sequences of which all rows (n, R) allow 1 in all, and the mean
-    of the rows by which nothing is worth more; None where the solver fails."""
+    of the rows by which nothing is worth more; None if the solver fails."""
     found = linprog(-prices, A_ub=rows, b_ub=np.ones(len(rows)), bounds=[(0, most) for most in alone])
     if found.status != SOLVED:
         return None
