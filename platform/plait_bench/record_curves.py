@@ -28,6 +28,7 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.settings import RunSettings
+from plait.core.spans import ReplicaSpans
 from plait.engine.coordinator import Coordinator
 from plait.engine.worker import Worker, WorkerFacts
 from plait.tracking.facts import git_state, hardware
@@ -146,6 +147,10 @@ class Meter:
         for job, weight in weights.items():
             into[job] = into.get(job, 0.0) + spent * weight / whole
         return events
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        """The worker's."""
+        return self.worker.take_spans()
 
 
 def record(

@@ -40,6 +40,7 @@ from plait.core.messages import (
 )
 from plait.core.plans import Microbatch
 from plait.core.samples import Sample, Split, TokenisedData
+from plait.core.spans import ReplicaSpans
 from plait.engine.checkpoints import HEADER, checkpoints
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.targets import LinearInfo
@@ -113,6 +114,9 @@ class CurveWorker:
     @property
     def facts(self) -> WorkerFacts:
         return WorkerFacts(SHAPE, LINEARS, max_length=64, memory_bytes=self.memory_bytes)
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        return ()
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
         self.commands.append(command)

@@ -22,6 +22,7 @@ from plait.core.messages import (
 )
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.core.spans import ReplicaSpans
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
@@ -73,6 +74,9 @@ class Recorder:
     @property
     def facts(self) -> WorkerFacts:
         return self.worker.facts
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        return self.worker.take_spans()
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
         if isinstance(command, Detach):

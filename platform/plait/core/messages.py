@@ -12,6 +12,7 @@ from pathlib import Path
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, PauseReason
 from plait.core.plans import Microbatch
+from plait.core.spans import ReplicaSpans, ReplicaTime
 
 NANOSECONDS = 1_000_000_000
 
@@ -347,6 +348,7 @@ class GroupStep:
         predicted_seconds: what was expected before it ran; None if nothing is known yet.
         predicted_bytes: the same for the peak.
         bytes_by_rule: that is an upper bound from the model's shape, for want of observations.
+        replicas: what each did meanwhile, by its number.
     """
 
     group: str
@@ -361,6 +363,14 @@ class GroupStep:
     predicted_seconds: float | None = None
     predicted_bytes: int | None = None
     bytes_by_rule: bool = False
+    replicas: tuple[ReplicaTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SpansTaken:
+    """What the replicas did since the event of this kind before, by the coordinator's clock."""
+
+    replicas: tuple[ReplicaSpans, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,5 +407,6 @@ Event = (
     | JobSaved
     | Notice
     | GroupStep
+    | SpansTaken
     | ModelFitted
 )

@@ -27,6 +27,7 @@ from plait.core.jobs import DataSpec
 from plait.core.messages import WorkerEvent
 from plait.core.samples import TokenisedData
 from plait.core.settings import EngineSettings, ModelSettings
+from plait.core.spans import Span
 from plait.engine.worker import WorkerFacts
 
 Address = tuple[str, int]
@@ -105,12 +106,18 @@ class Hello:
 class Answer:
     """A request is done; ``seconds`` by the clock, waiting for other processes included.
 
-    ``facts`` are those of a worker that was built.
+    Attributes:
+        facts: of a worker that was built.
+        began, ended: when the process took the request and was done, by its own clock.
+        spans: what it did since its answer before.
     """
 
     events: tuple[WorkerEvent, ...] = ()
     seconds: float = 0.0
     facts: WorkerFacts | None = None
+    began: float = 0.0
+    ended: float = 0.0
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,9 @@ class Exchange:
     Args:
         store: file in which they find each other; a new one for each group.
         seconds: longest wait for the others.
+
+    Attributes:
+        received: bytes that came from other processes so far.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class Exchange:
             world_size=processes,
             timeout=timedelta(seconds=seconds),
         )
+        self.received = 0
+        self._first = process == 0
         self._processes = processes
         self._device = device
 
@@ -44,6 +49,7 @@ class Exchange:
             for piece in torch.split(tensor, PIECE):
                 parts = [torch.empty_like(piece) for _ in range(self._processes)]
                 dist.all_gather(parts, piece.contiguous())
+                self.received += (self._processes - 1) * piece.nbytes
                 piece.copy_(parts[0])
                 for part in parts[1:]:
                     piece.add_(part)
@@ -52,6 +58,7 @@ class Exchange:
         """Copy a tensor of the first process to all others."""
         sent = tensor.to(self._device)
         dist.broadcast(sent, src=0)
+        self.received += 0 if self._first else sent.nbytes
         if sent is not tensor:
             tensor.copy_(sent)
 

@@ -31,6 +31,7 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.settings import EngineSettings
+from plait.core.spans import ReplicaSpans
 from plait.distributed.channel import Answer, Build, DropGradients, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
@@ -71,6 +72,13 @@ class Fleet:
         least = min(facts.memory_bytes for facts in built)
         devices = tuple(device for facts in built for device in facts.devices)
         return replace(chosen, memory_bytes=memory_bytes or least, devices=devices)
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        """What each replica did since the last call."""
+        return [
+            process.take_spans(device)
+            for process, device in zip(self.processes.all, self.facts.devices, strict=True)
+        ]
 
     # ---- commands --------------------------------------------------------------------------------------
 

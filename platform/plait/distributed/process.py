@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +39,7 @@ from plait.distributed.exchange import Exchange
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_device
 from plait.engine.local_worker import LocalWorker
+from plait.engine.span_recorder import SpanRecorder
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
 from plait_kernels.bank import GRADIENTS
@@ -51,8 +53,9 @@ Request = Load | Join | Build | Provide | Share | DropGradients | Command
 class Replica:
     """The base model of this process, its worker and its link to the other processes."""
 
-    def __init__(self, number: int, request: Load) -> None:
+    def __init__(self, number: int, request: Load, recorder: SpanRecorder) -> None:
         self.number = number
+        self._recorder = recorder
         self._device = choose_device(request.device)
         if self._device.type == "cuda":
             self._device = torch.device("cuda", number % torch.cuda.device_count())
@@ -85,21 +88,27 @@ class Replica:
                 self._made_exchange = Exchange(store, self.number, count, self._device, seconds)
                 return Answer()
             case Build(engine):
-                self._worker = LocalWorker(self._model, DataCatalogue(self._data.__getitem__), engine)
+                data = DataCatalogue(self._data.__getitem__)
+                self._worker = LocalWorker(self._model, data, engine, recorder=self._recorder)
                 return Answer(facts=self.worker.facts)
             case Provide(spec, data):
                 self._data[spec] = data
                 return Answer()
             case Share(job, best):
+                before = self._exchange.received
                 for tensor in self.worker.adapters.whole(job, best=best):
                     self._exchange.share(tensor)
                 self.worker.bank.refresh([job])
+                self._recorder.lap("attach", ((job, 0),), received=self._exchange.received - before)
                 return Answer(seconds=time.perf_counter() - started)
             case DropGradients():
                 self.worker.bank.zero_gradients()
                 return Answer()
             case StepJobs(steps):
+                before = self._exchange.received
                 self._exchange.add_up([self.worker.bank.block(each.job).state[GRADIENTS] for each in steps])
+                work = tuple((each.job, each.step) for each in steps)
+                self._recorder.lap("exchange", work, received=self._exchange.received - before)
             case Attach() if self.number > 0:
                 request = Attach(request.job)  # what it resumes from comes from the first process
         assert not isinstance(request, Load)
@@ -123,6 +132,7 @@ def serve(address: Address, key: bytes, number: int) -> None:
         signal.signal(each, signal.SIG_IGN)  # sent to all processes of a terminal: the coordinator answers
     channel = connect(address, key)
     channel.send(Hello(number, socket.gethostname(), os.getpid()))
+    recorder = SpanRecorder()
     busy = threading.Event()
     threading.Thread(target=_beat, args=(channel, busy), daemon=True, name="beat").start()
     replica: Replica | None = None
@@ -132,13 +142,17 @@ def serve(address: Address, key: bytes, number: int) -> None:
         except (EOFError, OSError):
             break
         busy.set()
+        began = recorder.clock()
         try:
-            if isinstance(request, Load):
-                replica = Replica(number, request)
-                reply: Answer | Refusal = Answer()
-            else:
-                assert replica is not None
-                reply = replica.answer(request)
+            with recorder.request():
+                if isinstance(request, Load):
+                    replica = Replica(number, request, recorder)
+                    answer = Answer()
+                else:
+                    assert replica is not None
+                    answer = replica.answer(request)
+            spans = recorder.take()
+            reply: Answer | Refusal = replace(answer, began=began, ended=recorder.clock(), spans=spans)
         except PlaitError as error:
             reply = Refusal(error)
         busy.clear()

@@ -6,12 +6,16 @@ A seam: the fleet asks through it and knows no links; the launch knows the links
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from plait.core.errors import PlaitError, ProcessError
+from plait.core.spans import ReplicaSpans, Span
 from plait.distributed.channel import Answer, Beat, Channel, Hello, Refusal
+from plait.distributed.clocks import ClockOffset
+from plait.engine.span_recorder import MOST_KEPT
 
 TURN = 1.0  # seconds of one wait
 ASLEEP = 5.0  # seconds that such a wait takes where this process was stopped, too
@@ -31,16 +35,29 @@ class Process:
 
     Attributes:
         doing: the last request, in words.
+        asked: when that was sent.
         heard: time of its last sign of life.
+        clock: how far its clock is from this process's.
+        spans: what it did, as far as no one has taken that.
     """
 
     hello: Hello
     channel: Channel
     doing: str = "start"
+    asked: float = 0.0
     heard: float = field(default_factory=time.monotonic)
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
 
     def __str__(self) -> str:
         return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
+
+    def take_spans(self, device: str) -> ReplicaSpans:
+        """What it did since the last call."""
+        taken = tuple(self.spans)
+        self.spans.clear()
+        hello, clock = self.hello, self.clock
+        return ReplicaSpans(hello.process, hello.host, hello.pid, device, taken, clock.seconds, clock.error)
 
 
 class Processes:
@@ -77,7 +94,8 @@ class Processes:
         pending: dict[object, Process] = {}
         for number, request in requests.items():
             process = self.all[number]
-            process.doing, process.heard = type(request).__name__, time.monotonic()
+            process.doing, process.asked = type(request).__name__, time.monotonic()
+            process.heard = process.asked
             pending[process.channel.connection] = process
             try:
                 process.channel.send(request)
@@ -121,6 +139,9 @@ class Processes:
             raise self._lost(process, "died") from error
         process.heard = time.monotonic()
         assert isinstance(message, Answer | Refusal | Beat)
+        if isinstance(message, Answer):
+            process.clock.learn(process.asked, message.began, message.ended, process.heard)
+            process.spans.extend(message.spans)
         return message
 
     def close(self, *, lost: bool = False) -> None:

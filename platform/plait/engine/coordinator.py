@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from plait.core.messages import (
     JobProgress,
     Notice,
     RunMicrobatches,
+    SpansTaken,
     StepJob,
     StepJobs,
 )
 from plait.core.plans import Choices, Group, Plan, Prediction, Replica
 from plait.core.settings import RunSettings
+from plait.core.spans import ReplicaSpans, ReplicaTime
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
@@ -38,6 +41,7 @@ from plait.engine.iteration import Finishing, Packer, evaluate
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome, Tally
 from plait.engine.predictions import Expected, Predictions
+from plait.engine.replica_times import on_one_clock, times_between
 from plait.engine.steps import DataOrder
 from plait.engine.worker import Worker
 
@@ -71,6 +75,7 @@ class Coordinator:
         group: str = "group-0",
     ) -> None:
         self._group = group
+        self._worker = worker
         self._ledger = Ledger(worker)
         self._admission = Admission(worker.facts, settings, profile)
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
@@ -212,7 +217,8 @@ class Coordinator:
         # A job that is to end may be trained elsewhere by now: then its checkpoints are the other process's.
         events = self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
         events += [*self.settle(), *self._admit(), *self._train()]
-        return [*events, *self._evaluate(), *self._finish()]
+        events += [*self._evaluate(), *self._finish()]
+        return [*events, *_traced(on_one_clock(self._worker.take_spans()))]
 
     # ---- joining and leaving --------------------------------------------------------------------------
 
@@ -357,7 +363,8 @@ class Coordinator:
             if name not in run.failures
         ]
         stepped = self._send(StepJobs(tuple(due)))
-        seconds = self._clock() - started
+        ended = self._clock()
+        seconds = ended - started
         events = [*self._end_failed(run.failures), *self._end_failed(stepped.failures)]
         for step in due:
             if step.job in stepped.steps:
@@ -365,11 +372,19 @@ class Coordinator:
                 job.advance(tally.tokens)
                 events.append(_progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
         number = next(self._iterations)
-        events.append(self._group_step(number, jobs, run, expected, seconds))
+        spans = on_one_clock(self._worker.take_spans())
+        times = _predicted(times_between(spans, started, ended), expected)
+        events += [self._group_step(number, jobs, run, expected, seconds, times), *_traced(spans)]
         return [*events, *self._predictions.learn(expected, run, seconds, number)]
 
     def _group_step(
-        self, number: int, jobs: Iterable[str], run: Outcome, expected: Expected, seconds: float
+        self,
+        number: int,
+        jobs: Iterable[str],
+        run: Outcome,
+        expected: Expected,
+        seconds: float,
+        replicas: tuple[ReplicaTime, ...],
     ) -> GroupStep:
         names = tuple(jobs)
         return GroupStep(
@@ -385,6 +400,7 @@ class Coordinator:
             predicted_seconds=expected.seconds,
             predicted_bytes=expected.bytes,
             bytes_by_rule=expected.by_rule,
+            replicas=replicas,
         )
 
     def _evaluate(self) -> list[Event]:
@@ -404,6 +420,27 @@ class Coordinator:
 
 def _paused(job: LiveJob, reason: PauseReason) -> JobPaused:
     return JobPaused(job.name, job.step, reason, job.cursor.tokens, job.cursor.device_seconds)
+
+
+def _traced(replicas: Sequence[ReplicaSpans]) -> list[Event]:
+    """The event of what replicas did; none where none did anything but wait."""
+    busy = any(span.kind != "waiting" for each in replicas for span in each.spans)
+    return [SpansTaken(tuple(replicas))] if busy else []
+
+
+def _predicted(times: Sequence[ReplicaTime], expected: Expected) -> tuple[ReplicaTime, ...]:
+    """The times of an iteration with what was expected of each replica: it waits for the longest."""
+    busy, longest = expected.busy_seconds, max(expected.busy_seconds.values(), default=0.0)
+    return tuple(
+        replace(
+            each,
+            predicted_busy_seconds=busy.get(each.replica, 0.0),
+            predicted_waited_seconds=longest - busy.get(each.replica, 0.0),
+        )
+        if busy
+        else each
+        for each in times
+    )
 
 
 def _progress(job: LiveJob, tally: Tally, grad_norm: float, rate: float, seconds: float) -> JobProgress:

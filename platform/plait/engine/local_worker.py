@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,12 +40,14 @@ from plait.core.messages import (
 from plait.core.plans import Microbatch, Segment
 from plait.core.samples import Split, TokenisedData
 from plait.core.settings import EngineSettings
+from plait.core.spans import ReplicaSpans, SpanKind
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_kernels, device_bytes, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.base import BaseModel
 from plait.models.generate import Prompt, batch_size, generate
@@ -51,7 +55,11 @@ from plait_kernels import AdapterStep, Bank, adamw_step
 
 
 class LocalWorker:
-    """A :class:`~plait.engine.worker.Worker` in this process, on one device."""
+    """A :class:`~plait.engine.worker.Worker` in this process, on one device.
+
+    Args:
+        recorder: of the process's spans; None: one of its own.
+    """
 
     def __init__(
         self,
@@ -60,6 +68,7 @@ class LocalWorker:
         settings: EngineSettings,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads or usual_threads())
         self.adapters = AdapterStore(model)
@@ -71,6 +80,7 @@ class LocalWorker:
         self._checkpointing = settings.checkpointing
         self._capacity = settings.capacity_or_usual
         self._clock = clock
+        self._recorder = recorder or SpanRecorder()
         self._observer = PeakObserver(model.device, self._static)
         self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
         self._jobs: dict[str, JobSpec] = {}
@@ -102,6 +112,15 @@ class LocalWorker:
         Raises:
             StorageError: a checkpoint or an adapter cannot be written.
         """
+        with self._recorder.request():
+            return self._execute(command)
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        """What it did since the last call."""
+        device = str(self._model.device)
+        return [ReplicaSpans(0, socket.gethostname(), os.getpid(), device, self._recorder.take())]
+
+    def _execute(self, command: Command) -> Sequence[WorkerEvent]:
         match command:
             case Attach():
                 return [self._attach(command)]
@@ -124,10 +143,12 @@ class LocalWorker:
             case SaveCheckpoint(job, directory, cursor):
                 started = self._clock()
                 self.adapters.save(job, directory, cursor)
+                self._recorder.lap("checkpoint", ((job, cursor.step),))
                 return [Saved(job, self._clock() - started)]
             case Export(job, directory, kept_step):
                 started = self._clock()
                 self.adapters.export(job, directory, kept_step)
+                self._recorder.lap("adapter", ((job, kept_step or 0),))
                 return [Saved(job, self._clock() - started)]
 
     # ---- jobs -----------------------------------------------------------------------------------------
@@ -154,6 +175,7 @@ class LocalWorker:
             return JobFailed(job.name, 0, str(error), self._clock() - started)
         resumes = f"this checkpoint is skipped; the job resumes from step {found.cursor.step}"
         notices = tuple(f"{trouble}: {resumes}" for trouble in found.troubles)
+        self._recorder.lap("attach", ((job.name, found.cursor.step),))
         return Attached(job.name, found.cursor, found.directory, notices, self._clock() - started)
 
     def _data_of(self, job: str) -> TokenisedData:
@@ -208,6 +230,8 @@ class LocalWorker:
         losses = loaded.losses(nll)  # waits for the device
         observed_peak = ObservedPeak(peaks.static, tuple(peaks.phases.items())) if peaks.phases else None
         seconds = self._clock() - started
+        kind: SpanKind = "microbatch" if training else "evaluation"
+        self._recorder.lap(kind, work_of(microbatch), tokens=microbatch.tokens)
         done = MicrobatchDone(microbatch.index, losses, seconds, observed_peak, evaluation=not training)
         failed = [
             JobFailed(each.job, each.step, f"{'loss' if training else 'validation loss'} is {each.loss_sum}")
@@ -229,6 +253,7 @@ class LocalWorker:
         started = self._clock()
         results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
         seconds = self._clock() - started
+        self._recorder.lap("step", tuple((each.job, each.step) for each in steps))
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
         own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}
         return [
@@ -258,6 +283,8 @@ class LocalWorker:
         with self.adapters.at_best([each.job for each in command.jobs]):
             answers = answer(command, splits, self._model, self.bank, capacity=self._capacity)
         seconds = self._clock() - started
+        work = tuple((each.job, 0) for each in command.jobs)
+        self._recorder.lap("generation", work, tokens=sum(each.tokens for each in answers.values()))
         whole = sum(each.tokens for each in answers.values())
         events: list[WorkerEvent] = []
         for each in command.jobs:

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +51,8 @@ class Expected:
         by_rule: ``bytes`` are an upper bound from the model's shape, for want of observations.
         terms: the sums that seconds depend on, in the order of ``TERMS``.
         shapes: what the memory of each microbatch depends on, by its index.
+        busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is
+            known yet.
     """
 
     seconds: float | None
@@ -58,6 +60,7 @@ class Expected:
     terms: tuple[float, ...]
     shapes: Mapping[int, MemoryShape]
     by_rule: bool = False
+    busy_seconds: Mapping[int, float] = field(default_factory=dict)
 
 
 class Predictions:
@@ -91,9 +94,14 @@ class Predictions:
 
     def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
         """What an iteration will take."""
-        shapes = [_time_shape(each, jobs) for each in _longest_part(microbatches)]
-        adapters = sum(job.demand.adapter_bytes for job in jobs.values())
-        terms = (float(len(shapes)), *map(float, astuple(sum(shapes, EMPTY))), float(adapters))
+        adapters = float(sum(job.demand.adapter_bytes for job in jobs.values()))
+        parts = {
+            replica: [_time_shape(each, jobs) for each in part]
+            for replica, part in _parts(microbatches).items()
+        }
+        busy = {replica: self._expect_seconds(_terms(own, adapters), own) for replica, own in parts.items()}
+        longest = max(parts.values(), key=lambda own: sum(shape.tokens for shape in own))
+        terms = _terms(longest, adapters)
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
         model = self._admission.model_for([job.demand for job in jobs.values()])
         if model is not None:
@@ -101,8 +109,14 @@ class Predictions:
         else:
             activation = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
         static = self._admission.static([job.demand for job in jobs.values()])
-        seconds = self._expect_seconds(terms, shapes)
-        return Expected(seconds, int(static + activation), terms, memory, by_rule=model is None)
+        return Expected(
+            self._expect_seconds(terms, longest),
+            int(static + activation),
+            terms,
+            memory,
+            by_rule=model is None,
+            busy_seconds={replica: seconds for replica, seconds in busy.items() if seconds is not None},
+        )
 
     def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
         if self._time is not None:
@@ -222,12 +236,17 @@ class Predictions:
         return sum(errors) / len(errors) if errors else None
 
 
-def _longest_part(microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """The microbatches of the replica with the most tokens: the others wait for it."""
+def _parts(microbatches: Sequence[Microbatch]) -> dict[int, list[Microbatch]]:
+    """The microbatches of each replica; they wait for the one with the most tokens."""
     parts: dict[int, list[Microbatch]] = {}
     for each in microbatches:
         parts.setdefault(each.replica, []).append(each)
-    return max(parts.values(), key=lambda part: sum(each.tokens for each in part))
+    return parts
+
+
+def _terms(shapes: Sequence[MicrobatchShape], adapters: float) -> tuple[float, ...]:
+    """The sums that a replica's seconds depend on, in the order of ``TERMS``."""
+    return (float(len(shapes)), *map(float, astuple(sum(shapes, EMPTY))), adapters)
 
 
 def _time_shape(microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MicrobatchShape:

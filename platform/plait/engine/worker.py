@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from plait.core.messages import Command, WorkerEvent
+from plait.core.spans import ReplicaSpans
 from plait.models.targets import LinearInfo
 
 if TYPE_CHECKING:
@@ -123,3 +124,6 @@ class Worker(Protocol):
         Raises:
             StorageError: a checkpoint or an adapter cannot be written.
         """
+
+    def take_spans(self) -> Sequence[ReplicaSpans]:
+        """What each replica did since the last call, by its number."""

@@ -26,6 +26,7 @@ from plait.core.messages import (
     JobProgress,
     ModelFitted,
     Notice,
+    SpansTaken,
 )
 from plait.core.objectives import Objective, pareto_front
 from plait.tracking.names import OBJECTIVE, objective_name
@@ -159,7 +160,7 @@ class Leaderboard:
             record.state, record.group = JobState.RUNNING, event.group
             record.step, record.steps, record.reason = event.step, event.steps, ""
             return
-        if isinstance(event, (Notice, ModelFitted)):
+        if isinstance(event, (Notice, ModelFitted, SpansTaken)):
             return
         record = self._record(event.job)
         match event:

@@ -1,0 +1,82 @@
+"""What replicas do, and when: spans by a process's own clock, and what those of an iteration add up to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SpanKind = Literal[
+    "waiting",
+    "attach",
+    "microbatch",
+    "exchange",
+    "step",
+    "evaluation",
+    "generation",
+    "checkpoint",
+    "adapter",
+    "other",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a process did between two times of its clock.
+
+    Attributes:
+        kind: in "waiting" it has nothing to do: it waits for a command, or for other processes.
+        start, end: seconds of the process's own clock, rising.
+        work: jobs, each with its optimiser step.
+        tokens: real tokens that went through the model.
+        bytes: received from other processes.
+    """
+
+    kind: SpanKind
+    start: float
+    end: float
+    work: tuple[tuple[str, int], ...] = ()
+    tokens: int = 0
+    bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpans:
+    """Spans of one replica in order; each begins where the one before ended.
+
+    Attributes:
+        offset: seconds to add to its times for those of the coordinator's clock.
+        error: by how many seconds that may be wrong, at most.
+    """
+
+    replica: int
+    host: str
+    pid: int
+    device: str
+    spans: tuple[Span, ...]
+    offset: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTime:
+    """What one replica did in an iteration of a group.
+
+    Attributes:
+        busy_seconds, waited_seconds: add up to the iteration's seconds.
+        tokens: real tokens that it trained on.
+        received_bytes: sums of gradients that it had from the other processes.
+        predicted_busy_seconds, predicted_waited_seconds: expected before it ran; None where nothing was.
+    """
+
+    replica: int
+    busy_seconds: float
+    waited_seconds: float
+    tokens: int
+    received_bytes: int
+    predicted_busy_seconds: float | None = None
+    predicted_waited_seconds: float | None = None

@@ -1,0 +1,61 @@
+"""Records what a process does, so that every second of it is in exactly one span."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from plait.core.plans import Microbatch
+from plait.core.spans import Span, SpanKind
+
+MOST_KEPT = 10_000  # newest spans, where no one takes them
+
+
+class SpanRecorder:
+    """The spans of a process: each begins where the one before ended, so none overlap and none is missing.
+
+    Args:
+        clock: seconds, rising; the same for all of the process.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._spans: deque[Span] = deque(maxlen=MOST_KEPT)
+        self._last = clock()
+        self._depth = 0
+        self._lapped = False
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around a command: before it the process waited. Inside another one it changes nothing."""
+        if self._depth == 0:
+            self.lap("waiting")
+            self._lapped = False
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0 and not self._lapped:
+                self.lap("other")
+
+    def lap(
+        self, kind: SpanKind, work: tuple[tuple[str, int], ...] = (), *, tokens: int = 0, received: int = 0
+    ) -> None:
+        """What the process did since the last call ends now."""
+        start, self._last = self._last, self.clock()
+        self._spans.append(Span(kind, start, self._last, work, tokens, received))
+        self._lapped = True
+
+    def take(self) -> tuple[Span, ...]:
+        """The spans since the last call."""
+        taken = tuple(self._spans)
+        self._spans.clear()
+        return taken
+
+
+def work_of(microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
+    """The jobs of a microbatch, each with its optimiser step."""
+    return tuple((each.job, each.step) for each in microbatch.segments)

@@ -1,0 +1,48 @@
+"""What two processes say of their time, and what the coordinator makes of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from laboratory import random_data, random_texts
+from processes import fleet
+
+from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
+from plait.core.messages import GroupStep, SpansTaken
+from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+
+MODEL = ModelSettings(kind="tiny", dtype="float32", seed=3)
+ENGINE = EngineSettings(kernels="grouped", capacity=64, threads=1)
+JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=2, batch_size=6, eval_every=1), random_texts(1, 5, 25))
+
+
+def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
+    settings = RunSettings(model=MODEL, engine=ENGINE)
+    with fleet(2, MODEL, ENGINE, tmp_path / "processes") as worker:
+        coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=tmp_path)
+        coordinator.submit(JOB)
+        events = []
+        while not coordinator.idle:
+            events += coordinator.advance()
+    steps = [event for event in events if isinstance(event, GroupStep)]
+    for step in steps:
+        assert [each.replica for each in step.replicas] == [0, 1]
+        assert sum(each.tokens for each in step.replicas) == step.tokens
+        for each in step.replicas:
+            assert each.busy_seconds + each.waited_seconds == pytest.approx(step.seconds)
+            assert each.received_bytes > 0
+    taken = [event.replicas for event in events if isinstance(event, SpansTaken)]
+    for replica in range(2):
+        spans = [span for each in taken for span in each[replica].spans]
+        assert {"attach", "microbatch", "exchange", "step", "evaluation"} <= {span.kind for span in spans}
+        # Each take has its own offset, which may be wrong by as much as it says.
+        error = max(2 * each[replica].error for each in taken)
+        assert all(before.end <= after.start + error for before, after in pairwise(spans))
+        assert sum(span.kind == "microbatch" for span in spans) >= len(steps)
+    for each in taken:
+        # Both are of this host: their clocks are one.
+        assert all(abs(own.offset) <= own.error + 1e-9 for own in each)

@@ -1,0 +1,90 @@
+"""Spans of processes: recorded without gaps, brought onto one clock, and summed over an iteration."""
+
+from __future__ import annotations
+
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.core.spans import ReplicaSpans, Span
+from plait.distributed.clocks import ClockOffset
+from plait.engine.replica_times import on_one_clock, times_between
+from plait.engine.span_recorder import SpanRecorder
+
+JOB = (("a", 1),)
+
+
+def spans_of(replica: int, *spans: Span, offset: float = 0.0) -> ReplicaSpans:
+    return ReplicaSpans(replica, "host", 1, "cpu", spans, offset)
+
+
+def test_every_moment_is_in_one_span() -> None:
+    clock = count()
+    recorder = SpanRecorder(lambda: float(next(clock)))
+    with recorder.request():
+        with recorder.request():  # a command inside of a process's request
+            recorder.lap("microbatch", JOB, tokens=7)
+        recorder.lap("exchange", JOB, received=12)
+    with recorder.request():
+        pass
+    spans = recorder.take()
+    assert [span.kind for span in spans] == ["waiting", "microbatch", "exchange", "waiting", "other"]
+    assert all(before.end == after.start for before, after in pairwise(spans))
+    assert spans[1] == Span("microbatch", 1.0, 2.0, JOB, tokens=7)
+    assert recorder.take() == ()
+
+
+@given(
+    st.floats(-1e4, 1e4),
+    st.lists(st.tuples(*[st.floats(0, 10)] * 3), min_size=1, max_size=20),
+)
+def test_an_offset_is_wrong_by_no_more_than_it_says(
+    offset: float, trips: list[tuple[float, float, float]]
+) -> None:
+    clock, now = ClockOffset(), 100.0
+    for there, work, back in trips:
+        began = now + there
+        ended = began + work
+        clock.learn(now, began - offset, ended - offset, ended + back)
+        now = ended + back
+    assert abs(clock.seconds - offset) <= clock.error + 1e-6
+
+
+def test_a_clock_of_which_nothing_is_known_is_the_same() -> None:
+    assert (ClockOffset().seconds, ClockOffset().error) == (0.0, 0.0)
+
+
+def test_an_exchange_is_waiting_until_the_last_takes_part() -> None:
+    first = spans_of(0, Span("microbatch", 0, 2), Span("exchange", 2, 6, JOB, bytes=8))
+    last = spans_of(1, Span("microbatch", -5, 0), Span("exchange", 0, 1, JOB, bytes=8), offset=5.0)
+    one, other = on_one_clock([first, last])
+    assert one.spans[1:] == (Span("waiting", 2, 5, JOB), Span("exchange", 5, 6, JOB, bytes=8))
+    assert other.spans == (Span("microbatch", 0, 5), Span("exchange", 5, 6, JOB, bytes=8))
+
+
+def test_exchanges_of_the_same_work_are_matched_in_turn() -> None:
+    one = spans_of(0, Span("exchange", 0, 2, JOB), Span("exchange", 2, 4, JOB))
+    other = spans_of(1, Span("exchange", 1, 2, JOB), Span("exchange", 3, 4, JOB))
+    split, whole = on_one_clock([one, other])
+    assert [(span.kind, span.start) for span in split.spans] == [
+        ("waiting", 0),
+        ("exchange", 1),
+        ("waiting", 2),
+        ("exchange", 3),
+    ]
+    assert whole == other
+
+
+def test_busy_and_waited_cover_an_iteration() -> None:
+    one = spans_of(
+        0,
+        Span("evaluation", 0, 3, JOB, tokens=99),
+        Span("waiting", 3, 4),
+        Span("microbatch", 4, 6, JOB, tokens=5),
+        Span("exchange", 6, 7, JOB, bytes=8),
+    )
+    (time,) = times_between([one], 2.0, 10.0)
+    assert (time.busy_seconds, time.waited_seconds) == (pytest.approx(4.0), pytest.approx(4.0))
+    assert (time.tokens, time.received_bytes) == (5, 8)
