@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from laboratory import random_data, random_texts
 from processes import fleet
+from trace_files import overlaps, tracks_of
 
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import GroupStep, SpansTaken
+from plait.core.messages import Event, GroupStep, SpansTaken
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
+from plait.tracking.spans import SpanLog, write_trace
 
 MODEL = ModelSettings(kind="tiny", dtype="float32", seed=3)
 ENGINE = EngineSettings(kernels="grouped", capacity=64, threads=1)
 JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=2, batch_size=6, eval_every=1), random_texts(1, 5, 25))
+
+
+def _check_trace(events: Sequence[Event], folder: Path) -> None:
+    """The trace has a track for each process, without overlaps, and covers every iteration."""
+    log = SpanLog(folder, "worker")
+    for event in events:
+        if isinstance(event, SpansTaken):
+            log.add(event)
+    tracks = tracks_of(write_trace(folder) or "")
+    assert len(tracks) == 2
+    for spans in tracks.values():
+        assert overlaps(spans) == []
+        first, last = spans[0], spans[-1]
+        whole = last["ts"] + last["dur"] - first["ts"]
+        # No more than rounding, and what an offset that was measured again takes, is in no span.
+        assert sum(span["dur"] for span in spans) == pytest.approx(whole, rel=1e-2)
 
 
 def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
@@ -25,7 +44,7 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
     with fleet(2, MODEL, ENGINE, tmp_path / "processes") as worker:
         coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=tmp_path)
         coordinator.submit(JOB)
-        events = []
+        events: list[Event] = []
         while not coordinator.idle:
             events += coordinator.advance()
     steps = [event for event in events if isinstance(event, GroupStep)]
@@ -43,6 +62,7 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
         error = max(2 * each[replica].error for each in taken)
         assert all(before.end <= after.start + error for before, after in pairwise(spans))
         assert sum(span.kind == "microbatch" for span in spans) >= len(steps)
+    _check_trace(events, tmp_path)
     for each in taken:
         # Both are of this host: their clocks are one.
         assert all(abs(own.offset) <= own.error + 1e-9 for own in each)

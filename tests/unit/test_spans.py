@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.core.spans import ReplicaSpans, Span
+from plait.core.messages import GroupStep
+from plait.core.spans import ReplicaSpans, ReplicaTime, Span
 from plait.distributed.clocks import ClockOffset
 from plait.engine.replica_times import on_one_clock, times_between
 from plait.engine.span_recorder import SpanRecorder
+from plait.tracking.values import group_values
 
 JOB = (("a", 1),)
 
@@ -88,3 +92,34 @@ def test_busy_and_waited_cover_an_iteration() -> None:
     (time,) = times_between([one], 2.0, 10.0)
     assert (time.busy_seconds, time.waited_seconds) == (pytest.approx(4.0), pytest.approx(4.0))
     assert (time.tokens, time.received_bytes) == (5, 8)
+
+
+def test_metrics_by_replica_are_those_of_several_alone() -> None:
+    times = (ReplicaTime(0, 2.0, 0.5, 70, 8, 1.9, 0.4), ReplicaTime(1, 1.5, 1.0, 50, 8))
+    step = GroupStep("g", 1, ("a",), 2, 120, 2.5, None, 64, replicas=times)
+    one = group_values(replace(step, replicas=times[:1]))
+    assert one.keys() == {"group/jobs", "group/microbatches", "throughput/tokens_per_s", "group/fill"}
+    several = group_values(step)
+    assert {key: value for key, value in several.items() if key not in one} == {
+        "replica/0/busy_seconds": 2.0,
+        "replica/0/waited_seconds": 0.5,
+        "replica/0/tokens": 70,
+        "replica/0/received_bytes": 8,
+        "replica/0/predicted_busy_seconds": 1.9,
+        "replica/0/predicted_waited_seconds": 0.4,
+        "replica/1/busy_seconds": 1.5,
+        "replica/1/waited_seconds": 1.0,
+        "replica/1/tokens": 50,
+        "replica/1/received_bytes": 8,
+    }
+
+
+def test_every_metric_of_a_replica_is_documented_with_its_unit() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text(encoding="utf-8")
+    whole = ReplicaTime(0, 1.0, 1.0, 1, 1, 1.0, 1.0)
+    for name in group_values(GroupStep("g", 1, (), 0, 0, 0.0, None, 0, replicas=(whole, whole))):
+        if name.startswith("replica/"):
+            (row,) = [
+                line for line in page.splitlines() if line.startswith(f"| `{name.rpartition('/')[2]}` |")
+            ]
+            assert row.split("|")[2].strip() in ("seconds", "tokens", "bytes")

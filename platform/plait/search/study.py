@@ -54,6 +54,7 @@ from plait.search.stopper import StudyRungs
 from plait.search.storage import Patience, SharedStudy, in_memory, quiet, study_lock
 from plait.search.suggest import Suggester, keep_space
 from plait.search.trials import SearchCommand, Trial
+from plait.tracking.spans import SPAN_FILES
 from plait.tracking.tables import TABLES
 
 
@@ -422,8 +423,8 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
         remove_checkpoints(folder / "checkpoints" / token)
         remove_checkpoints(folder / WARM_WEIGHTS)
-        for table in TABLES:
-            (folder / table).unlink(missing_ok=True)
+        for file in (*TABLES, *SPAN_FILES):
+            (folder / file).unlink(missing_ok=True)
     optuna.delete_study(study_name=study.study_name, storage=storage)
 
 

@@ -32,6 +32,13 @@ GROUP_JOBS: Final = "group/jobs"
 GROUP_MICROBATCHES: Final = "group/microbatches"
 GROUP_FILL: Final = "group/fill"
 PEAK_BYTES: Final = "memory/peak_bytes"
+# Of each replica where there are several, in one iteration (see replica_name).
+BUSY_SECONDS: Final = "busy_seconds"
+WAITED_SECONDS: Final = "waited_seconds"
+REPLICA_TOKENS: Final = "tokens"
+RECEIVED_BYTES: Final = "received_bytes"  # of gradients, from the other replicas' processes
+PREDICTED_BUSY_SECONDS: Final = "predicted_busy_seconds"
+PREDICTED_WAITED_SECONDS: Final = "predicted_waited_seconds"
 
 # ---- tags ---------------------------------------------------------------------------------------------
 TAG_STUDY: Final = "plait.study"  # of a search: tells it from an earlier one of its name
@@ -60,6 +67,11 @@ ADAPTER_FOLDER: Final = "adapter"
 CONFIG_FILE: Final = "config.yaml"
 LEADERBOARD_FILE: Final = "leaderboard.json"
 PARETO_FILE: Final = "pareto.json"
+
+
+def replica_name(replica: int, what: str) -> str:
+    """The metric of the search's run that says something of one replica: ``replica/0/busy_seconds``."""
+    return f"replica/{replica}/{what}"
 
 
 def objective_name(at: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from plait.core.errors import StorageError
 from plait.core.messages import GroupStep, ModelFitted
-from plait.utils.line_log import LineLog
+from plait.utils.line_log import append_line
 
 GROUP_STEPS_FILE = "group_steps.jsonl"  # below the search's folder
 GROUP_STEPS_ARTIFACT = "group_steps.json"  # of the search's run
@@ -91,8 +91,7 @@ class LineTable:
             row["coefficients"] = json.dumps(dict(event.coefficients))
         begins = f'{{"{self._columns[0]}":'.encode()
         with _table_errors(self.path):
-            while not _append(self.path, begins, json.dumps(row).encode() + b"\n"):
-                pass  # the file was removed between its opening and its lock
+            append_line(self.path, begins, json.dumps(row).encode() + b"\n")
         self._count += 1
 
     @property
@@ -174,13 +173,6 @@ def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, d
         for number, line in enumerate(islice(file, count), 1):
             if (count - number) % every == 0:
                 yield number, json.loads(line)
-
-
-def _append(path: Path, begins: bytes, line: bytes) -> bool:
-    with LineLog(path, begins) as log:
-        if locked := log.lock():
-            log.append(line)
-        return locked
 
 
 def _count_lines(path: Path) -> int:

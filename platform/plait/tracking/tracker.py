@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +25,7 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
     ModelFitted,
+    SpansTaken,
 )
 from plait.core.settings import TrackingSettings
 from plait.tracking import facts, names
@@ -34,6 +37,7 @@ from plait.tracking.location import locate
 from plait.tracking.mlflow_store import StoreSender
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
 from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
+from plait.tracking.spans import SpanLog
 from plait.tracking.tables import SearchTables
 from plait.tracking.ui import search_page
 from plait.tracking.values import (
@@ -63,6 +67,7 @@ class _Started:
     writer: Writer
     run: SearchRun
     tables: SearchTables
+    spans: SpanLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,8 @@ class Tracker:
         if found.away is not None:
             self.away, writer.away = found.away, found.away.value
         tables = SearchTables(folder.parent, run.write_table)
-        self._started = _Started(search.name, search.searched, log, writer, run, tables)
+        spans = SpanLog(folder.parent, f"{socket.gethostname()} {os.getpid()} {self._now()}")
+        self._started = _Started(search.name, search.searched, log, writer, run, tables, spans)
         return log, run
 
     @property
@@ -385,6 +391,8 @@ class Tracker:
                 self._running.tables.handle(event)
             case ModelFitted():
                 self._running.tables.handle(event)
+            case SpansTaken():
+                self._running.spans.add(event)
 
     def _job_admitted(self, event: JobAdmitted, was: JobState | None) -> None:
         log, job = self._log, event.job.name

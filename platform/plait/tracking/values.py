@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.core.messages import GroupStep, JobEvaluated, JobProgress
+from plait.core.spans import ReplicaTime
 from plait.tracking import names
 
 _WORDS: Mapping[str, object] = {"None": None, "True": True, "False": False}
@@ -51,7 +52,24 @@ def group_values(event: GroupStep) -> dict[str, float]:
         values[names.GROUP_FILL] = event.tokens / (event.microbatches * event.capacity)
     if event.peak_bytes is not None:
         values[names.PEAK_BYTES] = event.peak_bytes
+    if len(event.replicas) > 1:
+        for each in event.replicas:
+            values |= _replica_values(each)
     return values
+
+
+def _replica_values(time: ReplicaTime) -> dict[str, float]:
+    """Metrics of one replica in an iteration."""
+    said: dict[str, float | None] = {
+        names.BUSY_SECONDS: time.busy_seconds,
+        names.WAITED_SECONDS: time.waited_seconds,
+        names.REPLICA_TOKENS: time.tokens,
+        names.RECEIVED_BYTES: time.received_bytes,
+        names.PREDICTED_BUSY_SECONDS: time.predicted_busy_seconds,
+        names.PREDICTED_WAITED_SECONDS: time.predicted_waited_seconds,
+    }
+    known = {what: value for what, value in said.items() if value is not None}
+    return {names.replica_name(time.replica, what): value for what, value in known.items()}
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -179,6 +179,19 @@ class LineLog:
         return line.startswith(self._begins)
 
 
+def append_line(path: Path, begins: bytes, line: bytes) -> None:
+    """Add a line to a log that no process keeps open.
+
+    Raises:
+        StorageError, OSError: as :class:`LineLog`.
+    """
+    while True:
+        with LineLog(path, begins) as log:
+            if log.lock():  # else the file was removed between its opening and its lock
+                log.append(line)
+                return
+
+
 def check_kind(path: Path, begins: bytes) -> None:
     """Raise if a file is no log of the kind whose lines begin so; only reads.
 

@@ -1,0 +1,48 @@
+"""`plait trace`: what the processes of a search did, and when, as a file that Perfetto opens.
+
+A seam: loaded only for this verb.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.cli.results import no_such_search
+from plait.core.errors import EXIT_DONE, ConfigError, StorageError
+from plait.core.settings import TrackingSettings
+from plait.tracking.spans import write_trace
+from plait.utils.files import write_text
+from plait.utils.paths import search_folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write what the processes of a search did, and when, for Perfetto."""
+    parser = argparse.ArgumentParser(
+        prog="plait trace",
+        description="Write what the processes of a search did as trace-event JSON: microbatches, exchanges, "
+        "steps, evaluations, checkpoints, and waiting. Open it at ui.perfetto.dev or chrome://tracing.",
+    )
+    root = TrackingSettings().root
+    parser.add_argument("name", help="name of the search, as `plait sweep` prints it")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="default: NAME-trace.json")
+    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
+    known = parser.parse_args(arguments)
+    folder = search_folder(known.root, known.name)
+    if not folder.is_dir():
+        raise no_such_search("plait trace", known.root, known.name)
+    text = write_trace(folder)
+    if text is None:
+        raise ConfigError(
+            f"plait trace {known.name}",
+            "No process of this search has trained in this folder yet.",
+            "Start it; a trace can be written while it runs.",
+        )
+    path = known.to or Path(f"{known.name}-trace.json")
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}", "The trace cannot be written there.") from error
+    print(f"{path}: open it at https://ui.perfetto.dev")
+    return EXIT_DONE

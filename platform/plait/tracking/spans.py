@@ -1,0 +1,154 @@
+"""What the replicas of a search did, and when: kept in its folder, and written as a trace.
+
+``spans.jsonl`` has a line for each event :class:`~plait.core.messages.SpansTaken`, of all processes that
+share the folder. Where it has grown to ``MOST_BYTES`` it becomes ``spans-before.jsonl``, in place of an
+earlier one: the newest spans are kept. No search depends on them: what a full disk does not take is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plait.core.errors import StorageError
+from plait.core.messages import SpansTaken
+from plait.core.spans import Span
+from plait.utils.line_log import append_line
+from plait.utils.trace_events import TraceEvents
+
+SPANS_FILE = "spans.jsonl"  # below the search's folder
+BEFORE_FILE = "spans-before.jsonl"
+SPAN_FILES = (BEFORE_FILE, SPANS_FILE)
+MOST_BYTES = 32 * 2**20  # of each file
+MOST_SPANS = 200_000  # newest ones in a trace: viewers take as many well
+MOST_NAMED = 3  # jobs in the name of a span; its arguments have all
+BEGINS = b'{"spans": '
+DIGITS = 6  # of seconds
+
+
+class SpanLog:
+    """Keeps spans as they come.
+
+    Args:
+        folder: of the search, which exists.
+        worker: which of the search's processes writes; unique in the folder.
+    """
+
+    def __init__(self, folder: Path, worker: str) -> None:
+        self._path, self._before = folder / SPANS_FILE, folder / BEFORE_FILE
+        self._worker = worker
+        self._zero = time.time() - time.monotonic()  # of the coordinator's clock, since 1970
+
+    def add(self, event: SpansTaken) -> None:
+        """Append an event."""
+        rows = [
+            [*(getattr(each, name) for name in _HEAD), [_row(span) for span in each.spans]]
+            for each in event.replicas
+        ]
+        line = {"spans": rows, "worker": self._worker, "zero": self._zero}
+        with suppress(OSError, StorageError):
+            if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
+                self._path.replace(self._before)
+            append_line(self._path, BEGINS, json.dumps(line).encode() + b"\n")
+
+
+_HEAD = ("replica", "host", "pid", "device", "offset", "error")
+
+
+def _row(span: Span) -> list[Any]:
+    kind, start, end, *others = astuple(span)
+    return [kind, round(start, DIGITS), round(end, DIGITS), *others]
+
+
+@dataclass(slots=True)
+class _Track:
+    """The spans of one replica of one worker, in order.
+
+    Attributes:
+        offset, error: of its clock, as last measured.
+    """
+
+    name: str
+    offset: float = 0.0
+    error: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+
+def write_trace(folder: Path) -> str | None:
+    """What the replicas of the search in ``folder`` did, as trace-event JSON: a process for each replica of
+    each worker; None where nothing is kept.
+
+    The newest ``MOST_SPANS`` spans are shown. ``clocks`` says how far each process's clock is from its
+    coordinator's, and how well that is known.
+
+    Raises:
+        StorageError: what is kept cannot be read.
+    """
+    tracks: dict[tuple[Any, ...], _Track] = {}
+    for name in SPAN_FILES:
+        _read(folder / name, tracks)
+    newest = sorted((span.start for track in tracks.values() for span in track.spans), reverse=True)
+    if not newest:
+        return None
+    since = newest[:MOST_SPANS][-1]
+    events = TraceEvents()
+    for number, key in enumerate(sorted(tracks), 1):
+        _draw(events, number, tracks[key], since)
+    clocks = {
+        track.name: {"offset_seconds": track.offset, "error_seconds": track.error}
+        for track in tracks.values()
+    }
+    left_out = max(0, len(newest) - MOST_SPANS)
+    return events.text(otherData={"clocks": clocks, "seconds_since_1970": since, "left_out": left_out})
+
+
+def _read(path: Path, tracks: dict[tuple[Any, ...], _Track]) -> None:
+    try:
+        for line in _lines(path):
+            for head, rows in ((row[:-1], row[-1]) for row in line["spans"]):
+                _take(tracks, line["worker"], line["zero"], dict(zip(_HEAD, head, strict=True)), rows)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise StorageError(
+            f"{path}: {error}", "Plait keeps the timeline of a search in this file.", "Remove the file."
+        ) from error
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file; none where there is no file."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (json.loads(line) for line in file if line.endswith(b"\n"))
+
+
+def _take(
+    tracks: dict[tuple[Any, ...], _Track], worker: str, zero: float, head: Mapping[str, Any], rows: list[Any]
+) -> None:
+    key = worker, head["replica"], head["host"], head["pid"]
+    named = f"replica {head['replica']} on {head['device']} ({head['host']}, pid {head['pid']})"
+    track = tracks.setdefault(key, _Track(named))
+    track.offset, track.error = head["offset"], head["error"]
+    for kind, start, end, work, tokens, received in rows:
+        # An offset that is measured again differs by microseconds: then spans must not overlap by these.
+        last = track.spans[-1].end if track.spans else 0.0
+        begun = max(start + zero, last)
+        jobs = tuple((str(job), int(step)) for job, step in work)
+        track.spans.append(Span(kind, begun, max(end + zero, begun), jobs, tokens, received))
+
+
+def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None:
+    events.name_process(number, track.name)
+    events.name_thread(number, 1, "spans")
+    for span in track.spans:
+        if span.start < since:
+            continue
+        jobs = [f"{job}#{step}" for job, step in span.work]
+        more = f" and {len(jobs) - MOST_NAMED} more" if len(jobs) > MOST_NAMED else ""
+        name = f"{span.kind} {', '.join(jobs[:MOST_NAMED])}{more}".rstrip()
+        said = {"jobs": jobs, "tokens": span.tokens, "received_bytes": span.bytes}
+        arguments = {key: value for key, value in said.items() if value}
+        events.span(name, span.kind, (number, 1), span.start - since, span.end - since, arguments)

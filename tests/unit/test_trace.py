@@ -1,0 +1,93 @@
+"""The timeline of a search: what is kept of its spans, and the trace that is written from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trace_files import overlaps, tracks_of
+
+from plait.cli.main import main
+from plait.core.errors import StorageError
+from plait.core.messages import SpansTaken
+from plait.core.spans import ReplicaSpans, Span
+from plait.tracking import spans as kept
+from plait.tracking.spans import BEFORE_FILE, SPANS_FILE, SpanLog, write_trace
+
+WORK = tuple((f"trial-{number:04d}", 3) for number in range(5))
+
+
+def taken(replica: int, *spans: Span, offset: float = 0.0) -> SpansTaken:
+    return SpansTaken((ReplicaSpans(replica, "host", 10 + replica, "cpu", spans, offset, 1e-4),))
+
+
+def test_a_span_has_its_jobs_and_its_tokens(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path, "worker")
+    log.add(taken(0, Span("waiting", 7.0, 8.0), Span("microbatch", 8.0, 8.5, WORK, tokens=64)))
+    log.add(taken(1, Span("exchange", 8.0, 8.25, WORK[:1], bytes=12), offset=0.125))
+    text = write_trace(tmp_path)
+    assert text is not None
+    (waiting, microbatch), (exchange,) = tracks_of(text).values()
+    assert (waiting["cat"], waiting["ts"], waiting["dur"]) == ("waiting", 0, pytest.approx(1e6))
+    assert microbatch["name"] == "microbatch trial-0000#3, trial-0001#3, trial-0002#3 and 2 more"
+    assert microbatch["args"] == {"jobs": [f"trial-{number:04d}#3" for number in range(5)], "tokens": 64}
+    assert exchange["args"] == {"jobs": ["trial-0000#3"], "received_bytes": 12}
+    clocks = json.loads(text)["otherData"]["clocks"]
+    assert clocks["replica 1 on cpu (host, pid 11)"] == {"offset_seconds": 0.125, "error_seconds": 1e-4}
+
+
+def test_spans_do_not_overlap_where_an_offset_is_measured_again(tmp_path: Path) -> None:
+    log = SpanLog(tmp_path, "worker")
+    log.add(taken(0, Span("microbatch", 1.0, 2.0)))
+    log.add(taken(0, Span("step", 1.9, 3.0), Span("waiting", 3.0, 4.0)))
+    (track,) = tracks_of(write_trace(tmp_path) or "").values()
+    assert overlaps(track) == []
+    assert sum(span["dur"] for span in track) == pytest.approx(3e6)
+
+
+def test_each_worker_of_a_search_has_its_own_tracks(tmp_path: Path) -> None:
+    for worker in ("one", "other"):
+        SpanLog(tmp_path, worker).add(taken(0, Span("microbatch", 1.0, 2.0)))
+    assert len(tracks_of(write_trace(tmp_path) or "")) == 2
+
+
+def test_the_newest_spans_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_BYTES", 2_000)
+    monkeypatch.setattr(kept, "MOST_SPANS", 7)
+    log = SpanLog(tmp_path, "worker")
+    for at in range(100):
+        log.add(taken(0, Span("microbatch", at, at + 1.0, (("a", at),))))
+    sizes = [(tmp_path / name).stat().st_size for name in (SPANS_FILE, BEFORE_FILE)]
+    assert all(size < 2_500 for size in sizes)
+    text = write_trace(tmp_path)
+    (track,) = tracks_of(text or "").values()
+    assert [span["args"]["jobs"] for span in track] == [[f"a#{at}"] for at in range(93, 100)]
+    assert json.loads(text or "")["otherData"]["left_out"] > 0
+
+
+def test_a_full_disk_ends_no_search(tmp_path: Path) -> None:
+    SpanLog(tmp_path / "missing", "worker").add(taken(0, Span("microbatch", 1.0, 2.0)))
+    assert write_trace(tmp_path / "missing") is None
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / SPANS_FILE).write_text('{"spans": 3}\n')
+    with pytest.raises(StorageError, match=r"spans\.jsonl"):
+        write_trace(tmp_path)
+
+
+def test_the_verb_writes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "plait-runs" / "searches" / "mine"
+    assert main(["trace", "mine"]) == 2
+    folder.mkdir(parents=True)
+    assert main(["trace", "mine"]) == 2
+    SpanLog(folder, "worker").add(taken(0, Span("microbatch", 1.0, 2.0)))
+    assert main(["trace", "mine"]) == 0
+    assert "mine-trace.json" in capsys.readouterr().out
+    assert tracks_of((tmp_path / "mine-trace.json").read_text())
+    assert main(["trace", "mine", "--to", "deep/trace.json"]) == 0
+    assert (tmp_path / "deep" / "trace.json").exists()
