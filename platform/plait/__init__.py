@@ -16,7 +16,7 @@ __all__ = ["Adapter", "Interrupted", "PlaitError", "Result", "__version__", "ope
 
 
 def __getattr__(name: str) -> object:
-    """What ``plait.api`` has, imported when it is first used: the command line needs none of it."""
+    """Names of ``plait.api``, imported when first used, because the command line needs none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("plait.api"), name)

@@ -1,7 +1,7 @@
 """Plait from Python: run a search, look at its trials, load its adapters.
 
-A seam: what programs and notebooks use, by the names that ``plait`` hands on. A search runs by the code of
-`plait sweep`, and is read back by that of `plait leaderboard`.
+A seam: programs and notebooks use it through the names that ``plait`` exports. A search runs the code of
+`plait sweep`, and is read with that of `plait leaderboard`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.core.errors import FULL_ERROR, ConfigError, PlaitError, SearchError, 
 from plait.core.lifecycle import JobState
 from plait.core.settings import AUTO, ModelSettings, TrackingSettings
 
-# Everything else takes seconds to load, and completion in a notebook asks for the names of this module.
+# Other imports take seconds, and a notebook's completion imports this module for its names.
 if TYPE_CHECKING:
     import pandas
     from peft import PeftModel
@@ -36,17 +36,17 @@ _running = threading.Lock()  # Hydra composes one configuration at a time in a p
 def sweep(overrides: Overrides = ()) -> Result:
     """Run a search as `plait sweep` does, or resume it; progress is printed.
 
-    Ctrl-C, or a notebook's interrupt button, ends it after the current step with everything saved. Outside of
-    the main thread nothing interrupts it: use `plait control NAME stop`.
+    Ctrl-C, or a notebook's interrupt button, ends it after the current step with everything saved. Outside
+    the main thread, it can only be stopped with `plait control NAME stop`.
 
     Args:
-        overrides: those of the command line, ``["model=tiny", "adapter.rank=4,8"]``, or the same by key,
-            ``{"model": "tiny", "adapter.rank": [4, 8]}``. There, text is what stands behind the equals sign
-            on the command line, and a list for a key of adapter, train or data has the values to try.
+        overrides: as on the command line, ``["model=tiny", "adapter.rank=4,8"]``, or by key, ``{"model":
+            "tiny", "adapter.rank": [4, 8]}``. In a mapping, text is what follows the equals sign on the
+            command line, and a list for a key of adapter, train or data has the values to try.
 
     Raises:
         Interrupted: it was interrupted; the same call resumes it.
-        PlaitError: what the command line would report, in the same words.
+        PlaitError: the errors that the command line would report.
     """
     with _errors_as_reported():
         words = override_words(overrides)
@@ -69,27 +69,27 @@ def open(
     uri: str | None = None,
     experiment: str = USUAL.experiment,
 ) -> Result:
-    """Open a search that ran before, or is running; the arguments say where it is recorded.
+    """Open a search that ran before or is running; the arguments say where it is recorded.
 
     Args:
         name: its name or the id of its MLflow run; None: the newest.
-        root: as ``tracking.root``.
-        uri: as ``tracking.uri``; None: MLFLOW_TRACKING_URI, else SQLite under ``root``.
-        experiment: as ``tracking.experiment``.
+        root: its ``tracking.root``.
+        uri: its ``tracking.uri``; None: MLFLOW_TRACKING_URI, else SQLite under ``root``.
+        experiment: its ``tracking.experiment``.
 
     Raises:
-        SearchError: there is no such search.
-        StorageError: it cannot be read.
+        SearchError: the search does not exist.
+        StorageError: the search cannot be read.
     """
     with _errors_as_reported():
         return _open(name, TrackingSettings(uri=uri, root=Path(root), experiment=experiment))
 
 
 class Interrupted(KeyboardInterrupt):
-    """A search was interrupted, after everything was saved: the same call resumes it.
+    """A search was interrupted and everything was saved: the same call resumes it.
 
     Attributes:
-        result: what it has so far.
+        result: its result so far.
     """
 
     def __init__(self, result: Result) -> None:
@@ -111,7 +111,7 @@ class Result:
     """A search as it was when it was opened: its trials, the best of them, their adapters.
 
     Attributes:
-        name: of the search.
+        name: name of the search.
         state: running, paused, finished or failed.
     """
 
@@ -126,7 +126,7 @@ class Result:
         """The finished trial with the best objective that satisfies all constraints.
 
         Raises:
-            SearchError: no trial finished, or there are several objectives, which have a :attr:`front`.
+            SearchError: no trial finished, or there are several objectives; these have a :attr:`front`.
         """
         from plait.tracking.results import chosen
 
@@ -152,7 +152,7 @@ class Result:
         """The adapter of a trial, or of the best one; the first call fetches it from the store.
 
         Raises:
-            SearchError: no such trial, or it has no adapter.
+            SearchError: there is no such trial, or it has no adapter.
             StorageError: the store does not answer, or the disk is full.
         """
         from plait.tracking.results import chosen
@@ -165,7 +165,7 @@ class Result:
         from plait.tracking import export
         from plait.utils.paths import cache_dir
 
-        if not record.run_id:  # read from the study, which has no runs, while the store was away
+        if not record.run_id:  # read from the study, which has no runs, because the store was down
             folder = Path(record.adapter)
             if record.adapter and folder.is_dir():
                 return folder
@@ -193,7 +193,7 @@ class Adapter:
 
     Attributes:
         trial: its number in the search.
-        folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        folder: the folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
     """
 
     trial: int
@@ -205,8 +205,8 @@ class Adapter:
         return str(self.folder)
 
     def load(self) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-        """The base model with this adapter, by PEFT, and its tokeniser. A model folder or file of which the
-        search was given a relative path is looked for in the current folder.
+        """The base model with this adapter, loaded by PEFT, and its tokeniser. If the search was given a
+        relative path of a model folder or file, it is looked for in the current folder.
 
         Raises:
             ModelError: the base model cannot be loaded.
@@ -223,7 +223,7 @@ class Adapter:
         return PeftModel.from_pretrained(base, str(self.folder)), tokeniser
 
     def _model(self) -> ModelSettings:
-        """The base model as the search trained on it, the type that "auto" stood for included."""
+        """The base model as the search trained on it, with the dtype that "auto" meant."""
         import yaml
 
         from plait.config.fields import build
@@ -248,10 +248,10 @@ class Adapter:
 
 
 def override_words(overrides: Overrides) -> list[str]:
-    """Overrides as the command line has them.
+    """Overrides as command-line arguments.
 
     Raises:
-        ConfigError: they are neither a list of text nor a mapping, or a value has no form there.
+    ConfigError: they are neither a list of text nor a mapping, or a value cannot be written there.
     """
     if isinstance(overrides, Mapping):
         return [f"{key}={_word(str(key), value)}" for key, value in overrides.items()]
@@ -265,7 +265,7 @@ def override_words(overrides: Overrides) -> list[str]:
 
 
 def _word(key: str, value: object) -> str:
-    """The value of a key behind its equals sign."""
+    """The text of a value after its key's equals sign."""
     from plait.config.build import JOB_GROUPS
 
     value = _plain(value)
@@ -277,7 +277,7 @@ def _word(key: str, value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """A number or an array of NumPy as Python has it; other values as they are."""
+    """A NumPy number or array as a Python value; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -303,8 +303,8 @@ def _literal(key: str, value: object) -> str:
 
 @contextmanager
 def _errors_as_reported() -> Iterator[None]:
-    """Errors as the command line prints them: of what the machine refuses, too, and without passwords. What
-    caused them may hold some, and is shown with HYDRA_FULL_ERROR=1 alone, as there."""
+    """Raise errors as the command line prints them, system errors included, without passwords. Their causes
+    may contain some, so they are shown only with HYDRA_FULL_ERROR=1, as there."""
     try:
         yield
     except (PlaitError, OSError, RecursionError, UnicodeError, RuntimeError) as error:

@@ -1,4 +1,5 @@
-"""The sweeper that Hydra finds: it hands over to ``plait.cli``, and imports nothing heavy to be found."""
+"""The sweeper that Hydra finds. It calls ``plait.cli``, and imports nothing heavy, so that finding it is
+quick."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ class PlaitSweeper(Sweeper):
     """Trains all trials of a search jointly. Its settings are ``search.*`` (see conf/hydra/sweeper)."""
 
     def __init__(self, **_settings: Any) -> None:
-        """Settings are read from the whole configuration, where it still shows who set them."""
+        """Ignore the settings: they are read from the whole configuration, which still shows who set them."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep what Hydra hands over."""
+        """Keep Hydra's arguments."""
         self.hydra_context = hydra_context
         self.task_function = task_function
         self.config = config
 
     def sweep(self, arguments: list[str]) -> int:
-        """Run the search; the exit status."""
+        """Run the search and return the exit status."""
         from plait.cli.app import Application
 
         assert self.config is not None

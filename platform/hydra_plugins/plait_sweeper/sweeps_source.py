@@ -1,4 +1,4 @@
-"""Makes the files of sweeps/ a config group, ``+sweeps=NAME``, and nothing else of the folder around it."""
+"""Makes the files of sweeps/ a config group, ``+sweeps=NAME``, without the rest of its parent folder."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ GROUP = "sweeps"
 
 
 class SweepsSource(FileConfigSource):
-    """The folder that holds sweeps/, of which only sweeps/ is to be seen."""
+    """The parent folder of sweeps/, of which only sweeps/ is visible."""
 
     @staticmethod
     def scheme() -> str:
-        """What marks its paths."""
+        """The scheme of its paths."""
         return "plait-sweeps"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """A file of the group."""
+        """Load a file of the group."""
         return super().load_config(config_path)
 
     def available(self) -> bool:
-        """Whether the folder is there."""
+        """Whether the folder exists."""
         return super().is_group(GROUP)
 
     def is_group(self, config_path: str) -> bool:
-        """The root, the group and its folders."""
+        """Whether it is the root, the group or one of its folders."""
         return _inside(config_path) and super().is_group(config_path)
 
     def is_config(self, config_path: str) -> bool:
-        """A file of the group."""
+        """Whether it is a file of the group."""
         return _inside(config_path) and super().is_config(config_path)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """What lies in a folder of the group; of the root, the group alone."""
+        """The contents of a folder of the group; for the root, only the group."""
         if config_path.strip("/"):
             return super().list(config_path, results_filter)
         return [GROUP] if results_filter in (None, ObjectType.GROUP) else []
 
 
 class SweepsSearchPath(SearchPathPlugin):
-    """Adds the source to Plait's own search path, and leaves those of other applications alone."""
+    """Adds the source to Plait's own search path, not to those of other applications."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Called by Hydra for every application."""

@@ -1,1 +1,1 @@
-"""Adapters beside the engine: their variants, and PEFT folders in and out."""
+"""Adapters outside the engine: their variants, and reading and writing PEFT folders."""

@@ -1,4 +1,4 @@
-"""Plain LoRA, with rsLoRA as its option: what ``adapter.variant=lora`` stands for."""
+"""Plain LoRA, with rsLoRA as an option: the variant ``adapter.variant=lora``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from plait_kernels import TensorSpec
 
 
 class Lora(plait_kernels.Lora):
-    """A (rank, in) begins as PEFT's default, B (out, rank) as zero: training starts from the base model."""
+    """A (rank, in) starts as in PEFT, B (out, rank) at zero, so training starts from the base model."""
 
     def initial(self, tensor: TensorSpec, seed: int, module: str, _weight: Callable[[], Tensor], /) -> Tensor:
-        """The initial values of A: Kaiming uniform with a = sqrt(5), as PEFT and nn.Linear have it.
+        """Initial values of A: Kaiming uniform with a = sqrt(5), as in PEFT and nn.Linear.
 
-        The generator depends on the job's seed and the module's name alone, so neither the order of modules
+        The generator depends only on the job's seed and the module's name, so neither the order of modules
         nor which others are targeted changes a weight.
         """
         values = torch.zeros(tensor.shape)
@@ -33,7 +33,7 @@ class Lora(plait_kernels.Lora):
         return values
 
     def peft_config(self, _spec: AdapterSpec, /) -> dict[str, Any]:
-        """Nothing beside what every LoRA has."""
+        """Nothing in addition to what every LoRA has."""
         return {}
 
 

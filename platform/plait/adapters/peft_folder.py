@@ -1,7 +1,7 @@
 """Adapters as PEFT folders: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-The format is PEFT's (``peft.utils.save_and_load``): tensors ``base_model.model.<module>.<tensor>``, of plain
-LoRA ``lora_A.weight`` (rank, in) and ``lora_B.weight`` (out, rank).
+The format is PEFT's (``peft.utils.save_and_load``): tensors ``base_model.model.<module>.<tensor>``, which for
+plain LoRA are ``lora_A.weight`` (rank, in) and ``lora_B.weight`` (out, rank).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def export_adapter(
     revision: str | None = None,
     kept_step: int | None = None,
 ) -> None:
-    """Write an adapter as a PEFT folder, whole or not at all, and through to the disk: it is all that is kept
-    of a finished job.
+    """Write an adapter as a PEFT folder, completely or not at all, and sync it to the disk: it is all that is
+    kept of a finished job.
 
     Args:
-        directory: an earlier one is replaced.
-        weights: module name to its tensors, as ``Bank.weights`` gives them.
+        directory: the folder to write; an earlier one is replaced.
+        weights: tensors by module name, as ``Bank.weights`` returns them.
         base: the base model's hub id, folder or name.
-        kept_step: step whose weights these are, where they are not the last; the file's metadata say so.
+        kept_step: step whose weights these are, if not the last; it is written to the file's metadata.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -78,7 +78,7 @@ def adapter_config(
     linears: Sequence[LinearInfo],
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """PEFT's configuration of an adapter that sits on ``modules``."""
+    """PEFT's configuration of an adapter on ``modules``."""
     stored = {linear.name: linear.fan_in_fan_out for linear in linears}
     return {
         "peft_type": "LORA",
@@ -98,6 +98,6 @@ def adapter_config(
 
 
 def _shortest_targets(modules: Sequence[str], linears: Sequence[LinearInfo]) -> list[str]:
-    """Last parts of the names if they mean exactly these modules, else the whole names."""
+    """The last parts of the names if they match exactly these modules, else the full names."""
     parts = sorted({module.rpartition(".")[2] for module in modules})
     return parts if set(resolve_targets(parts, linears)) == set(modules) else sorted(modules)

@@ -1,7 +1,7 @@
-"""Adapter variants: what an adapter's tensors are, how they begin, train and are stored.
+"""Adapter variants: which tensors an adapter has, and how they are initialised, trained and stored.
 
-Each variant is one module that registers one object under the name that ``adapter.variant`` gives. Everything
-else asks that object: the bank and the kernels, initial weights, checkpoints, PEFT folders, memory.
+Each variant is one module that registers one object under its name in ``adapter.variant``. All other code
+asks that object: the bank and the kernels, initial weights, checkpoints, PEFT folders, memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from plait.models.targets import LinearInfo
 from plait.utils.registry import Registry
 from plait_kernels import Bank, Layout, Site, TensorSpec, Variant
 
-PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
+PREFIX = "base_model.model."  # begins every tensor's name in a PEFT folder
 MASTER_BYTES = 4  # float32
 
 
 class AdapterVariant(Variant, Protocol):
-    """One variant. Its tensors, forward and backward are those that :class:`plait_kernels.Variant` asks for;
-    each tensor is named as PEFT stores it after the layer's name ("lora_A.weight").
+    """One variant. :class:`plait_kernels.Variant` defines its tensors, forward and backward; each tensor has
+    the name under which PEFT stores it after the layer's name ("lora_A.weight").
     """
 
     def initial(self, tensor: TensorSpec, seed: int, module: str, weight: Callable[[], Tensor], /) -> Tensor:
-        """A tensor's first values, float32. They depend on no other adapter and no other module.
+        """A tensor's initial values, float32. They do not depend on other adapters or modules.
 
         Args:
-            weight: gives the frozen layer's weight (out, in).
+            weight: returns the frozen layer's weight (out, in).
         """
 
     def peft_config(self, spec: AdapterSpec, /) -> dict[str, Any]:
-        """What PEFT's configuration must say of it, beside what every LoRA has."""
+        """Entries of PEFT's configuration in addition to those of every LoRA."""
 
 
 VARIANTS: Registry[AdapterVariant] = Registry(
@@ -47,10 +47,10 @@ VARIANTS: Registry[AdapterVariant] = Registry(
 
 
 def adapter_bytes(spec: AdapterSpec, sites: Iterable[LinearInfo], element_bytes: int) -> int:
-    """Bytes that an adapter holds while it trains: exact.
+    """The exact number of bytes of an adapter while it trains.
 
-    Float32 weights, gradients and two moments of what trains, float32 weights of what does not, and, if
-    the arithmetic is not float32, a copy of both in its type.
+    It has float32 weights, gradients and two moments of the trained tensors, float32 weights of the others
+    and, if the arithmetic is not float32, a copy of all weights in its type.
     """
     placed = [Site(site.name, 0, site.in_features, site.out_features) for site in sites]
     layout = Layout.of(VARIANTS.get(spec.variant), placed, spec.rank)
@@ -92,7 +92,8 @@ def named_tensors(bank: Bank, adapter: str) -> dict[str, Tensor]:
 
 
 def checkpoint_tensors(bank: Bank, adapter: str) -> dict[str, Tensor]:
-    """What a checkpoint holds of an adapter: weights, and both moments of what trains; views of the bank."""
+    """Tensors of an adapter that a checkpoint stores, as views of the bank: weights, and both moments of the
+    trained ones."""
     moments = bank.moments(adapter)
     first = {module: pair[0] for module, pair in moments.items()}
     second = {module: pair[1] for module, pair in moments.items()}
@@ -107,7 +108,7 @@ def checkpoint_tensors(bank: Bank, adapter: str) -> dict[str, Tensor]:
 def _named(
     bank: Bank, adapter: str, tensors: Mapping[str, Sequence[Tensor]], *, trained: bool = False
 ) -> dict[str, Tensor]:
-    """Tensors of every module by name; all of the variant's, or those that train."""
+    """Tensors of every module by name: all of the variant's, or only the trained ones."""
     layout = bank.block(adapter).layout
     names = {
         module: [spec.name for spec in specs if spec.trains or not trained]

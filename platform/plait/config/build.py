@@ -1,7 +1,7 @@
-"""The edge: a composed configuration as frozen dataclasses. Below this module there is no Hydra.
+"""Converts a composed configuration to frozen dataclasses. Nothing below this module uses Hydra.
 
-``settings_of`` and ``job_of`` take plain nested mappings (``plain`` makes one of Hydra's DictConfig), so
-everything here but ``plain`` is a pure function.
+``settings_of`` and ``job_of`` take plain nested mappings (``plain`` makes one from Hydra's DictConfig), so
+every function here except ``plain`` is pure.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ JOB_GROUPS = (*JOB_SPECS, "data")
 CLUSTER_KEYS = tuple(each.name for each in fields(ClusterSettings) if each.name != "options")
 RUN_GROUPS = tuple(field.name for field in fields(RunSettings))
 MODES: tuple[str, ...] = get_args(Mode)
-# What a file of sweeps/ says about itself, beside the groups.
+# Keys of a file of sweeps/ that describe it, in addition to the groups.
 SWEEP_KEYS = ("mode", "description", "takes", "published", "bench")
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration without its ``hydra`` node, interpolations resolved; values not given stay "???".
+    """The configuration without its ``hydra`` node, interpolations resolved; missing values stay "???".
 
     Raises:
         ConfigError: an interpolation that cannot be resolved.
@@ -40,7 +40,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     def resolved(key: str) -> Any:
-        # Node by node, so that an interpolation still sees its whole configuration, hydra included.
+        # Node by node, so that an interpolation still sees the whole configuration, hydra included.
         node = config[key]
         return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
@@ -61,7 +61,7 @@ def key_of(override: str) -> str:
 
 
 def check_keys(config: Config) -> None:
-    """The top-level keys are those that Plait knows.
+    """Check that all top-level keys are known to Plait.
 
     Raises:
         ConfigError: an unknown key, or a mode that does not exist.
@@ -79,7 +79,7 @@ def settings_of(config: Config) -> RunSettings:
 
     Raises:
         ConfigError: a key or value is wrong.
-        StorageError: ``tracking.root`` is no path, or the search's name too long for a folder.
+        StorageError: ``tracking.root`` is not a path, or the search's name is too long for a folder.
     """
     check_keys(config)
     hints = get_type_hints(RunSettings)
@@ -121,7 +121,7 @@ def is_whole(key: str) -> bool:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A search space by dotted key: nested mappings are joined, and every value is override text."""
+    """A search space by dotted key: nested mappings are flattened, and every value is override text."""
     flat: dict[str, str] = {}
     for name, value in params.items():
         key = f"{prefix}{name}"
@@ -150,7 +150,7 @@ def _section(config: Config, name: str) -> dict[str, Any]:
 
 
 def _search(section: dict[str, Any]) -> dict[str, Any]:
-    """What is given by dotted key, flat."""
+    """The section with its mappings by dotted key flattened."""
     flat = {}
     for key in ("params", "default_params", "constraints"):
         given = section.get(key) or {}

@@ -1,7 +1,7 @@
-"""Plain mappings into frozen dataclasses, driven by the type hints of their fields.
+"""Builds frozen dataclasses from plain mappings, by the type hints of their fields.
 
-One place decides what a YAML value may become, so that every key of every group is checked alike and an
-error names the key, what was found and what would do.
+This is the only place that decides what a YAML value may become, so every key of every group is checked
+alike, and an error names the key, what was found and what is allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.utils.spelling import alike
 
 T = TypeVar("T")
 MISSING = "???"
-# What TRL, transformers, PEFT, axolotl and Optuna call it, by the last word of a key.
+# Names used by TRL, transformers, PEFT, axolotl and Optuna, by the last word of our key.
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr"), "train.lr"),
     **dict.fromkeys(("num_train_epochs", "num_epochs", "n_epochs"), "train.epochs"),
@@ -53,16 +53,17 @@ ELSEWHERE = {
     "experiment_name": "tracking.experiment",
     "study_name": "search.name",
 }
-MOST = 1e300  # above it, whole numbers are no floats
+MOST = 1e300  # whole numbers above it cannot be converted to floats
 
 
 def build(cls: type[T], values: Mapping[str, object], path: str) -> T:
     """An instance of the dataclass ``cls``; keys that ``values`` leaves out keep their defaults.
 
-    ``path`` is the config key of the whole, such as "train".
+    ``path`` is the config key of the dataclass, such as "train".
 
     Raises:
-        ConfigError: an unknown key, a missing value or a value of another type; and what ``cls`` raises.
+        ConfigError: an unknown key, a missing value or a value of another type. Errors of ``cls`` pass
+            through.
     """
     hints = get_type_hints(cls)
     names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # any dataclass
@@ -80,8 +81,8 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -> ConfigError:
-    """The error for a key that does not exist, with the nearest right one first. Those ``elsewhere``
-    may be meant, too, and are not listed."""
+    """The error for a key that does not exist, with the nearest right one first. Keys in
+    ``elsewhere`` may be meant, too, but are not listed."""
     near = likely(key, [*known, *elsewhere])
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     return ConfigError(
@@ -90,13 +91,13 @@ def unknown_key(key: str, known: Sequence[str], elsewhere: Sequence[str] = ()) -
 
 
 def likely(key: str, known: Iterable[str]) -> list[str]:
-    """The keys that an unknown one most likely stands for: what other libraries call so, or alike ones."""
+    """The keys that an unknown one most likely means: by its name in other libraries, or by spelling."""
     named = ELSEWHERE.get(key.rpartition(".")[2])
     return [named] if named else alike(key, known)
 
 
 def convert(hint: Any, value: object, key: str) -> Any:
-    """``value`` as ``hint`` wants it. Whole numbers pass for floats; nothing else changes its type.
+    """``value`` as the type ``hint``. Whole numbers are accepted as floats; nothing else changes its type.
 
     Raises:
         ConfigError: the value is of another type, or missing.

@@ -1,7 +1,7 @@
 """Hydra's override syntax as a search space.
 
-``a,b``, ``choice``, ``range`` (the stop is left out, as everywhere in Hydra), ``interval`` (whole numbers
-if the key wants them, or with ``int(interval(...))``), ``tag(log, ...)`` and ``glob``; on the command
+It reads ``a,b``, ``choice``, ``range`` (without its stop, as everywhere in Hydra), ``interval`` (whole
+numbers if the key needs them, or with ``int(interval(...))``), ``tag(log, ...)`` and ``glob``, on the command
 line or in ``search.params``.
 """
 
@@ -35,7 +35,7 @@ from plait.core.space import Choice, Dimension, Domain, Real, Space, Value, Whol
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a command line asks for: a space, and the overrides that hold for every trial."""
+    """What a command line requests: a space, and the overrides that apply to every trial."""
 
     space: Space
     fixed: tuple[str, ...]
@@ -51,15 +51,15 @@ def read_request(
 ) -> Request:
     """The space of a command line, of ``search.params``, or else of ``search.default_params``.
 
-    A key on the command line replaces the same key in ``params``; the defaults are used only if neither
-    sweeps anything, without the keys that are fixed.
+    A key on the command line replaces the same key in ``params``. The defaults are used only if neither
+    sweeps anything, and then without the keys that have fixed values.
 
     Args:
-        data_keys: keys of the data source, for suggestions if a key does not exist.
+        data_keys: keys of the data source, to be suggested if a key does not exist.
 
     Raises:
-        SearchError: nothing to search, or a domain that makes no sense.
-        ConfigError: a key that cannot be swept.
+        SearchError: there is nothing to search, or a domain makes no sense.
+        ConfigError: a key cannot be swept.
     """
     given = _parse(arguments, loader)
     from_file = [
@@ -80,7 +80,7 @@ def read_request(
 
 
 def is_sweep(argument: str) -> bool:
-    """Whether an argument of the command line sweeps something; False if it does not parse."""
+    """Whether a command-line argument sweeps something; False if it does not parse."""
     try:
         return bool(OverridesParser.create().parse_override(argument).is_sweep_override())
     except HydraException:
@@ -88,7 +88,7 @@ def is_sweep(argument: str) -> bool:
 
 
 def read_setting(text: str) -> Any:
-    """The one value that an override such as ``train.lr=2e-4`` gives, as a configuration file would.
+    """The value that an override such as ``train.lr=2e-4`` gives, typed as in a configuration file.
 
     Raises:
         SearchError: it gives none, or several.
@@ -211,7 +211,7 @@ def _range(sweep: RangeSweep) -> Whole | Real:
     text = f"range({start},{stop},{step})"
     if step == 0:
         raise SearchError(text, "The step must not be 0.")
-    # Decimal, as Hydra does it: 0.1 + 0.1 + 0.1 must not miss or pass the stop by a rounding error.
+    # Decimal, as in Hydra: 0.1 + 0.1 + 0.1 must not miss or pass the stop by a rounding error.
     first, end, by = (Decimal(str(number)) for number in (start, stop, step))
     count = math.ceil((end - first) / by)
     if count < 1:

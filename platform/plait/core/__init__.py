@@ -1,2 +1,2 @@
-"""Plain data for all other packages: jobs, plans, settings, messages, states. Imports nothing of
-plait."""
+"""Plain data for all other packages: jobs, plans, settings, messages, states. It imports no other
+package of Plait."""

@@ -1,8 +1,8 @@
-"""The one validator: rules written beside the fields of a dataclass, checked where an instance is made.
+"""The one validator: rules written in the fields of a dataclass, checked when an instance is made.
 
-``rank: Annotated[int, at_least(1)] = 16`` and ``check(self, "adapter")`` in ``__post_init__``. Apart from
-the rules of its own field, every number must be finite, a whole one at most ``LARGEST``, and a ``Literal``
-must be one of its choices. None passes: its type says whether a field may be None (``plait.config.fields``).
+Write ``rank: Annotated[int, at_least(1)] = 16``, and ``check(self, "adapter")`` in ``__post_init__``. In
+addition to its own rules, every number must be finite, a whole number at most ``LARGEST``, and a ``Literal``
+one of its choices. None passes: the type says whether a field may be None (``plait.config.fields``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from plait.core.errors import ConfigError, choices
 
-LARGEST = 2**53  # of whole numbers: above it they are not exact as floats, and no setting needs them
+LARGEST = 2**53  # whole numbers above it are not exact as floats, and no setting needs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Rule:
 
 
 def at_least(least: float) -> Rule:
-    """The value or more."""
+    """At least ``least``."""
     return Rule(f"at least {least}", lambda value: value >= least)
 
 
 def above(bound: float) -> Rule:
-    """More than the bound."""
+    """More than ``bound``."""
     return Rule(f"above {bound}", lambda value: value > bound)
 
 
@@ -42,7 +42,7 @@ def between(least: float, most: float) -> Rule:
 
 
 def one_of(*names: str) -> Rule:
-    """A choice by name."""
+    """One of these names."""
     return Rule(f"one of {choices(names)}", lambda value: value in names)
 
 
@@ -60,10 +60,10 @@ def check(settings: object, group: str) -> None:
     """Check every field of a dataclass instance.
 
     Args:
-        group: the config key of the whole, such as "train".
+        group: the config key of the dataclass, such as "train".
 
     Raises:
-        ConfigError: a value breaks a rule; the message has the rules of its field and its default.
+        ConfigError: a value breaks a rule; the message gives the field's rules and its default.
     """
     kind: Any = type(settings)
     for name, rules, default in _rules_of(kind):

@@ -1,6 +1,6 @@
 """Every error that Plait raises on purpose: the value, the rule it breaks and the remedy.
 
-All are picklable, since workers live in other processes, and each also inherits the standard error
+All are picklable, since workers can run in other processes, and each also inherits from the standard error
 that a caller would expect.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-FULL_ERROR = "HYDRA_FULL_ERROR"  # the variable that, set to 1, has errors show their tracebacks
+FULL_ERROR = "HYDRA_FULL_ERROR"  # if this variable is 1, errors show their tracebacks
 EXIT_DONE = 0
 EXIT_BAD_INPUT = 2
 EXIT_FAILED_JOBS = 3
@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 
 
 class PlaitError(Exception):
-    """Root of Plait's errors.
+    """Base class of Plait's errors.
 
     Args:
         value: what was found, with the value itself.
@@ -37,7 +37,7 @@ class PlaitError(Exception):
 
 
 class InputError(PlaitError, ValueError):
-    """What the user asked for cannot be done as asked; exit status 2."""
+    """The user's request cannot be carried out as given; exit status 2."""
 
     exit_status = EXIT_BAD_INPUT
 
@@ -67,7 +67,7 @@ class CapacityError(InputError):
 
 
 class ProcessError(InputError):
-    """A process of the run died, was silent for too long, or did not come."""
+    """A process of the run died, was silent for too long, or did not start."""
 
 
 class CheckpointError(PlaitError, RuntimeError):
@@ -75,7 +75,7 @@ class CheckpointError(PlaitError, RuntimeError):
 
 
 def choices(names: object) -> str:
-    """The right answers, sorted, for the remedy of a wrong choice."""
+    """The allowed names, sorted, for the remedy of a wrong choice."""
     if not isinstance(names, (list, tuple, set, frozenset, dict)):
         raise TypeError(f"choices() takes a collection, not {type(names).__name__}")
     return ", ".join(sorted(str(name) for name in names))

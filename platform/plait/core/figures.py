@@ -1,4 +1,4 @@
-"""The result of a benchmark: figures, beside what a paper published or beside a baseline of the same run."""
+"""The result of a benchmark: figures, compared with a paper's or with a baseline measured in the same run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Published:
 
     Attributes:
         value: in the figure's unit.
-        source: where it stands.
-        tolerance: how far ours may lie from it, in that unit; None: a tenth of it.
-        sense: whether ours is to be near it, or at most or at least so much: seconds of another machine.
-        why: what explains a difference beyond the tolerance: something that was tried.
+        source: where it was published.
+        tolerance: how far our value may be from it, in that unit; None: a tenth of it.
+        sense: whether our value should be near it, at most it or at least it (seconds of another machine).
+        why: what explains a difference beyond the tolerance; it must have been tried.
         explained: whether ``why`` explains all of it.
 
     Raises:
-        ConfigError: 0 without a tolerance.
+        ConfigError: the value is 0 and there is no tolerance.
     """
 
     value: float
@@ -45,15 +45,15 @@ class Published:
 
     @property
     def relative(self) -> bool:
-        """Whether differences from it are shares of it; else they are in the figure's unit."""
+        """Whether differences are given relative to it; otherwise they are in the figure's unit."""
         return self.tolerance is None
 
     def difference(self, ours: float) -> float:
-        """How far ours lies from it."""
+        """How far our value is from it."""
         return ours / self.value - 1.0 if self.relative else ours - self.value
 
     def within(self, ours: float) -> bool:
-        """Whether ours lies within the tolerance."""
+        """Whether our value is within the tolerance."""
         tolerance = USUAL_TOLERANCE * abs(self.value) if self.tolerance is None else self.tolerance
         high_enough = self.sense == "at most" or ours - self.value >= -tolerance
         return high_enough and (self.sense == "at least" or ours - self.value <= tolerance)
@@ -61,13 +61,14 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a figure is compared with if no paper has it: the same quantity another way, in the same run.
+    """What a figure is compared with if no paper has it: the same quantity, obtained otherwise in the same
+    run.
 
     Attributes:
         value: in the figure's unit.
         name: what it is.
-        ratio: ours over it, if that is not the quotient of the two (a median of quotients).
-        at_most, at_least: limits of the ratio; None: no claim is made.
+        ratio: our value over it, if that is not simply their quotient (for example a median of quotients).
+        at_most, at_least: limits of the ratio; None: nothing is claimed.
         why: what explains a ratio beyond them.
     """
 
@@ -80,17 +81,17 @@ class Baseline:
 
     @property
     def explained(self) -> bool:
-        """As for a published value."""
+        """Whether ``why`` is given: as for a published value."""
         return bool(self.why)
 
     def difference(self, ours: float) -> float:
-        """The ratio; of two zeros 1."""
+        """The ratio; 1 if both are zero."""
         if self.ratio is not None:
             return self.ratio
         return ours / self.value if self.value else 1.0 if ours == 0 else float("inf")
 
     def within(self, ours: float) -> bool | None:
-        """Whether the ratio keeps its limits; None if there are none."""
+        """Whether the ratio is within its limits; None if it has none."""
         if self.at_most is None and self.at_least is None:
             return None
         ratio = self.difference(ours)
@@ -104,15 +105,15 @@ class Figure:
     """One line of a benchmark's table.
 
     Attributes:
-        name: what it is, with the case ("16 devices", "D=4 L=2").
-        ours: the value here.
+        name: what it is, and of which case ("16 devices", "D=4 L=2").
+        ours: our value.
         unit: of all its values ("s", "%", "tokens/s").
         how: "measured" on this machine; "simulated" with a cost model; "computed" from exact
             arithmetic or a fit. A simulated figure is never shown as a measured one.
-        beside: what it is compared with; None: nothing, so that it is a detail.
+        beside: what it is compared with; None: nothing, so it is a detail.
         note: what is assumed, or what the value consists of.
-        plait: if ``ours`` is a paper's own system as Plait has it, the value of Plait's own plan.
-        detail: shown only on request although it is compared: a row of a sensitivity analysis.
+        plait: the value of Plait's own plan, if ``ours`` is that of a paper's system as rebuilt in Plait.
+        detail: whether it is shown only on request although it is compared, as in a sensitivity analysis.
     """
 
     name: str
@@ -136,7 +137,7 @@ class Figure:
 
     @property
     def result(self) -> Result | None:
-        """The comparison in words; None if no claim is made."""
+        """The comparison in words; None if nothing is claimed."""
         if self.beside is None or self.within is None:
             return None
         if self.within:
@@ -144,7 +145,7 @@ class Figure:
         return "outside, explained" if self.beside.why and self.beside.explained else "outside, unexplained"
 
     def mapping(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figure as a mapping, for JSON."""
         compared = None if self.beside is None else {
             "kind": type(self.beside).__name__.lower(),
             **asdict(self.beside),
@@ -155,7 +156,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a benchmark prints: figures, and what was assumed for them."""
+    """What a benchmark prints: figures and the assumptions behind them."""
 
     name: str
     figures: tuple[Figure, ...]

@@ -1,8 +1,8 @@
 """Jobs as plain data: one adapter to train, with its optimiser settings, data and budget.
 
-Frozen, hashable, picklable. Values are checked where they are made (``__post_init__``), so that a job
-that exists is a job that can be tried. What depends on the model (a target that matches nothing) is checked
-in ``plait.models.targets``.
+They are frozen, hashable and picklable. Values are checked when an instance is made (``__post_init__``), so
+every job that exists can be tried. What depends on the model (a target that matches nothing) is checked in
+``plait.models.targets``.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ BETAS = Rule(
 )
 
 
-USUAL_STEPS = 40  # of a job's optimiser, if neither steps nor epochs are given
+USUAL_STEPS = 40  # optimiser steps of a job if neither steps nor epochs are given
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """One adapter: its shape and where it sits.
+    """One adapter: its shape and the modules that it adapts.
 
     Attributes:
-        rank: inner size, at least 1.
-        alpha: numerator of the scale; None stands for ``2 * rank``.
+        rank: inner dimension, at least 1.
+        alpha: numerator of the scale; None means ``2 * rank``.
         dropout: share of the input features dropped before A, in [0, 1).
-        target_modules: as PEFT means them: names or suffixes, one regular expression (a string that is
-            not "all-linear"), or "all-linear".
+        target_modules: as in PEFT: names or suffixes, one regular expression (a string that is not
+            "all-linear"), or "all-linear".
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
         variant: what is trained and how it is used, by its name in ``plait.adapters.variants``.
     """
@@ -60,21 +60,22 @@ class AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainSpec:
-    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set: if
-    neither is given, ``USUAL_STEPS``.
+    """Optimiser, schedule, batch and budget of one job. Exactly one of ``steps`` and ``epochs`` is set;
+    if neither is given, ``steps`` becomes ``USUAL_STEPS``.
 
     Attributes:
         lr: peak learning rate of A, and of B if ``lora_plus_ratio`` is 1.
-        lora_plus_ratio: learning rate of B over that of A (LoRA+).
+        lora_plus_ratio: learning rate of B divided by that of A (LoRA+).
         warmup_steps: optimiser steps of linear warm-up; a value below 1 is a share of all steps.
         clip_norm: largest gradient norm over all of the adapter's tensors, or None.
-        batch_size: samples of one accumulation turn.
-        accumulation: turns of one optimiser step; the global batch has ``batch_size * accumulation``.
+        batch_size: samples of one accumulation step.
+        accumulation: accumulation steps per optimiser step; a global batch has
+            ``batch_size * accumulation`` samples.
         eval_every: optimiser steps between evaluations; 0 evaluates only at the end.
-        seed: order of the data, initial weights and dropout.
+        seed: seed of the data order, the initial weights and dropout.
         priority: jobs of higher priority are admitted first.
-        keep: whose weights the adapter has at the end: those of the last step, or of the evaluation with the
-            lowest validation loss.
+        keep: which weights the adapter has at the end: those of the last step, or those of the evaluation
+            with the lowest validation loss.
     """
 
     lr: Annotated[float, above(0)] = 2e-4
@@ -113,10 +114,10 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True)
 class DataSpec:
-    """Where a job's samples come from: a source by name, and its options as one JSON object.
+    """Where a job's samples come from: the name of a source, and its options as one JSON object.
 
     ``options`` is JSON with sorted keys, so that equal settings are equal values and hash alike; the
-    sources in ``plait.data`` turn it into dataclasses of their own and check it there.
+    sources in ``plait.data`` turn it into their own dataclasses, which check it.
     """
 
     source: str
@@ -143,10 +144,10 @@ class JobSpec:
     data: DataSpec = field(default_factory=lambda: DataSpec("reasoning_gym"))
 
     def parameters(self) -> dict[str, Any]:
-        """Config keys that define the job, as MLflow and the leaderboard show them.
+        """Values of the config keys that define the job, as MLflow and the leaderboard show them.
 
-        ``train.keep`` is among them if it is not the usual "last": searches from before it was there keep
-        their names.
+        ``train.keep`` is among them only if it is not the default "last", so that searches from before this
+        key existed keep their names.
         """
         flat = {f"adapter.{key}": value for key, value in asdict(self.adapter).items()}
         flat |= {f"train.{key}": value for key, value in asdict(self.train).items()}

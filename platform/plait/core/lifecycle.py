@@ -14,11 +14,11 @@ from typing import Any
 
 
 class JobState(StrEnum):
-    """The state of a job. The value is the word that every view, tag and report shows.
+    """The state of a job. Its value is the word that every view, tag and report shows.
 
-    ``PAUSED``: left its slot by order, at a rung, for a job of higher priority or since its process was
+    ``PAUSED``: it left its slot by order, at a rung, for a job of higher priority or because its process was
     interrupted; its checkpoint is on disk. ``PRUNED``: ended by a stopping rule. ``STOPPED``: ended by the
-    user. ``INFEASIBLE``: not trained, since its own settings break a constraint. ``ORPHANED``: its worker
+    user. ``INFEASIBLE``: not trained, because its own settings break a constraint. ``ORPHANED``: its worker
     died while it ran; another worker adopts it.
 
     A search's run in MLflow has one of RUNNING, PAUSED, FINISHED and FAILED.
@@ -55,7 +55,7 @@ class PauseReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """What Optuna and MLflow call a state; the state itself stands beside it, as an attribute or tag."""
+    """What Optuna and MLflow call a state; the state itself is stored with it, as an attribute or tag."""
 
     optuna: str
     mlflow: str
@@ -81,7 +81,7 @@ def state_from_optuna(stored: str, noted: object = None) -> JobState:
 
     Args:
         stored: Optuna's name, such as "PRUNED".
-        noted: the state that is kept beside it; counts if it is one that Optuna calls so.
+        noted: the state that is stored with it; used only if Optuna calls that state ``stored``.
     """
     candidates = [state for state, names in STORED_AS.items() if names.optuna == stored]
     return next((state for state in candidates if state == noted), candidates[0])
@@ -89,21 +89,21 @@ def state_from_optuna(stored: str, noted: object = None) -> JobState:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended, and the last event of it. The engine fills in what it measured; the search adds the
-    objectives and may decide on another state (a finished job without its objective has failed).
+    """How a job ended; also its last event. The engine fills in what it measured; the search adds the
+    objectives and may change the state (a finished job without its objective has failed).
 
     Attributes:
         state: one that has ended, or PAUSED if the process was interrupted and the job can be resumed.
-        reason: in words; "" if the state says all.
-        eval_loss: of the last evaluation, or of the best one if its weights are kept.
-        device_seconds: attributed to the job.
-        completion_seconds: since its submission, earlier processes included; None if no engine of this
+        reason: in words; "" if the state says everything.
+        eval_loss: that of the last evaluation, or of the best one if its weights are kept.
+        device_seconds: device time attributed to the job.
+        completion_seconds: time since its submission, earlier processes included; None if no engine of this
             process had the job, so that steps, tokens and seconds are not known here.
         adapter: PEFT folder of a finished job.
         checkpoint: folder from which an interrupted job resumes.
         values: the objectives, in order; empty if they were not measured.
-        violations: by how much each constraint is broken, by its text; 0 or less keeps it.
-        trial: number in its study; -1 outside of a search.
+        violations: by how much each constraint is broken, by its text; 0 or less means satisfied.
+        trial: its number in the study; -1 outside a search.
         parameters: values of the searched keys.
         run_id: MLflow's id of the job's run; "" while unknown.
     """
@@ -131,5 +131,5 @@ class JobResult:
 
     @property
     def feasible(self) -> bool:
-        """Whether every constraint is kept."""
+        """Whether every constraint is satisfied."""
         return all(amount <= 0 for amount in self.violations.values())

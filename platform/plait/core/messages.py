@@ -23,8 +23,8 @@ NANOSECONDS = 1_000_000_000
 class Attach:
     """Attach a job: fresh, or from a checkpoint.
 
-    ``resume_from`` is a checkpoint, or a folder of them: then the newest that is whole is taken. Where there
-    is none, ``warm_from`` is the folder of an adapter or checkpoint whose weights it begins with.
+    ``resume_from`` is a checkpoint, or a folder of which the newest complete checkpoint is taken. If there is
+    none, the job begins with the weights in ``warm_from``, the folder of an adapter or a checkpoint.
     """
 
     job: JobSpec
@@ -41,14 +41,15 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class RunMicrobatches:
-    """Forward and backward; gradients are added up in this order."""
+    """Run forward and backward; gradients are summed in this order."""
 
     microbatches: tuple[Microbatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepJob:
-    """One optimiser step of one job: ``step`` counts from 1 (Adam's bias correction); rates as scheduled."""
+    """One optimiser step of one job. ``step`` counts from 1 (Adam's bias correction); rates are as
+    scheduled."""
 
     job: str
     step: int
@@ -57,22 +58,21 @@ class StepJob:
 
 @dataclass(frozen=True, slots=True)
 class StepJobs:
-    """All steps that are due, in one call of the optimiser."""
+    """Take all steps that are due in one call of the optimiser."""
 
     steps: tuple[StepJob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Forward only, without dropout, over microbatches of validation samples."""
+    """Run forward only, without dropout, over microbatches of validation samples."""
 
     microbatches: tuple[Microbatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepWeights:
-    """Keep a copy of these jobs' weights as they are now, in place of an earlier one: answers and the
-    exported adapter are of it."""
+    """Keep a copy of these jobs' current weights, replacing an earlier copy; generation and export use it."""
 
     jobs: tuple[str, ...]
 
@@ -87,7 +87,7 @@ class GenerateJob:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Greedy answers, of several jobs together."""
+    """Generate answers greedily, for several jobs together."""
 
     jobs: tuple[GenerateJob, ...]
     max_new_tokens: int
@@ -101,8 +101,8 @@ class Cursor:
         step: optimiser steps done.
         tokens: real tokens trained on.
         device_ns: device time attributed to the job, in nanoseconds.
-        best_step, best_loss: of the evaluation whose weights are kept; None if none are.
-        completion_seconds: in a checkpoint: since the job's submission, in this process and those before.
+        best_step, best_loss: those of the evaluation whose weights are kept; None if none are.
+        completion_seconds: in a checkpoint: time since the job's submission, in this and earlier processes.
     """
 
     step: int = 0
@@ -129,7 +129,8 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Write the adapter as a PEFT folder: the weights kept after ``kept_step`` steps, else the last."""
+    """Write the adapter as a PEFT folder, with the weights kept after ``kept_step`` steps, else the last
+    ones."""
 
     job: str
     directory: Path
@@ -145,9 +146,9 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A job is attached at ``cursor``: at the start if it is fresh.
+    """A job is attached at ``cursor``, which is the start for a fresh one.
 
-    ``checkpoint`` is the folder that it was read from; ``notices`` say what was wrong with newer ones.
+    ``checkpoint`` is the folder that it was read from; ``notices`` say what was wrong with newer checkpoints.
     """
 
     job: str
@@ -159,7 +160,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class JobLoss:
-    """A job's share of one microbatch: summed, unweighted loss over its labelled tokens."""
+    """A job's loss in one microbatch: the unweighted sum over its labelled tokens."""
 
     job: str
     step: int
@@ -173,8 +174,8 @@ class ObservedPeak:
     """The memory that a microbatch used.
 
     Attributes:
-        static: bytes of tensors that were there before and stay: weights and all attached adapters.
-        phases: highest bytes, static ones included, by phase of the microbatch (forward, loss, backward).
+        static: bytes of tensors that exist before and after it: weights and all attached adapters.
+        phases: peak bytes, static ones included, by phase of the microbatch (forward, loss, backward).
     """
 
     static: int
@@ -199,7 +200,7 @@ class MicrobatchDone:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A job's optimiser stepped: the gradient's norm before clipping."""
+    """A job's optimiser stepped; with the gradient's norm before clipping."""
 
     job: str
     step: int
@@ -209,11 +210,11 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """A loss or gradient was not finite, or the job's data or checkpoint cannot be used, or there is no
-    memory for one of its answers; the others continue.
+    """A loss or gradient was not finite, the job's data or checkpoint cannot be used, or one of its answers
+    does not fit into memory. The other jobs continue.
 
-    ``seconds`` are those that no other event has: of a step that was not taken, of attaching the job, or of
-    generating.
+    ``seconds`` are those that no other event reports: of a step that was not taken, of attaching the job, or
+    of generating.
     """
 
     job: str
@@ -224,7 +225,7 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Texts in the order of the samples asked for."""
+    """Generated texts, in the order of the requested samples."""
 
     job: str
     samples: tuple[int, ...]
@@ -242,10 +243,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A command ran out of memory part of the way. No optimiser stepped, and all gradients are zero again;
-    nothing is left of a job that was to be attached.
+    """A command ran out of memory midway. No optimiser stepped, and all gradients are zero again; nothing is
+    left of a job that was being attached.
 
-    ``seconds`` are those of the microbatch, or the job, that did not get through.
+    ``seconds`` are those of the microbatch or job that failed.
     """
 
     detail: str
@@ -259,7 +260,7 @@ WorkerEvent = Attached | MicrobatchDone | StepDone | JobFailed | Generated | Sav
 
 @dataclass(frozen=True, slots=True)
 class JobAdmitted:
-    """A job left the queue and trains from ``step`` on (0: fresh)."""
+    """A job left the queue and trains from ``step`` (0: fresh)."""
 
     job: JobSpec
     step: int
@@ -269,9 +270,9 @@ class JobAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class JobPaused:
-    """A job left its slot with a checkpoint of ``step`` steps, from which it resumes: then a further
-    :class:`JobAdmitted` follows. ``tokens`` and ``device_seconds`` are those of the job so far: an evaluation
-    at its rung has no other event that says what it took."""
+    """A job left its slot with a checkpoint of ``step`` steps; another :class:`JobAdmitted` follows when it
+    resumes. ``tokens`` and ``device_seconds`` are the job's totals so far, since no other event reports the
+    cost of an evaluation at its rung."""
 
     job: str
     step: int
@@ -287,8 +288,8 @@ class JobProgress:
     Attributes:
         loss: mean over the labelled tokens of the global batch.
         tokens: real tokens of the job so far.
-        device_seconds: of the job so far; a microbatch's seconds are shared out by tokens.
-        tokens_per_s: real tokens of this step over the seconds that this step of the group took.
+        device_seconds: the job's total so far; a microbatch's seconds are divided among its jobs by tokens.
+        tokens_per_s: real tokens of this step divided by the seconds that the group took for it.
     """
 
     job: str
@@ -303,7 +304,8 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True)
 class JobEvaluated:
-    """Validation loss after ``step`` optimiser steps; mean over labelled tokens of the whole split."""
+    """Validation loss after ``step`` optimiser steps: the mean over the labelled tokens of the whole
+    split."""
 
     job: str
     step: int
@@ -322,7 +324,7 @@ class JobGenerated:
 
 @dataclass(frozen=True, slots=True)
 class JobSaved:
-    """A live job's checkpoint is whole on disk: after a crash it resumes from ``step``."""
+    """A live job's checkpoint is complete on disk: after a crash the job resumes from ``step``."""
 
     job: str
     step: int
@@ -341,14 +343,15 @@ class GroupStep:
     """One iteration of a group.
 
     Attributes:
-        iteration: of this process, from 1.
+        iteration: its number in this process, from 1.
         tokens: real tokens of all jobs.
-        peak_bytes: highest of the microbatches; None if the device cannot tell.
+        peak_bytes: highest peak of its microbatches; None if the device cannot tell.
         job_tokens: real tokens of each job, in the order of ``jobs``.
-        predicted_seconds: what was expected before it ran; None if nothing is known yet.
+        predicted_seconds: prediction made before it ran; None if nothing is known yet.
         predicted_bytes: the same for the peak.
-        bytes_by_rule: that is an upper bound from the model's shape, for want of observations.
-        replicas: what each did meanwhile, by its number.
+        bytes_by_rule: whether that is an upper bound from the model's shape, because nothing was observed
+            yet.
+        replicas: what each replica did in this iteration, by its number.
     """
 
     group: str
@@ -375,16 +378,16 @@ class SpansTaken:
 
 @dataclass(frozen=True, slots=True)
 class ModelFitted:
-    """The model of seconds or of bytes was fitted to the observations so far.
+    """The time or memory model was fitted to the observations so far.
 
     Attributes:
         target: "seconds" of an iteration, or "bytes" of a microbatch's peak above the static ones.
-        iteration: after which it was fitted; counted as in :class:`GroupStep`.
-        coefficients: by name; of memory by phase and name.
-        mean_error, max_error: of the observations it was fitted to, relative, absolute values.
-        ahead_error: mean absolute relative error of what was predicted since the fit before, before it ran;
-            None if nothing was predicted.
-        margin: relative; by how much a new observation may exceed its prediction.
+        iteration: the iteration after which it was fitted; counted as in :class:`GroupStep`.
+        coefficients: by name; those of memory by phase and name.
+        mean_error, max_error: absolute relative errors of the observations that it was fitted to.
+        ahead_error: mean absolute relative error of the predictions made since the previous fit; None if
+            nothing was predicted.
+        margin: by how much a new observation may exceed its prediction, relative.
     """
 
     target: str

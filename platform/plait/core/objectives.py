@@ -22,7 +22,7 @@ class Objective:
     direction: str = MINIMISE
 
     def badness(self, value: float) -> float:
-        """Sorts the best first."""
+        """A number that sorts the best first."""
         return value if self.direction == MINIMISE else -value
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Constraint:
 
     @classmethod
     def read(cls, metric: str, text: str) -> Constraint:
-        """From "<= 32" or ">= 4".
+        """The constraint that "<= 32" or ">= 4" means.
 
         Raises:
             ConfigError: anything else.
@@ -58,7 +58,7 @@ class Constraint:
         return cls(metric, found[1] == "<=", limit)
 
     def violation(self, value: float) -> float:
-        """How far a value lies outside; 0 or less if the constraint is kept."""
+        """How far a value lies outside; 0 or less if the constraint is satisfied."""
         return value - self.limit if self.at_most else self.limit - value
 
     def __str__(self) -> str:
@@ -72,17 +72,17 @@ def _likely(text: str) -> str:
 
 
 def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objective]) -> list[int]:
-    """Places of the points that no other dominates: none is at least as good in every objective and better in
-    one. Equal points stand or fall together.
+    """Indices of the points that no other point dominates, that is, matches in every objective and beats in
+    one. Equal points are either all in it or all out.
 
     Returns:
-        best in the first objective first, ties by the next ones, then by place.
+        The best in the first objective first, ties by the next ones, then by index.
     """
     keyed = sorted(
         (tuple(each.badness(value) for each, value in zip(objectives, point, strict=True)), at)
         for at, point in enumerate(points)
     )
-    # What dominates a point sorts before it, so those kept so far are all that it must be compared with.
+    # What dominates a point sorts before it, so it need only be compared with those kept so far.
     front: list[tuple[tuple[float, ...], int]] = []
     for bad, at in keyed:
         if not any(_dominates(other, bad) for other, _ in front):

@@ -1,6 +1,6 @@
 """Plans as plain data: replicas, groups, microbatches and the order in which they run.
 
-A plan is JSON with a schema version: it is printed and kept in MLflow, and a restart takes its choices.
+A plan is JSON with a schema version. It is printed and kept in MLflow, and a restart reads its choices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GlobalBatch:
 
     Attributes:
         samples: indices into the job's split.
-        draws: how often each sample had come before (its epoch): part of the dropout counter.
+        draws: how often each sample had been used before (its epoch); part of the dropout counter.
         lengths: tokens of each sample.
         loss_weight: 1 / labelled tokens of the whole global batch.
     """
@@ -87,7 +87,7 @@ class OptimiserStep:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a plan expects; None if nothing has been measured to predict from."""
+    """What a plan predicts; None if nothing was measured to predict from."""
 
     seconds: float | None = None
     bytes: int | None = None
@@ -108,7 +108,7 @@ class Group:
 class Plan:
     """Deployment, groups and, if it is fixed in advance, the schedule.
 
-    ``choices`` records whatever was chosen by measurement. A resumed search reads the kernel backend and the
+    ``choices`` records what was chosen by measurement. A resumed search reads the kernel backend and the
     capacity from it.
     """
 

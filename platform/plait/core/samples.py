@@ -12,12 +12,12 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
-MAX_WASTE = 1.25  # padded over real area of a bucket, at most
+MAX_WASTE = 1.25  # most padded area of a bucket over its real area
 
 
 class Sample(NamedTuple):
-    """One tokenised sequence. ``labels[i]`` says that predicting ``tokens[i]`` from what stands before it
-    counts in the loss; ``labels[0]`` is always False, since nothing stands before it.
+    """One tokenised sequence. ``labels[i]`` says that predicting ``tokens[i]`` from the tokens before it
+    counts in the loss; ``labels[0]`` is always False, since there are none before it.
     """
 
     tokens: Int32  # (length,)
@@ -26,13 +26,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What became of the rows that a split was made of.
+    """What became of the rows that a split was made from.
 
     Attributes:
-        rows: all of them.
-        truncated: how many samples lack their end, since the model takes no longer ones.
-        dropped: how many rows are left out for their length.
-        unlabelled: how many rows are left out since nothing of them would count in the loss.
+        rows: how many there were.
+        truncated: how many samples lack their end because the model's limit is shorter.
+        dropped: how many rows are left out because of their length.
+        unlabelled: how many rows are left out because nothing in them would count in the loss.
     """
 
     rows: int = 0
@@ -61,9 +61,10 @@ class Split:
     """Samples end to end: sample i is ``tokens[offsets[i]:offsets[i + 1]]``.
 
     Attributes:
-        rows: the row of the source that each sample was made of; a verifier scores answers by it.
+        rows: the row of the source that each sample was made from; a verifier scores answers by it.
         counts: what became of the rows.
-        shares: parts of a mixture in their order, which have all samples; empty: all samples count alike.
+        shares: the parts of a mixture, in order, that together have all samples; empty: all samples count
+            alike.
     """
 
     tokens: Int32  # (total,)
@@ -81,11 +82,11 @@ class Split:
         counts: RowCounts | None = None,
         shares: tuple[Share, ...] = (),
     ) -> Split:
-        """A split from single samples; ``labels[0]`` of each is forced to False.
+        """Make a split from single samples; ``labels[0]`` of each is forced to False.
 
         Args:
             rows: the source's row of each; None if sample i is row i.
-            counts: None if every row is a sample as it was.
+            counts: None if every row became a sample unchanged.
         """
         offsets = np.cumsum([0] + [len(sample.tokens) for sample in samples], dtype=np.int64)
         tokens = np.concatenate([np.zeros(0, np.int32)] + [sample.tokens for sample in samples])
@@ -142,7 +143,8 @@ class TokenisedData:
 
 
 def bucket_samples(lengths: Sequence[int]) -> list[list[int]]:
-    """Which samples attention pads to one length: by falling length, cut where padding would waste too much.
+    """Divide samples into buckets that attention pads to one length: sorted by falling length, with a cut
+    wherever padding would waste too much.
 
     Returns:
         Indices of each bucket's samples, longest first; ties keep the samples' order.

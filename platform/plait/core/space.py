@@ -16,12 +16,12 @@ from plait.core.errors import SearchError
 
 Value = None | bool | int | float | str
 Values = Mapping[str, Value]
-Point = tuple[float, ...]  # the place of each key's value among its values, or the value itself
+Point = tuple[float, ...]  # the index of each key's value among its values, or the value itself
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Some values, without order; ``texts`` are the same values as override text."""
+    """Unordered values; ``texts`` are the same values as override text."""
 
     values: tuple[Value, ...]
     texts: tuple[str, ...]
@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def probes(self) -> tuple[Value, ...]:
-        """Values that stand for all: every one of them."""
+        """Values that represent all of them: here, every one."""
         return self.values
 
     @property
@@ -153,7 +153,7 @@ class Real:
 
 
 def _decimal(number: float) -> Decimal:
-    """As it is written: three steps of 0.1 are 0.3."""
+    """The number as it is written, so that three steps of 0.1 are 0.3."""
     return Decimal(str(number))
 
 

@@ -1,3 +1,3 @@
-"""The version of Plait, as pyproject.toml has it."""
+"""The version of Plait, the same as in pyproject.toml."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Described clusters of one or several kinds of devices, with what they cost.
+"""Described clusters of one or several kinds of devices, with their prices.
 
-A seam: a profile is of one model on one kind of device, a cluster has one for each of its kinds.
+A seam: a profile describes one model on one kind of device; a cluster has one profile for each kind.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ NAME = Rule("a name without blanks and none of : + = ⟨", lambda name: name and
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An entry of ``cluster.kinds``; what it leaves out is as the cluster's options have it.
+    """An entry of ``cluster.kinds``; keys that it leaves out are those of the cluster's options.
 
     Attributes:
-        profile: another described cluster, whose devices, times and table are taken.
-        speed: times as fast as the profile says.
-        memory_gib: of one device.
+    profile: another described cluster, whose devices, times and table are used.
+    speed: its speed relative to the profile's.
+    memory_gib: memory of one device.
     """
 
     name: Annotated[str, NAME]
@@ -50,7 +50,7 @@ class Cluster:
 
     Attributes:
         kinds: the profile of each kind of device, all of one model.
-        prices: of a device-hour, by kind; None if the price of a kind is not known.
+        prices: price of a device-hour, by kind; None if a kind's price is not known.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Cluster:
 
     @property
     def devices(self) -> dict[str, int]:
-        """How many there are of each kind."""
+        """How many devices there are of each kind."""
         return {each.kind: each.devices.count for each in self.kinds}
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds of a new deployment, those of the slowest kind."""
+        """Seconds that a new deployment takes, those of the slowest kind."""
         return max(each.restart_seconds for each in self.kinds)
 
     @property
     def error(self) -> float | None:
-        """Error of its predicted seconds, the largest of its kinds'; None if one is not known."""
+        """Error of its predicted seconds: the largest of its kinds'; None if one is not known."""
         known = [each.error for each in self.kinds if each.error is not None]
         return max(known) if len(known) == len(self.kinds) else None
 
@@ -81,7 +81,7 @@ class Cluster:
         return next(each for each in self.kinds if each.kind == kind)
 
     def with_devices(self, devices: Mapping[str, int]) -> Cluster:
-        """The cluster with so many devices of each kind; kinds that have none are left out."""
+        """The cluster with these numbers of devices; kinds without devices are left out."""
         kept = (
             replace(each, devices=replace(each.devices, count=devices[each.kind]))
             for each in self.kinds
@@ -90,7 +90,7 @@ class Cluster:
         return replace(self, kinds=tuple(kept))
 
     def at_most(self, tokens: int) -> Cluster:
-        """The same with no more than so many tokens in a microbatch."""
+        """The cluster with at most ``tokens`` tokens in a microbatch."""
         kinds = []
         for kind in self.kinds:
             rows = (replace(each, max_tokens=min(tokens, each.max_tokens)) for each in kind.configurations)
@@ -102,7 +102,7 @@ class Cluster:
         return replace(self, kinds=tuple(each.recomputing() for each in self.kinds))
 
     def money(self, seconds: float) -> float | None:
-        """What all of its devices cost for so long; None if a price is not known."""
+        """What all of its devices cost for these seconds; None if a price is not known."""
         if self.prices is None:
             return None
         return seconds / HOUR * sum(self.prices[kind] * number for kind, number in self.devices.items())

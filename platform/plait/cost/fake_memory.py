@@ -1,6 +1,6 @@
 """Memory observations of the engine's own pass for any model size, without weights or a device.
 
-Two and three layers are measured over meta tensors and extrapolated: every layer adds the same.
+Two and three layers are measured with meta tensors and extrapolated, because every layer adds the same.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NARROW = 8  # head size of the twin
 _INDEX_FIELDS = ("gather", "scatter", "gather_out", "scatter_out", "padding")
 
 
-FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour whose activations it holds
+FEW, MORE = 2, 3  # layers measured; a single layer has no neighbour, so it would hold fewer activations
 
 
 def fake_model(config: LlamaConfig, *, layers: int, dtype: torch.dtype) -> BaseModel:
     """The blocks of a model of ``config``'s sizes with ``layers`` layers, on the meta device.
 
     Raises:
-        ModelError: a family whose attention does not become the engine's own.
+        ModelError: the family's attention cannot be replaced by the engine's own.
     """
     wide = copy.deepcopy(config)
     wide.num_hidden_layers = layers
@@ -95,7 +95,7 @@ def _meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype) -> None:
-    """Put meta tensors of true size in the places of the twin's weights."""
+    """Replace the twin's weights by meta tensors of the true size."""
     linears = {name: module for name, module in true.named_modules() if isinstance(module, nn.Linear)}
     merged: set[str] = set()
     for group in base.groups:
@@ -126,7 +126,7 @@ def _widen(base: BaseModel, twin: nn.Module, true: nn.Module, dtype: torch.dtype
 def observe_extrapolated(
     config: LlamaConfig, probes: Iterable[Probe], options: ProbeOptions
 ) -> list[MemoryObservation]:
-    """Peaks of the model at its full depth, from two and three layers."""
+    """Peaks of the model at its full depth, extrapolated from two and three layers."""
     few = fake_model(config, layers=FEW, dtype=options.dtype)
     more = fake_model(config, layers=MORE, dtype=options.dtype)
     found = []
@@ -140,7 +140,7 @@ def observe_extrapolated(
 
 
 def observe_whole(config: LlamaConfig, probe: Probe, options: ProbeOptions) -> MemoryObservation:
-    """Peaks at full depth, measured: what the extrapolation is checked with."""
+    """Peaks measured at full depth, with which the extrapolation is checked."""
     model = fake_model(config, layers=config.num_hidden_layers, dtype=options.dtype)
     return _observe(model, config, probe, options)
 
@@ -148,7 +148,7 @@ def observe_whole(config: LlamaConfig, probe: Probe, options: ProbeOptions) -> M
 def depth_error(
     config: LlamaConfig, probe: Probe, options: ProbeOptions, extrapolated: MemoryObservation
 ) -> float:
-    """(extrapolated − observed) / observed of one probe's peak above static bytes, at full depth."""
+    """(extrapolated − observed) / observed, for one probe's peak above static bytes at full depth."""
     return extrapolated.dynamic / observe_whole(config, probe, options).dynamic - 1.0
 
 

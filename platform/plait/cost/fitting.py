@@ -14,8 +14,8 @@ from plait.core.errors import InputError
 
 Float64 = npt.NDArray[np.float64]
 
-CONFIDENCE = 0.99  # of the one-sided prediction interval behind every margin
-FAR, NEAR = 4.0, 1e-9  # times the median error; and what rounding makes
+CONFIDENCE = 0.99  # confidence of the one-sided prediction interval behind every margin
+FAR, NEAR = 4.0, 1e-9  # an outlier's error is FAR times the median; NEAR is the size of rounding errors
 UNKNOWN_MARGIN = 0.1  # used while there are no more observations than coefficients
 
 
@@ -26,8 +26,8 @@ class Fit:
     Attributes:
         coefficients: one for each feature.
         errors: (predicted − observed) / observed for each observation.
-        margin: relative; the share by which a new observation may exceed its prediction, at
-            :data:`CONFIDENCE`, from the residuals and the number of observations.
+        margin: the share by which a new observation may exceed its prediction, at :data:`CONFIDENCE`,
+            computed from the residuals and the number of observations.
     """
 
     coefficients: tuple[float, ...]
@@ -70,8 +70,8 @@ def fit_relative(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[s
 def fit_undisturbed(features: npt.ArrayLike, targets: npt.ArrayLike, names: tuple[str, ...]) -> Fit:
     """:func:`fit_relative` without outliers.
 
-    Whatever else runs on a machine now and then makes a measurement many times too long. Fitted to all;
-    then, twice, to those whose error is at most ``FAR`` times the median. The errors are of all.
+    Other work on the machine sometimes makes a measurement many times too long. So the model is fitted to all
+    observations, then twice to those whose error is at most ``FAR`` times the median. ``errors`` covers all.
 
     Raises:
         InputError: as :func:`fit_relative`.
@@ -103,7 +103,7 @@ def _check(matrix: Float64, target: Float64, names: tuple[str, ...]) -> None:
 
 
 def _margin(errors: Float64, coefficients: Float64) -> float:
-    """Upper end of the prediction interval, relative; the active coefficients use up the freedom."""
+    """Upper end of the prediction interval, relative; each active coefficient takes a degree of freedom."""
     count, active = len(errors), int(np.count_nonzero(coefficients))
     freedom = count - active
     if freedom < 1:

@@ -1,13 +1,13 @@
-"""Bytes of a microbatch: exact static bytes, and a fitted model of what comes on top.
+"""Bytes of a microbatch: exact static bytes, and a fitted model of the rest.
 
 mLoRA's Eq. 5 is β0 + β1·B·L + β2·B·L², β ≥ 0, for B sequences of length L. For ragged packed microbatches
-Σℓ and Σℓ² take the places of B·L and B·L², and labelled tokens and ranks join (§5.2's packed form). Two
-things were found necessary for errors far below a percent:
+Σℓ and Σℓ² replace B·L and B·L², and terms for labelled tokens and ranks are added (§5.2's packed form). Two
+things were found necessary for errors far below one percent:
 
-- A peak is the highest of several moments, each of that form by itself: the loss, if logits come on top
-  of all saved activations, and backward's first layer. A model has one set of coefficients for each, its
-  *phases*, and predicts the highest; a peak observed as a whole makes one phase.
-- The features are what the engine really holds: attention pads samples to buckets of nearly equal length
+- A peak is the highest of several moments, each of that form: the loss, when logits are added to all saved
+activations, and the first layer of backward. A model has one set of coefficients for each, its *phases*, and
+predicts the highest; a peak observed only as a whole makes one phase.
+- The features are what the engine really stores: attention pads samples to buckets of nearly equal length
   (:mod:`plait.core.samples`), keeps squares for short samples only, and the head makes logits in chunks.
 
 With equal lengths, everything kept and labelled, one rank and no chunks, this is Eq. 5.
@@ -28,11 +28,11 @@ from plait.core.samples import bucket_samples
 from plait.cost.fitting import UNKNOWN_MARGIN, Fit, fit_relative
 
 FEATURES = ("fixed", "token", "padded", "square", "labelled", "logit_row", "rank_token", "input")
-KEPT_OBSERVATIONS = 512  # an online fit forgets the oldest beyond these
-SAME_SHARE = 1e-9  # shares of inputs that differ by less are the same
-ALL_ROWS = 2**53  # of logits at once: more than any microbatch has
+KEPT_OBSERVATIONS = 512  # an online fit keeps only the newest observations
+SAME_SHARE = 1e-9  # shares of inputs that differ by less count as equal
+ALL_ROWS = 2**53  # all rows of logits at once: more than any microbatch has
 NotNegative = Annotated[float, at_least(0)]
-WHOLE = "whole"  # phase of a peak that was observed without telling moments apart
+WHOLE = "whole"  # the phase of a peak that was observed without distinguishing moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,9 @@ class MemoryShape:
     Attributes:
         padded: rows that attention works on, padding included.
         squares: Σℓ² of the padded lengths whose attention probabilities are kept for backward.
-        rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter; an adapter that sits on a share of
-            the model's linears counts by that share.
-        inputs: Σℓ times the share of the linears' input features that some adapter of the microbatch reads:
-            these are kept for the gradients of A.
+        rank_tokens: Σ rank·ℓ, with the rank of the sample's adapter; an adapter on only a share of the
+            model's linears counts by that share. inputs: Σℓ times the share of the linears' input features
+            that some adapter of the microbatch reads, because these are kept for the gradients of A.
     """
 
     tokens: int
@@ -57,7 +56,7 @@ class MemoryShape:
 
     @classmethod
     def heaviest(cls, capacity: int, *, rank: float, keep_up_to: float) -> MemoryShape:
-        """A full microbatch, every token labelled, of samples as long as can be."""
+        """A full microbatch of samples as long as possible, with every token labelled."""
         squares = capacity * int(min(capacity, keep_up_to))
         return cls(capacity, capacity, squares, capacity, rank * capacity, capacity)
 
@@ -74,7 +73,7 @@ class MemoryShape:
         """The shape of samples of these lengths.
 
         Args:
-            ranks: one rank for all samples, or one for each; times the share of linears that it is used on.
+            ranks: one rank for all samples, or one for each, times the share of linears that it is used on.
             inputs_read: share of the linears' input features that adapters read.
         """
         each = [ranks] * len(lengths) if isinstance(ranks, (int, float)) else ranks
@@ -91,9 +90,9 @@ class MemoryShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCoefficients:
-    """Bytes of one phase for each unit of a feature; ``fixed`` once.
+    """Bytes of one phase for each unit of a feature; ``fixed`` counts once.
 
-    ``logit_row`` is for each row of the head's largest chunk of logits.
+    ``logit_row`` is per row of the head's largest chunk of logits.
     """
 
     fixed: NotNegative = 0.0
@@ -115,13 +114,13 @@ class MemoryCoefficients:
         return rows + kept + self.rank_token * shape.rank_tokens
 
     def head(self, shape: MemoryShape, logit_rows: float) -> float:
-        """Bytes of head and loss, which only the last pipeline stage has."""
+        """Bytes of the head and the loss, which only the last pipeline stage has."""
         return self.labelled * shape.labelled + self.logit_row * min(shape.labelled, logit_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBytes:
-    """Bytes that stay on the device, of the whole model.
+    """Bytes of the whole model that stay on the device.
 
     Attributes:
         layers: weights of the decoder layers and all adapters on them.
@@ -134,7 +133,7 @@ class StaticBytes:
     head: float = 0.0
 
     def with_adapters(self, held: float) -> StaticBytes:
-        """The same with ``held`` more bytes of adapters."""
+        """The static bytes with ``held`` more bytes of adapters."""
         return replace(self, layers=self.layers + held)
 
     def stage(self, layer_split: Sequence[int], stage: int) -> float:
@@ -152,8 +151,8 @@ class MemoryObservation:
     """Measured peaks of one microbatch.
 
     Attributes:
-        peaks: bytes by phase; {"whole": bytes} if moments were not told apart.
-        static: bytes that were there before and stay.
+        peaks: bytes by phase; {"whole": bytes} if moments were not distinguished.
+        static: bytes in use before and after the microbatch.
     """
 
     shape: MemoryShape
@@ -162,13 +161,13 @@ class MemoryObservation:
 
     @property
     def dynamic(self) -> float:
-        """What the microbatch itself took: the highest peak above static."""
+        """Bytes of the microbatch itself: the highest peak above static."""
         return max(self.peaks.values()) - self.static
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One moment of a microbatch: its coefficients, its own margin, and its fit if it was fitted here."""
+    """One phase of a microbatch: its coefficients, its margin, and its fit if it was fitted here."""
 
     coefficients: MemoryCoefficients
     margin: float = UNKNOWN_MARGIN
@@ -180,9 +179,9 @@ class MemoryModel:
     """A fitted memory model with its own margins.
 
     Attributes:
-        phases: by name; the highest counts.
+        phases: its phases by name; the highest counts.
         logit_rows: rows of logits that the head makes at once.
-        observations: what it was fitted to, oldest first.
+        observations: the observations that it was fitted to, oldest first.
     """
 
     phases: Annotated[Mapping[str, Phase], NOT_EMPTY]
@@ -201,7 +200,7 @@ class MemoryModel:
     def fitted(
         cls, observations: Iterable[MemoryObservation], *, logit_rows: float = ALL_ROWS
     ) -> MemoryModel:
-        """The model that fits these peaks best, on relative error of peak − static.
+        """The model with the best fit to these peaks, by relative error of peak − static.
 
         Raises:
             InputError: no observations, or a peak at or below its static bytes.
@@ -218,13 +217,13 @@ class MemoryModel:
         return max(self._bytes(phase, shape) for phase in self.phases.values())
 
     def safe_peak(self, shape: MemoryShape, *, static: float) -> float:
-        """Predicted peak with the margin: what admission compares with the device's memory."""
+        """Predicted peak with the margin, which admission compares with the device's memory."""
         return static + max(
             self._bytes(phase, shape) * (1.0 + phase.margin) for phase in self.phases.values()
         )
 
     def errors(self, observations: Iterable[MemoryObservation]) -> tuple[float, ...]:
-        """(predicted − observed) / observed of peak − static, for each observation."""
+        """(predicted − observed) / observed, for peak − static of each observation."""
         return tuple(self.dynamic(each.shape) / each.dynamic - 1.0 for each in observations)
 
     def stage_peak(
@@ -232,11 +231,12 @@ class MemoryModel:
     ) -> float:
         """Safe peak of one pipeline stage, in bytes.
 
-        Stage s of S holds up to S − s microbatches in flight (1F1B). The layers' part is taken as spread
-        evenly over the layers and as kept for each of them; head and loss belong to the last stage alone.
+        Stage s of S has up to S − s microbatches in flight (1F1B). The layers' bytes are assumed to be spread
+        evenly over the layers and kept for each of these microbatches; head and loss belong to the last
+        stage.
 
         Args:
-            static: of this stage alone.
+        static: bytes of this stage.
         """
         if shape.tokens == 0:
             return static
@@ -270,7 +270,7 @@ def _fit_phase(name: str, observations: Sequence[MemoryObservation], logit_rows:
             )
     features = np.array([_features(observation.shape, logit_rows) for observation in having])
     inputs, tokens = features[:, FEATURES.index("input")], features[:, FEATURES.index("token")]
-    if np.ptp(inputs / tokens) < SAME_SHARE:  # tokens say as much, and hold for adapters on fewer linears
+    if np.ptp(inputs / tokens) < SAME_SHARE:  # tokens say the same, and apply to fewer linears, too
         inputs[:] = 0.0
     fit = fit_relative(
         features,

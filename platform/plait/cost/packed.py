@@ -4,10 +4,10 @@ Nothing is padded, and sequences of all buckets share microbatches. With n micro
 
     T(d) = max over stages of [ fixed·n + Σ_j each_j·d_j ]  +  (pp − 1)·(seconds of the longest microbatch).
 
-n is at least what dual feasible functions say, which is nearly always what packing reaches; a pipeline may
-use more microbatches than it must, so as to have none that is long. So the seconds here are a proved bound of
-every packing. What a packing takes is in ``plait.planner.packed``. A seam: the planner's search reads either
-cost, this or LobRA's, through the same names.
+n is bounded from below by dual feasible functions, and packing nearly always reaches this bound; a pipeline
+may use more microbatches than necessary, so that none is long. So the seconds here are a proved lower bound
+for every packing. The seconds of an actual packing are in ``plait.planner.packed``. A seam: the planner's
+search uses this cost or LobRA's through the same names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import numpy as np
 
 from plait.cost.replica import Float64, Int64, ReplicaCost
 
-MOST_PARTS = 8  # sequences of a microbatch up to which long ones are counted
-WHOLE = 1e-9  # below it, more than a whole number of microbatches is rounding
+MOST_PARTS = 8  # largest k of the functions u_k, which count long sequences
+WHOLE = 1e-9  # an excess over a whole number of microbatches below this is rounding
 
 
 @dataclass(frozen=True)
 class PackedCost(ReplicaCost):
-    """T of a configuration for sequences of these lengths, packed together without padding."""
+    """T of a configuration for sequences of given lengths, packed together without padding."""
 
     @cached_property
     def room(self) -> Float64:
-        """Shares of a microbatch that a sequence of each bucket takes (n, R): by every row, one microbatch
-        holds at most 1.
+        """Share of a microbatch that a sequence of each bucket takes (n, R); by every row, a microbatch holds
+        at most 1.
 
-        Rows are dual feasible functions: tokens, and u_k of Fekete and Schepers (2001), by which a sequence
-        of more than 1/(k + 1) of the capacity takes 1/k.
+        The rows are dual feasible functions: tokens, and u_k of Fekete and Schepers (2001), by which a
+        sequence of more than 1/(k + 1) of the capacity takes 1/k.
         """
         most = self.configuration.max_tokens
         share = np.where(self.batch > 0, self.lengths / most, 0.0)
@@ -51,17 +51,18 @@ class PackedCost(ReplicaCost):
         return np.asarray(rows.reshape(-1, len(self.lengths)))
 
     def microbatches(self, counts: Int64) -> Float64:
-        """Fewest microbatches that each row of ``counts`` (rows, R) could need: a bound (rows,)."""
+        """A lower bound on the microbatches that each row of ``counts`` (rows, R) needs: (rows,)."""
         return np.asarray(np.ceil((counts @ self.room.T).max(axis=1) - WHOLE))
 
     def seconds_many(self, counts: Int64) -> Float64:
-        """T of each row of ``counts`` (rows, R), no packing of it is faster; inf if one does not fit."""
+        """T of each row of ``counts`` (rows, R), which no packing can beat; inf if a sequence does not
+        fit."""
         unsupported = (counts[:, self.supported :] > 0).any(axis=1)
         least = self.microbatches(counts)[:, None]
         work = counts @ self.each.T
         seconds = (least * self.fixed + work).max(axis=1)
         if self.ramp:
-            # The longest microbatch is no shorter than the longest sequence alone, nor than the mean.
+            # The longest microbatch takes at least as long as the longest sequence alone, and as the mean.
             alone = np.where(counts > 0, (self.fixed[:, None] + self.each).max(axis=0), 0.0).max(axis=1)
             best = np.sqrt(self.ramp * work / np.maximum(self.fixed, 1e-300))
             number = np.maximum(np.maximum(least, best), 1.0)
@@ -78,5 +79,5 @@ class PackedCost(ReplicaCost):
 
 
 def _below(row: Float64, every: Float64) -> bool:
-    """Whether another row is nowhere below this one: then this one says nothing more."""
+    """Whether another row is at least as large everywhere, so that this one is redundant."""
     return bool(((every >= row).all(axis=1) & (every > row).any(axis=1)).any())

@@ -1,6 +1,6 @@
-"""The most bytes that tensors take: CUDA's allocator tells; elsewhere live tensor storage is counted.
+"""The peak bytes of tensors: from CUDA's allocator, or by counting live tensor storage on other devices.
 
-Counting is honest on any device, and on none (meta tensors have no memory).
+Counting works on any device, and also for meta tensors, which have no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CudaPeak:
-    """What CUDA's allocator tells; the same to use as :class:`StorageCounter`."""
+    """Reads CUDA's allocator, with the same interface as :class:`StorageCounter`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,7 +28,7 @@ class CudaPeak:
 
     @property
     def live(self) -> int:
-        """Bytes of all tensors now."""
+        """Current bytes of all tensors."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
@@ -37,23 +37,23 @@ class CudaPeak:
         return torch.cuda.max_memory_allocated(self._device)
 
     def restart(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def add(self, _tensor: torch.Tensor) -> None:
-        """The allocator knows of every tensor."""
+        """Do nothing: the allocator knows of every tensor."""
 
 
 class StorageCounter:
-    """Bytes of all storages that operations inside the ``with`` block made or touched and that still live.
+    """Counts bytes of all live storages that operations inside the ``with`` block made or used.
 
-    Every storage counts once, whatever views there are, and is taken off when its last tensor goes.
+    Every storage counts once, however many views it has, and is removed when its last tensor is freed.
     """
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self._counted: dict[int, weakref.ref[Any]] = {}  # by the storage's address, while it lives
+        self._counted: dict[int, weakref.ref[Any]] = {}  # by the storage's address, while it exists
         self._mode = _Watch(self)
 
     def __enter__(self) -> StorageCounter:
@@ -66,7 +66,7 @@ class StorageCounter:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def restart(self) -> None:
-        """Forget the peak; what lives now counts on."""
+        """Reset the peak; live storages still count."""
         self.peak = self.live
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ class StorageCounter:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands every tensor that an operation takes or gives to the counter."""
+    """Passes every input and output tensor of an operation to the counter."""
 
     def __init__(self, counter: StorageCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,12 +111,12 @@ Meter = CudaPeak | StorageCounter
 
 
 def meter_of(device: torch.device) -> Meter:
-    """What tells the bytes of this kind of device."""
+    """The meter for this kind of device."""
     return CudaPeak(device) if device.type == "cuda" else StorageCounter()
 
 
 class PhasePeaks:
-    """The highest bytes of each phase of a microbatch; of nothing if there is no meter."""
+    """Records the peak bytes of each phase of a microbatch; does nothing without a meter."""
 
     def __init__(self, meter: Meter | None = None) -> None:
         self._meter = meter
@@ -126,7 +126,7 @@ class PhasePeaks:
             meter.restart()
 
     def end(self, phase: str) -> None:
-        """End a phase: note its highest bytes."""
+        """End a phase and record its peak bytes."""
         if self._meter is not None:
             self.phases[phase] = self._meter.peak
             self._meter.restart()

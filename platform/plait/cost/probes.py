@@ -1,7 +1,8 @@
-"""Probes: microbatches that go through the engine's own pass only to see what memory and seconds they take.
+"""Probes: microbatches that go through the engine's own pass only to measure their memory and seconds.
 
-Memory is CUDA's allocator's peak; elsewhere live tensor storage, counted. Nothing is learnt: adapters are
-zero. Seconds are forward and backward, decoder layers apart from head and loss.
+Memory is the peak of CUDA's allocator or, on other devices, of counted live tensor storage. Nothing is
+learnt, because adapters are zero. Seconds are of forward and backward, for decoder layers and for head and
+loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _GRID_RANKS = ((8,), (64, 16), (4, 32, 8), (128,))
 _GRID_LABELLED = (0.01, 0.1, 0.4, 1.0)
 _DRAWN_RANKS = (4, 8, 16, 32, 64)
 _DRAWN_MEANS = (80, 200, 500)
-SPREAD, LONGEST_DRAWN = 0.6, 2048  # of drawn lengths: standard deviation of the logarithm, tokens
+SPREAD, LONGEST_DRAWN = 0.6, 2048  # of random lengths: standard deviation of the logarithm; most tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ProbeSegment:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A microbatch to be observed: its segments and how many of its tokens are labelled."""
+    """A microbatch to be measured: its segments and how many of its tokens are labelled."""
 
     segments: tuple[ProbeSegment, ...]
     labelled: int
@@ -56,11 +57,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOptions:
-    """Options of the engine that memory depends on.
+    """Options of the engine that affect memory.
 
     Attributes:
-        targets: last parts of the names of the linears that adapters sit on.
-        backend: of the adapters' part.
+    targets: last parts of the names of the linears with adapters.
+    backend: kernel backend of the adapters' part.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -73,10 +74,10 @@ MakeContext = Callable[[Probe, Routing], MicrobatchContext]
 
 
 def probe_grid(capacity: int) -> tuple[Probe, ...]:
-    """Twelve probes that tell the features of memory apart.
+    """Twelve probes that separate the features of the memory model.
 
-    Tokens fall by halves from the capacity, three times over; beside them lengths, ranks and the share of
-    labelled tokens change in other orders, down to few enough that all logits fit into one chunk.
+    Tokens are halved from the capacity down, in three series; lengths, ranks and the share of labelled tokens
+    vary in other orders, down to so few that all logits fit into one chunk.
     """
     found = []
     for index in range(12):
@@ -90,7 +91,7 @@ def probe_grid(capacity: int) -> tuple[Probe, ...]:
 
 
 def _ragged(tokens: int, mean: int) -> tuple[int, ...]:
-    """Lengths between half and one and a half times the mean, that add up to ``tokens``."""
+    """Lengths between 0.5 and 1.5 times the mean that add up to ``tokens``."""
     lengths: list[int] = []
     left = tokens
     while left > 0:
@@ -107,7 +108,7 @@ def drawn_probe(rng: np.random.Generator, most: int) -> Probe:
     segments = []
     for _ in range(adapters):
         mean, seed = float(rng.choice(_DRAWN_MEANS)), int(rng.integers(2**31))
-        # lognormal lengths of this mean
+        # lognormal lengths with this mean
         raw = np.random.default_rng(seed).lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, tokens)
         drawn = np.clip(np.rint(raw), 1, LONGEST_DRAWN).astype(np.int64)
         ends = np.minimum(np.cumsum(drawn), tokens)
@@ -147,7 +148,7 @@ def probe_bank(model: BaseModel, probe: Probe, options: ProbeOptions) -> Bank:
 
 
 def probe_loss(model: BaseModel, probe: Probe, hidden: torch.Tensor) -> torch.Tensor:
-    """Loss of as many of the hidden rows as the probe has labelled tokens."""
+    """Loss of as many hidden rows as the probe has labelled tokens."""
     zeros = partial(torch.zeros, probe.labelled, device=model.device)
     loss, _ = model.loss(hidden, zeros(dtype=torch.int64), zeros(dtype=torch.int64), zeros())
     return loss
@@ -164,7 +165,7 @@ def probe_routing(probe: Probe, bank: Bank) -> Routing:
 
 
 def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: MakeContext) -> MemoryObservation:
-    """One probe, after a tiny one that makes whatever the bank makes once and keeps."""
+    """Measure one probe, after a tiny one that makes what the bank makes once and keeps."""
     tiny = tuple(replace(segment, lengths=(2,)) for segment in probe.segments)
     warm_up = Probe(tiny, len(tiny))
     with meter_of(model.device) as meter:
@@ -175,7 +176,7 @@ def observe(model: BaseModel, probe: Probe, options: ProbeOptions, context: Make
 
 
 def probe_shape(model: BaseModel, probe: Probe, options: ProbeOptions) -> MemoryShape:
-    """What the memory of a probe is predicted from: its adapters sit on the targets of ``options``."""
+    """The shape from which a probe's memory is predicted; its adapters are on the targets of ``options``."""
     sites = [site.name for site in model.sites if site.name.rpartition(".")[2] in options.targets]
     inputs = [(group.names, group.sites[0].in_features) for group in model.groups]
     read = sum(features for names, features in inputs if not set(names).isdisjoint(sites))
@@ -190,7 +191,7 @@ def probe_shape(model: BaseModel, probe: Probe, options: ProbeOptions) -> Memory
 
 
 def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter: Meter) -> PhasePeaks:
-    """Forward, loss and backward as the worker does them; the peak of each."""
+    """Run forward, loss and backward as the worker does; the peak of each."""
     peaks = PhasePeaks(meter)
     through = context(probe, probe_routing(probe, bank))  # kept until the end, as the worker does
     hidden = model.hidden(through)
@@ -204,7 +205,7 @@ def _run(model: BaseModel, probe: Probe, context: MakeContext, bank: Bank, meter
 
 @dataclass(frozen=True, slots=True)
 class TimeObservation:
-    """Seconds of one microbatch; ``layers`` of all decoder layers with the embedding."""
+    """Seconds of one microbatch; ``layers`` covers all decoder layers and the embedding."""
 
     shape: MicrobatchShape
     layers_forward: float
@@ -229,16 +230,17 @@ class TimeObservation:
 
 
 def _time_shape(probe: Probe) -> MicrobatchShape:
-    """What seconds are predicted from."""
+    """The shape from which seconds are predicted."""
     return MicrobatchShape.of(probe.lengths, labelled=probe.labelled)
 
 
 def observe_seconds(
     model: BaseModel, probes: Iterable[Probe], options: ProbeOptions, *, repeats: int = 3
 ) -> list[TimeObservation]:
-    """Seconds of each probe: the least of ``repeats`` rounds through all of them, after one that warms up.
+    """Seconds of each probe: the minimum of ``repeats`` rounds through all of them, after a warm-up round.
 
-    The least, because whatever disturbs only adds; rounds, so that a disturbance hits all probes alike.
+    The minimum, because disturbances only add time; in rounds, so that a disturbance affects all probes
+    alike.
     """
     chosen = list(probes)
     rows: list[list[tuple[float, ...]]] = [[] for _ in chosen]
@@ -273,7 +275,7 @@ def fit_seconds(observations: Sequence[TimeObservation], layers: int) -> tuple[T
 
 
 def seconds_errors(time: TimeModel, observations: Iterable[TimeObservation]) -> tuple[float, ...]:
-    """(predicted − measured) / measured of whole microbatches."""
+    """(predicted − measured) / measured, for whole microbatches."""
     return tuple(time.microbatch(each.shape) / each.total - 1.0 for each in observations)
 
 
@@ -283,7 +285,7 @@ def _pass(model: BaseModel, probe: Probe, options: ProbeOptions, bank: Bank) -> 
     begin = _now(model)
     hidden = model.hidden(context)
     through = _now(model)
-    rows = hidden.detach().requires_grad_()  # cut here, so that backward can be timed in two parts
+    rows = hidden.detach().requires_grad_()  # detached here, so that backward can be timed in two parts
     loss = probe_loss(model, probe, rows)
     lost = _now(model)
     torch.autograd.backward(loss)

@@ -18,18 +18,18 @@ from plait.cost.memory import MemoryModel
 from plait.cost.time import TimeModel
 from plait.utils.files import write_text
 
-VERSION = 4  # of the files; those of other versions are not looked for
+VERSION = 4  # version of the files; those of other versions are ignored
 How = Literal["measured", "computed"]
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """What a profile holds for; equal keys, equal profile.
+    """What a profile applies to; equal keys mean equal profiles.
 
     Attributes:
-        model: :attr:`Identity.digest`: of configuration, source and dtype.
-        device: kind of device, as ``plait.engine.devices.device_kind`` names it.
-        threads: of the CPU; 0 on other devices.
+    model: :attr:`Identity.digest`, of configuration, source and dtype.
+    device: kind of device, as named by ``plait.engine.devices.device_kind``.
+    threads: CPU threads; 0 on other devices.
     """
 
     model: str
@@ -47,7 +47,7 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """Names the key, and its file."""
+        """A digest that names the key and its file."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:24]
 
 
@@ -58,7 +58,7 @@ class CapacityChoice:
     Attributes:
         tokens_per_second: measured on a full microbatch; None if nothing ran.
         predicted_bytes: safe peak of the heaviest full microbatch with one adapter.
-        fits: into the share of the device's memory that may be used.
+        fits: whether it fits into the share of the device's memory that may be used.
     """
 
     capacity: int
@@ -72,12 +72,12 @@ class Profile:
     """Fitted memory and time coefficients of one model on one device kind.
 
     Attributes:
-        memory: peaks above static bytes, with its observations, so that training can refit it.
+        memory: model of peaks above static bytes, with its observations, so that training can refit it.
         capacity: the fewest tokens within a few percent of the best throughput that fits.
         how: "measured" on this device, or "computed" without weights or a device.
         memory_error: mean absolute relative error of peak − static on held-out probes.
         time_error: the same for seconds.
-        depth_error: relative error of one peak extrapolated from few layers, against full depth.
+        depth_error: relative error of one peak extrapolated from few layers, compared with full depth.
     """
 
     key: ProfileKey
@@ -101,7 +101,7 @@ class Profile:
 
 
 def profile_path(key: ProfileKey, cache: Path) -> Path:
-    """Where the profile of a key is kept below the cache folder."""
+    """The path of the profile of a key, below the cache folder."""
     return cache / "profiles" / f"{key.digest}-v{VERSION}.json"
 
 
@@ -148,7 +148,7 @@ def _seal(raw: Mapping[str, Any]) -> str:
 
 
 def save_profile(profile: Profile, *, cache: Path) -> Path:
-    """Store a profile in the place of an earlier one of the same key; the path.
+    """Store a profile, replacing an earlier one with the same key, and return the path.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -166,12 +166,12 @@ def save_profile(profile: Profile, *, cache: Path) -> Path:
 
 
 def profile_mapping(profile: Profile) -> dict[str, Any]:
-    """For JSON, with the seal that tells a file that was altered."""
+    """The profile as a mapping for JSON, with a digest that reveals whether the file was altered."""
     raw: dict[str, Any] = json.loads(json.dumps(asdict(profile)))
     return {"version": VERSION, "sha256": _seal(raw), **raw}
 
 
 def _default_threads() -> int:
-    """CPU threads that torch takes by itself."""
+    """CPU threads that torch uses by default."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from plait.cost.time import HeadTime, LayerTime, TimeModel, by_degree
 
 GIB = 1024**3
 GB = 10**9
-RESTART_SECONDS = 180.0  # of a new deployment: LobRA (§5.1) says less than three minutes
+RESTART_SECONDS = 180.0  # time of a new deployment: LobRA (§5.1) says less than three minutes
 OPTIONS = "cluster.options"
 Size = Annotated[int, at_least(1)]
 
@@ -40,7 +40,7 @@ class Devices:
         return int(self.memory_gib * GIB)
 
     def link(self, devices: int) -> float:
-        """Bytes a second between stages of a replica on so many devices: of its slowest link."""
+        """Bytes per second between the stages of a replica on ``devices`` devices, over its slowest link."""
         if devices <= self.per_node or self.between_nodes_gb_per_s is None:
             return self.within_node_gb_per_s * GB
         return self.between_nodes_gb_per_s * GB
@@ -54,12 +54,12 @@ class ClusterProfile:
         source: where its figures come from, and what is assumed.
         configurations: tp, pp and the most tokens of a microbatch, from the table named ``table``.
         table: which of ``tables`` is used; published tables that disagree are all kept.
-        memory: fitted memory model, None if no figures were published.
-        shape: sizes of the model as a LlamaConfig names them, None where they are not given.
-        restart_seconds: between saving the adapters and training on with other replicas.
-        error: mean absolute error of its seconds, relative, on measurements that it was not fitted to; None
-            if there is none.
-        error_source: what that was measured on.
+        memory: fitted memory model; None if no figures were published.
+        shape: sizes of the model, named as in a LlamaConfig; None if they are not given.
+        restart_seconds: time between saving the adapters and resuming training on other replicas.
+        error: mean absolute relative error of its seconds on measurements that it was not fitted to; None if
+            there are none.
+        error_source: what ``error`` was measured on.
     """
 
     name: str
@@ -79,12 +79,12 @@ class ClusterProfile:
 
     @property
     def kind(self) -> str:
-        """The name that its configurations have its devices by; "" if a cluster has one kind."""
+        """The name of its devices in its configurations; "" if a cluster has one kind."""
         return self.configurations[0].kind
 
     @property
     def allowed(self) -> tuple[Configuration, ...]:
-        """The configurations that the cluster has enough devices for."""
+        """The configurations for which the cluster has enough devices."""
         return tuple(each for each in self.configurations if each.devices <= self.devices.count)
 
     @property
@@ -93,17 +93,17 @@ class ClusterProfile:
         return 0 if self.shape is None else self.shape["hidden_size"]
 
     def recomputing(self) -> ClusterProfile:
-        """The same with activation checkpointing: the forward pass of every layer runs twice.
+        """The profile with activation checkpointing: the forward pass of every layer runs twice.
 
-        How far its seconds are off is not known: they were measured without.
+        The error of its seconds is unknown, because they were measured without checkpointing.
         """
         return replace(self, time=self.time.recomputing(), error=None)
 
     def check_model(self, model: str, *, layers: int, hidden_size: int) -> None:
-        """The profile is one of this model, told by its sizes: fine-tuned weights cost the same.
+        """Check that the profile is of this model, by its sizes: fine-tuned weights cost the same.
 
         Raises:
-            ConfigError: it is of another model.
+            ConfigError: the profile is of another model.
         """
         known = self.time.layers, self.hidden_size or hidden_size
         if known != (layers, hidden_size):
@@ -147,7 +147,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """``cluster.options`` as it is written."""
+    """``cluster.options`` as written."""
 
     name: str
     source: str

@@ -1,9 +1,9 @@
 """Seconds of one optimiser step on one replica, given how many sequences of each bucket it gets.
 
 LobRA's T (appendix D, Eq. 12): bucket j holds sequences of length s_j; microbatches of b_j = ⌊M / s_j⌋
-sequences, the last one of a bucket with what remains; 1F1B over pp stages, so that the longest
-microbatch is paid (pp − 1) times more. Two things are modelled here that the paper leaves out: stages
-may hold different numbers of layers, and the last one also pays for head and loss. Then
+sequences, the last one of a bucket with the remainder; 1F1B over pp stages, so the longest microbatch
+counts (pp − 1) more times. Two things are modelled here that the paper leaves out: stages may have
+different numbers of layers, and the last one also runs head and loss. Then
 
     T(d) = max over stages of Σ_j [ fixed·⌈d_j / b_j⌉ + each_j·d_j ]  +  (pp − 1)·max over used
            microbatches and stages of their seconds,
@@ -34,7 +34,7 @@ class Configuration:
     """How one replica is parallelised: tp × pp devices, at most ``max_tokens`` tokens a microbatch.
 
     Attributes:
-        kind: of its devices, if a cluster has several.
+        kind: kind of its devices, if a cluster has several.
     """
 
     tp: Annotated[int, at_least(1)]
@@ -47,7 +47,7 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        """Devices of one replica."""
+        """Number of devices of one replica."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Configuration:
 
 
 def even_split(layers: int, stages: int) -> tuple[int, ...]:
-    """Whole layers of each stage, as equal as they can be; earlier stages take the remainder."""
+    """Layers of each stage, as equal as possible; earlier stages take the remainder."""
     if stages > layers:
         raise ConfigError(f"pp={stages}", f"A model of {layers} layers has at most {layers} stages.")
     base, extra = divmod(layers, stages)
@@ -69,7 +69,7 @@ class ReplicaCost:
     Attributes:
         lengths: s_j, ascending (R,).
         batch: b_j = ⌊M / s_j⌋ (R,); 0 if the bucket does not fit.
-        fixed: seconds of every microbatch, whatever its size, by stage kind (K,).
+        fixed: seconds of every microbatch, independent of its size, by stage kind (K,).
         each: seconds of every sequence, by stage kind and bucket (K, R).
     """
 
@@ -112,7 +112,7 @@ class ReplicaCost:
 
     @cached_property
     def supported(self) -> int:
-        """r_i: how many buckets fit; lengths ascend, so it is the first ones."""
+        """r_i: how many buckets fit; lengths ascend, so these are the first ones."""
         return int(np.count_nonzero(self.batch))
 
     @cached_property
@@ -122,12 +122,12 @@ class ReplicaCost:
 
     @cached_property
     def per_sequence(self) -> Float64:
-        """Seconds that a sequence of each bucket adds to the slowest stage (R,); inf if none fits."""
+        """Seconds that a sequence of each bucket adds to the slowest stage (R,); inf if it does not fit."""
         return np.where(self.batch > 0, self.linear.max(axis=0), np.inf)
 
     @property
     def ramp(self) -> int:
-        """pp − 1: how often the longest microbatch is paid again while the pipeline fills and drains."""
+        """pp − 1: how often the longest microbatch counts again while the pipeline fills and drains."""
         return self.configuration.pp - 1
 
     def seconds(self, counts: Sequence[int] | Int64) -> float:
@@ -135,7 +135,7 @@ class ReplicaCost:
         return float(self.seconds_many(np.asarray(counts, dtype=np.int64)[None, :])[0])
 
     def seconds_many(self, counts: Int64) -> Float64:
-        """T of each row of ``counts`` (rows, R); inf if a row holds what does not fit."""
+        """T of each row of ``counts`` (rows, R); inf if one of its sequences does not fit."""
         unsupported = (counts[:, self.supported :] > 0).any(axis=1)
         d, b = counts[:, : self.supported], self.batch[: self.supported]
         microbatches = np.sum(-(-d // b), axis=1)
@@ -147,7 +147,7 @@ class ReplicaCost:
     def seconds_with(self, counts: Int64, buckets: Int64, more: Int64) -> Float64:
         """T of each row of ``counts`` (T, R) with ``more[m, t]`` further sequences of bucket ``buckets[m]``.
 
-        What :meth:`seconds_many` says of the rows one by one, without making them: (M, T).
+        The same as :meth:`seconds_many` of each such row, without making the rows: (M, T).
         """
         n = self.supported
         if not n:
@@ -168,7 +168,7 @@ class ReplicaCost:
         return np.where(fits[:, None] | (more == 0), seconds, np.inf)
 
     def longest(self, counts: Sequence[int] | Int64) -> float:
-        """Seconds of the slowest stage for the largest microbatch that ``counts`` (R,) makes."""
+        """Seconds of the slowest stage for the largest microbatch of ``counts`` (R,)."""
         d = np.asarray(counts, dtype=np.int64)[None, : self.supported]
         return float(self._longest(d)[0])
 
@@ -179,7 +179,7 @@ class ReplicaCost:
 
 
 def _worst(kinds: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
-    """The stage kinds that can be the slowest: most layers without the head, and the last stage."""
+    """The stage kinds that can be the slowest: the one with most layers and no head, and the last stage."""
     last = next(kind for kind in kinds if kind[1])
     body = max(kind for kind in kinds if not kind[1])
     return [last] if last[0] >= body[0] else [body, last]
@@ -188,16 +188,16 @@ def _worst(kinds: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
 def balanced_split(
     time: TimeModel, stages: int, shape: MicrobatchShape, *, tp: int = 1, most_layers: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Whole layers of each stage such that the slowest stage is as fast as it can be.
+    """Layers of each stage such that the slowest stage is as fast as possible.
 
-    What the stages could hold beyond the model's layers is left out of the widest ones, the earlier first,
-    since early stages hold the most microbatches in flight.
+    If the stages could hold more than the model's layers, the widest ones get fewer, earlier ones first,
+    because early stages have the most microbatches in flight.
 
     Args:
         most_layers: most layers that fit into each stage's memory; empty if all do.
 
     Raises:
-        ConfigError: more stages than layers, or memory for too few of them.
+        ConfigError: there are more stages than layers, or not all layers fit into memory.
     """
     room = tuple(most_layers) or (time.layers,) * stages
     if stages > time.layers or len(room) != stages or sum(room) < time.layers or min(room) < 1:
@@ -220,7 +220,7 @@ def balanced_split(
 
 
 def _narrowed(most: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Take from the widest stage, the earliest of equal ones, until ``layers`` are left."""
+    """Take layers from the widest stage, the earliest of equal ones, until ``layers`` are left."""
     split = list(most)
     for _ in range(sum(split) - layers):
         widest = max(range(len(split)), key=lambda s: (split[s], -s))

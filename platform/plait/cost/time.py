@@ -1,8 +1,8 @@
-"""Seconds of a microbatch: decoder layers, head and loss, tensor and pipeline parallel.
+"""Seconds of a microbatch: decoder layers, head and loss, with tensor and pipeline parallelism.
 
 A layer takes fixed + token·Σℓ + square·Σℓ² seconds; an empty microbatch takes none. LobRA's t(b, s)
 (appendix D, per layer and tensor-parallel degree, b sequences of length s) is the case Σℓ = b·s,
-Σℓ² = b·s², with the launch overhead kept as a constant instead of being spread over b.
+Σℓ² = b·s², with the launch overhead as a constant instead of being divided by b.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MicrobatchShape:
     """Sums over the samples of one microbatch.
 
     Attributes:
-        rank_tokens: Σ rank·ℓ, the rank being that of the sample's adapter.
+        rank_tokens: Σ rank·ℓ, with the rank of the sample's adapter.
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class MicrobatchShape:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, labelled: int | None = None) -> MicrobatchShape:
-        """The shape of samples of these lengths; if ``labelled`` is None every token is."""
+        """The shape of samples of these lengths; if ``labelled`` is None, every token is labelled."""
         tokens, squares = sum(lengths), sum(length * length for length in lengths)
         return cls(tokens, squares, tokens if labelled is None else labelled)
 
@@ -119,8 +119,8 @@ class TimeModel:
     """Seconds of microbatches for one model on one device kind.
 
     Attributes:
-        head: by tensor-parallel degree; absent degrees cost nothing (no published figure).
-        forward_share: forward's share of a layer's forward + backward seconds.
+        head: coefficients by tensor-parallel degree; degrees without published figures cost nothing.
+        forward_share: share of forward in a layer's forward + backward seconds.
     """
 
     layers: Annotated[int, at_least(1)]
@@ -133,7 +133,7 @@ class TimeModel:
         check(self, "time")
 
     def recomputing(self) -> TimeModel:
-        """The same with activation checkpointing: backward runs each layer's forward pass once more."""
+        """The model with activation checkpointing: backward runs each layer's forward pass once more."""
         more = 1.0 + self.forward_share
         layer = {
             tp: LayerTime(more * each.fixed, more * each.token, more * each.square)
@@ -142,7 +142,7 @@ class TimeModel:
         return replace(self, layer=layer, forward_share=self.forward_share / more)
 
     def at_speed(self, speed: float) -> TimeModel:
-        """The same on devices that are ``speed`` times as fast."""
+        """The model for devices that are ``speed`` times as fast."""
         layer = {
             tp: LayerTime(each.fixed / speed, each.token / speed, each.square / speed)
             for tp, each in self.layer.items()
@@ -167,7 +167,7 @@ class TimeModel:
         return self.head.get(tp, HeadTime())
 
     def stage(self, shape: MicrobatchShape, *, tp: int = 1, layers: float, last: bool) -> StageTime:
-        """Seconds of a stage that holds ``layers`` layers, and head and loss if it is the last."""
+        """Seconds of a stage with ``layers`` layers, and with head and loss if it is the last."""
         body = layers * self.layer_time(tp).seconds(shape)
         head = self.head_time(tp).seconds(shape) if last else 0.0
         forward = body * self.forward_share + head * self.head_forward_share
@@ -205,7 +205,7 @@ def by_degree(rows: Iterable[Mapping[str, object]], kind: type[T], key: str) -> 
     """Rows such as {tp: 2, fixed: …, token: …} as dataclasses by tensor-parallel degree.
 
     Raises:
-        ConfigError: an entry is missing or wrong, or a degree comes twice.
+        ConfigError: an entry is missing or wrong, or a degree appears twice.
     """
     found: dict[int, T] = {}
     for place, row in enumerate(rows):

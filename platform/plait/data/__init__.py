@@ -1,4 +1,4 @@
-"""Data: from a source's rows to tokenised samples.
+"""Data: turns a source's rows into tokenised samples.
 
 ``examples`` (rows as prompts, completions and messages) ← ``sources`` (what a source is) ← ``files`` (with
 ``formats``), ``hub``, ``tasks`` and ``mixture`` (the sources), ``tokenising`` (examples as text and as

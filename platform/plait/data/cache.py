@@ -1,6 +1,6 @@
 """The cache of tokenised data: one file for each combination of rows, options and tokeniser.
 
-A seam: it alone knows the form on disk, and whether a file is whole.
+A seam: only this module knows the format on disk and how to tell whether a file is complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.core.errors import StorageError
 from plait.core.samples import RowCounts, Share, Split, TokenisedData
 from plait.utils.files import new_file
 
-_FIELDS = ("tokens", "labels", "offsets", "rows")  # of a split: its arrays
+_FIELDS = ("tokens", "labels", "offsets", "rows")  # the arrays of a split
 
 
 def content_digest(train: Split, validation: Split) -> str:
@@ -48,7 +48,7 @@ def read_cached(path: Path) -> TokenisedData | None:
 
 
 def write_cached(path: Path, data: TokenisedData) -> None:
-    """Write ``data`` to ``path``, whole or not at all.
+    """Write ``data`` to ``path``, completely or not at all.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.

@@ -1,4 +1,4 @@
-"""The library `datasets`: folders that it saved, and data sets of the hub. Only this module imports it."""
+"""Reads folders saved by the library `datasets`, and data sets of the hub. Only this module imports it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from plait.core.errors import ConfigError, DataError, choices
 from plait.data.examples import Row, shortened
 from plait.utils.spelling import did_you_mean
 
-SPLIT = "train"  # the one that is trained on, if none is asked for
-STATE = ("state.json", "dataset_info.json")  # what marks a saved folder of one split
-SPLITS = "dataset_dict.json"  # and of several
+SPLIT = "train"  # the default split
+STATE = ("state.json", "dataset_info.json")  # files that mark a saved folder of one split
+SPLITS = "dataset_dict.json"  # the file that marks a folder of several splits
 
 
 def is_saved(folder: Path) -> bool:
@@ -24,7 +24,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def split_folder(folder: Path, split: str | None, key: str) -> Path:
-    """Where a split is in a saved folder.
+    """The folder of a split in a saved folder.
 
     Args:
         key: the config key that chooses the split.
@@ -72,7 +72,7 @@ def read_saved(folder: Path, limit: int | None) -> Sequence[Row]:
     library = _library(f"data.path={str(folder)!r}")
     try:
         return _rows(library.load_from_disk(str(folder)), limit)
-    except Exception as error:  # of the library, of Arrow or of the system
+    except Exception as error:  # any of the library's, Arrow's or the system's
         raise _damaged(folder, error) from error
 
 
@@ -89,7 +89,7 @@ def read_hub(
     try:
         with _errors_only():
             return _rows(library.load_dataset(repository, name, split=split, revision=revision), limit)
-    except Exception as error:  # of the library, of the hub's client or of the network
+    except Exception as error:  # any of the library's, the hub client's or the network's
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
             f"data.id={repository!r}, data.split={split!r}: {said[0]}",
@@ -114,7 +114,7 @@ def _library(asked: str) -> Any:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """The hub's client warns of every attempt that fails; the last one is an error."""
+    """Hide warnings of the hub's client about every failed attempt; the last failure is an error anyway."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -43,9 +43,8 @@ class Conversation:
     """Messages in order.
 
     Attributes:
-        messages: each with ``role``, ``content`` (text) if it has one, and whatever else a chat template
-            may read (``tool_calls``).
-        prompt: how many of them are the prompt; None if the row does not say.
+        messages: each with ``role``, ``content`` (text) if there is any, and other fields that a chat
+            template may read (``tool_calls``).
         tools: descriptions of functions, for the chat template.
         settings: the row's own variables of the chat template (``chat_template_kwargs``).
     """
@@ -68,9 +67,9 @@ class NamedFields:
 
 
 def read_example(row: Row, where: str, named: NamedFields | None = None) -> Example:
-    """The example that a row holds; ``where`` ("train.jsonl, line 7") stands in errors.
+    """The example in a row; errors name its place ``where`` ("train.jsonl, line 7").
 
-    A field that is null counts as absent: tables have every column in every row.
+    A field that is null counts as absent, because tables have every column in every row.
 
     Raises:
         DataError: the row has none of the known formats, a field of the wrong kind, or an unknown role.
@@ -106,7 +105,7 @@ def _text(row: Row, name: str, where: str) -> str:
         raise DataError(f"{where}: {name} is {shown(value)}", f"{name} must be text.", "Correct the row.")
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can write half of a pair, as where a text was cut in an emoji
+    except UnicodeEncodeError as error:  # JSON can encode half of a surrogate pair
         raise DataError(
             f"{where}: {name} has {value[error.start]!a} at character {error.start + 1}",
             f"{name} must be valid Unicode text: this is half of a surrogate pair.",
@@ -150,7 +149,7 @@ def _read_text(row: Row, where: str) -> Example:
     return Text(_text(row, "text", where))
 
 
-# In this order: a row may carry more fields than its format needs.
+# The order matters: a row may have more fields than its format needs.
 _FORMATS: tuple[tuple[tuple[str, ...], Callable[[Row, str], Example]], ...] = (
     (("messages",), _read_messages),
     (("conversations",), _read_sharegpt),
@@ -197,7 +196,7 @@ def _message(
 
 
 def _objects(value: object, name: str, where: str) -> tuple[dict[str, Any], ...]:
-    """A list of objects, also as JSON text. Their fields that are null, at any depth, count as absent."""
+    """A list of objects, possibly given as JSON text. Fields that are null, at any depth, count as absent."""
     given = _parsed(value)
     if not isinstance(given, list) or not given or not all(isinstance(entry, dict) for entry in given):
         what = "descriptions of functions" if name == "tools" else "messages"
@@ -208,7 +207,7 @@ def _objects(value: object, name: str, where: str) -> tuple[dict[str, Any], ...]
 
 
 def _parsed(value: object) -> object:
-    """What JSON text holds, as a CSV file has neither lists nor objects; other values as they are."""
+    """The value of JSON text, because a CSV file has neither lists nor objects; other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -218,16 +217,16 @@ def _parsed(value: object) -> object:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without the fields that are null in its objects: Parquet and `datasets` give every object in
-    a column the fields of all others."""
+    """A value without the null fields of its objects: Parquet and `datasets` give every object in a column
+    the fields of all others."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def csv_row(cells: Mapping[str, str]) -> Row:
-    """A row of a file that holds text alone, as the other formats have it: an empty cell of a field that is
-    no text is absent, and prompt and completion are messages if both are such as JSON."""
+    """A row of a text-only file in the form of the other formats: an empty cell of a non-text field is
+    absent, and prompt and completion become messages if both are JSON lists of messages."""
     row: dict[str, object] = {
         name: cell for name, cell in cells.items() if cell.strip() or name not in NOT_TEXT
     }
@@ -244,8 +243,8 @@ def _are_messages(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value in an error, without the end of a long one."""
-    if isinstance(value, (str, bytes)):  # its repr would be made whole
+    """A value as shown in an error, truncated if long."""
+    if isinstance(value, (str, bytes)):  # repr would first process all of it
         return shortened(repr(value[: MOST_SHOWN + 1]))
     if isinstance(value, (list, tuple)) and len(value) > MOST_SHOWN:
         return f"{type(value).__name__} of {len(value)}"
@@ -253,5 +252,5 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text in an error, without the end of a long one."""
+    """A text as shown in an error, truncated if long."""
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 3] + "..."

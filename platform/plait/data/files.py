@@ -27,10 +27,10 @@ class FileOptions(FieldOptions):
 
     Attributes:
         path: a file, a folder of files of one format, or a folder that `datasets` saved.
-        format: of the file; None: its name says it.
-        split: of a folder that `datasets` saved with several; None: "train".
+        format: the file's format; None: that of its name.
+        split: the split to use of a folder that `datasets` saved with several; None: "train".
         validation_path: separate rows for validation; then none are split off ``path``, and ``validation``
-            says how many of these to take.
+            says how many of these to use.
         validation_split: the same, as a split of ``path``.
     """
 
@@ -52,7 +52,7 @@ class FileOptions(FieldOptions):
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where rows are: a path, with the config keys that name it and its split."""
+    """The location of rows: a path, with the config keys that name it and its split."""
 
     path: str
     key: str
@@ -89,7 +89,7 @@ SOURCES.add(
 def _open(
     origin: _Origin, limit: int | None, named: NamedFields | None
 ) -> tuple[str, str, Callable[[], list[tuple[str, Example]]]]:
-    """Name, digest and reader of an origin; relative paths start at the working directory."""
+    """Name, digest and reader of an origin; paths are relative to the working directory."""
     path = user_path(origin.path)
     if not path.exists():
         raise DataError(
@@ -130,7 +130,7 @@ def _files_in(folder: Path, origin: _Origin) -> list[Path]:
 
 
 def _format(files: Sequence[Path], origin: _Origin) -> str:
-    """The format that the files' names say."""
+    """The format given by the files' names."""
     formats = {SUFFIXES.get(each.suffix.lower(), "") for each in files}
     if len(formats) > 1:
         raise DataError(
@@ -158,7 +158,7 @@ def _bytes(file: Path, origin: _Origin) -> bytes:
 
 
 def _digest(kind: str, contents: Sequence[tuple[Path, bytes]]) -> str:
-    """The digest of the files' content in their order, and of how it is read."""
+    """A digest of the files' content, in order, and of how it is read."""
     whole = hashlib.sha256(kind.encode())
     for _, content in contents:
         whole.update(hashlib.sha256(content).digest())

@@ -1,7 +1,7 @@
-"""A program of its own: rows of a reasoning-gym task whose generator depends on Python's hash seed.
+"""A separate program that makes rows of a reasoning-gym task whose generator depends on Python's hash seed.
 
-Run with PYTHONHASHSEED=0. It reads a pickled (task, settings, size) and writes the pickled rows; it needs
-nothing of plait, so that it runs wherever reasoning-gym is installed.
+It is run with PYTHONHASHSEED=0, reads a pickled (task, settings, size) and writes the pickled rows. It does
+not import plait, so it runs wherever reasoning-gym is installed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Formats of data files: from a file's bytes to its rows, each with its place.
+"""Formats of data files: parses a file's bytes into rows, each with its place.
 
-A seam: the only module that parses files. It needs no library but pyarrow, and that for Parquet alone.
+A seam: the only module that parses files. Its only library is pyarrow, for Parquet.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from plait.core.errors import DataError
 from plait.data.examples import Row, csv_row, shortened, shown
 
-# What makes rows of a file's content; the name of the file stands in places and errors.
+# Makes rows from a file's content; places and errors contain the file's name.
 Parser = Callable[[bytes, str], Iterator[tuple[str, Row]]]
 Placed = tuple[str, Row]
 
 
 def parse_json(content: bytes, name: str) -> Iterator[Placed]:
-    """One object a line, or one array of objects: the first character decides.
+    """One object per line, or one array of objects, depending on the first character.
 
     Raises:
         DataError: not UTF-8, not JSON, or not objects.
@@ -33,7 +33,7 @@ def parse_json(content: bytes, name: str) -> Iterator[Placed]:
         for number, row in enumerate(_load(text, name), start=1):
             yield _object(row, f"{name}, element {number}")
         return
-    # Not splitlines(): a JSON text may hold U+2028 and the like as they are.
+    # Not splitlines(): JSON text may contain U+2028 and the like unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{name}, line {number}"
@@ -41,7 +41,7 @@ def parse_json(content: bytes, name: str) -> Iterator[Placed]:
 
 
 def parse_csv(content: bytes, name: str, delimiter: str = ",") -> Iterator[Placed]:
-    """A header with the names of the fields, then rows of text.
+    """Rows of text after a header with the names of the fields.
 
     Raises:
         DataError: not UTF-8, no header, a row with too many or too few fields, or wrong quotes.
@@ -70,7 +70,7 @@ def parse_parquet(content: bytes, name: str) -> Iterator[Placed]:
     """The rows of a Parquet file.
 
     Raises:
-        DataError: it is none, or damaged.
+        DataError: it is not a Parquet file, or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -118,7 +118,7 @@ def _decode(content: bytes, name: str) -> str:
 def _load(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of endless numbers and of endless nesting
+    except (ValueError, RecursionError) as error:  # also for endless numbers and endless nesting
         place = str(error)
         if isinstance(error, json.JSONDecodeError):
             place = f"{error.msg} at line {error.lineno}, column {error.colno}"

@@ -21,8 +21,8 @@ class HubOptions(FieldOptions):
     """Options of a data set of the hub.
 
     Attributes:
-        id: its name there, as in "openai/gsm8k".
-        name: which of its configurations, if it has several.
+        id: its name on the hub, such as "openai/gsm8k".
+        name: the configuration to use, if it has several.
         revision: a branch, tag or commit; None: the newest.
         split: the rows to train on.
         validation_split: separate rows for validation; None: they are split off ``split``.

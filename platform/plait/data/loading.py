@@ -1,4 +1,5 @@
-"""What the rest of Plait calls: check a job's data, load it through the cache, score answers to it."""
+"""The functions that the rest of Plait calls: check a job's data, load it through the cache, score
+answers."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SAMPLES_VERSION = 3  # raise it when the same rows and options give other sample
 
 
 def check_data(spec: DataSpec) -> None:
-    """Raise what can be found without a tokeniser: wrong options, a task's refusal, a file's faults.
+    """Check the data as far as possible without a tokeniser: options, a task's settings, a file's rows.
 
     Raises:
         ConfigError: an option is unknown or breaks its rule.
@@ -52,8 +53,9 @@ def load_data(
     """The samples of ``spec``, from the cache if it holds them.
 
     Args:
-        max_length: most tokens of a sample that the model takes; what happens to longer ones is an option.
-        capacity: most tokens of a sample that a microbatch holds; None: as many as the model takes.
+        max_length: most tokens of a sample that the model accepts; an option says what happens to longer
+            ones.
+        capacity: most tokens of a sample that fit into a microbatch; None: as many as the model accepts.
         cluster: described cluster whose devices set the capacity, for messages; "": engine.capacity does.
 
     Raises:
@@ -79,7 +81,7 @@ def load_data(
 
 
 def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
-    """One line about the rows that are not trained on as they are; "" if there are none."""
+    """One line about rows that are truncated or left out; "" if there are none."""
     counts = data.train.counts + data.validation.counts
     if not (said := list(described(counts, max_length))):
         return ""
@@ -89,7 +91,7 @@ def describe_rows(spec: DataSpec, data: TokenisedData, max_length: int) -> str:
 
 
 def generation_limit(spec: DataSpec) -> int | None:
-    """Most new tokens of an answer, if the job's answers are to be generated and scored; else None."""
+    """Most new tokens of an answer if the job's answers are generated and scored, else None."""
     options = parse_options(spec)
     return options.max_new_tokens if isinstance(options, VerifiedOptions) and options.generate else None
 
@@ -117,7 +119,7 @@ def score(spec: DataSpec, rows: Sequence[int], texts: Sequence[str]) -> tuple[fl
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Examples of one source for training or for validation, each with its place, and their row numbers."""
+    """Examples of one source for training or validation, each with its place, and their row numbers."""
 
     examples: list[tuple[str, Example]]
     numbers: Int64
@@ -163,7 +165,7 @@ def _divide(
 
 
 def _chosen(count: int, wanted: int, seed: int) -> Int64:
-    """``wanted`` of ``count`` rows, in ascending order; more wanted rows contain the fewer."""
+    """``wanted`` of ``count`` rows, in ascending order; a larger choice contains every smaller one."""
     return np.sort(np.random.default_rng(seed).permutation(count)[:wanted]).astype(np.int64)
 
 

@@ -18,20 +18,20 @@ from plait.data.sources import SOURCES, CommonOptions, Rows, Source, VerifiedOpt
 
 MIXTURE = "mixture"
 WEIGHT, SOURCE = "weight", "source"
-# What an entry's key says of its source, if it does not name one.
+# The source that an entry's key implies, if the entry does not name one.
 MEANT = {"path": "file", "id": "hub", "task": "reasoning_gym"}
-# What holds for the whole mixture; an entry has its own size.
+# Options of the whole mixture; each entry has its own size.
 SHARED = tuple(each.name for each in fields(CommonOptions) if each.name != "size")
 UNUSED = {each.name for each in fields(VerifiedOptions)} - {each.name for each in fields(CommonOptions)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOptions(CommonOptions):
-    """Options of a mixture. ``size`` stands in the sources, each of which has its own.
+    """Options of a mixture. Each source has its own ``size``.
 
     Attributes:
-        sources: each a mapping with the options of its source (``path``, ``id`` or ``task`` says which, or
-            ``source``) and ``weight``, its share of the training samples. Without weights, every row counts
+        sources: each is a mapping with the options of its source (identified by ``path``, ``id``, ``task`` or
+            ``source``) and ``weight``, its share of the training samples. Without weights, all rows count
             alike.
     """
 
@@ -58,7 +58,7 @@ def open_rows(options: MixtureOptions) -> Rows:
     """The rows of all sources, each with its weight.
 
     Raises:
-        ConfigError, DataError: as the sources; the error names the entry's key if it is wrong.
+        ConfigError, DataError: those of the sources; the error names the entry's key if that is wrong.
     """
     shared = {name: getattr(options, name) for name in SHARED}
     parts = []
@@ -93,7 +93,7 @@ def _named_by(key: str, rows: Rows) -> Rows:
 
 @contextmanager
 def _keys_of_entry(key: str) -> Iterator[None]:
-    """Errors of a source's own options, with the keys as the entry has them: data.sources[0].path."""
+    """Raise errors of a source's options with the keys of its entry, such as data.sources[0].path."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -117,7 +117,7 @@ def _weight(entry: Mapping[str, Any], number: int) -> float | None:
 def _own_options(
     entry: Mapping[str, Any], key: str, shared: Mapping[str, Any]
 ) -> tuple[Source, CommonOptions]:
-    """The source that an entry names, and its options with those of the mixture."""
+    """The source that an entry names, and its options combined with those of the mixture."""
     given = {name: value for name, value in entry.items() if name not in (WEIGHT, SOURCE)}
     named = convert(str | None, entry.get(SOURCE), f"{key}.{SOURCE}")
     name = named or next((MEANT[each] for each in MEANT if each in given), "")

@@ -1,6 +1,6 @@
-"""Samples longer than the model takes or without labels: truncated, dropped or refused, and counted.
+"""Truncates, drops or refuses samples that are too long for the model or have no labels, and counts them.
 
-A seam: the rule that decides which of a source's rows are trained on, as a pure function of lengths.
+A seam: it decides which of a source's rows are trained on, as a pure function of lengths.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plait.core.errors import DataError
 from plait.core.samples import RowCounts, Sample
 from plait.data.sources import Overlong
 
-# More characters than this for each token that the model takes are not tokenised: a text has 3 to 6.
+# At most so many characters for each token of the limit are tokenised: a text has 3 to 6 per token.
 MOST_CHARACTERS = 64
 
 
@@ -22,8 +22,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         where: the row's place, for errors.
-        number: of the row.
-        characters: of its whole text.
+        number: the row's number.
+        characters: characters of its whole text.
     """
 
     sample: Sample
@@ -34,11 +34,11 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """Longest sample, in tokens.
+    """The longest sample, in tokens.
 
     Attributes:
-        model: what the model takes: longer samples are overlong.
-        capacity: what a microbatch holds, which every sample must fit into; None: as much as need be.
+    model: the model's limit; longer samples are overlong.
+    capacity: the microbatch's capacity, which every sample must fit into; None: unlimited.
         cluster: described cluster whose devices set the capacity; "": engine.capacity does.
     """
 
@@ -48,11 +48,11 @@ class LengthLimit:
 
     @property
     def characters(self) -> int:
-        """Characters of a text that are tokenised: any more are overlong."""
+        """How many characters of a text are tokenised; a text with more is overlong."""
         return self.model * MOST_CHARACTERS
 
     def check_capacity(self, longest: int) -> None:
-        """Raise a DataError if a sample of ``longest`` tokens does not fit into a microbatch."""
+        """Check that a sample of ``longest`` tokens fits into a microbatch; DataError otherwise."""
         if self.capacity is None or longest <= self.capacity:
             return
         if self.cluster:
@@ -74,7 +74,7 @@ def fit(
     """The samples that are trained on, each with the number of its row, and what became of the others.
 
     Raises:
-        DataError: under "refuse", a sample is too long or without labels; else, none is left.
+        DataError: with "refuse", a sample is too long or has no labels; otherwise, none is left.
     """
     kept: list[tuple[Sample, int]] = []
     truncated = dropped = unlabelled = 0
@@ -98,7 +98,7 @@ def fit(
 
 
 def described(counts: RowCounts, limit: int) -> Iterator[str]:
-    """What to say of the rows that are not trained on as they are."""
+    """Descriptions of the rows that are truncated or left out."""
     if counts.truncated:
         yield f"{counts.truncated:,} truncated to {limit:,} tokens (model.max_length, data.overlong)"
     if counts.dropped:

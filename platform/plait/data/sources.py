@@ -1,7 +1,8 @@
-"""Sources of data: what each can be asked for, how its rows are read, and what it can do.
+"""Sources of data: the options of each, how its rows are read, and what it can do.
 
-A source registers itself in :data:`SOURCES`, in the module that holds it. Another package names such a module
-in the entry-point group ``plait.data_sources``; then ``data.source=NAME`` with ``+data.KEY=VALUE`` uses it.
+Each source is registered in :data:`SOURCES` by the module that defines it. Another package names such a
+module in the entry-point group ``plait.data_sources``; then ``data.source=NAME`` with ``+data.KEY=VALUE``
+uses it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from plait.utils.registry import Registry
 Template = Literal["auto", "chat", "plain"]
 Overlong = Literal["truncate", "drop", "refuse"]
 
-DEFAULT_SHARE = 0.1  # of the rows are for validation if data.validation is null
+DEFAULT_SHARE = 0.1  # share of the rows that is for validation if data.validation is null
 VALIDATION = Rule(
     "a share of the rows in [0, 1) or a whole number of rows",
     lambda share: 0 <= share < 1 or share == int(share) >= 1,
@@ -34,15 +35,15 @@ class CommonOptions:
     Attributes:
         size: most rows to take; None takes all.
         validation: rows kept for validation, as a share (below 1) or a count; 0 keeps none.
-        seed: chooses the validation rows, and makes the rows of a generated task.
-        completion_only_loss: count only the completion of a row that has a prompt; None: so, as True.
-            False counts the prompt, too. Other rows have no completion and are counted whole.
+        seed: seed of the choice of validation rows, and of a generated task's rows.
+        completion_only_loss: count only the completion of a row that has a prompt; None means True.
+            False counts the prompt, too. Rows without a prompt always count in full.
         assistant_only_loss: count only the assistant's messages; every row must then be a conversation.
-        template: "auto" renders conversations with the chat template and joins other texts, "chat" renders
-            prompt and completion with it, too, as messages of user and assistant, "plain" uses none.
+        template: "auto" renders conversations with the chat template and joins other texts; "chat" also
+            renders prompt and completion with it, as messages of user and assistant; "plain" uses none.
         chat_template: the chat template, or a file that holds it; None: the tokeniser's own.
-        separator: between texts that are joined; None: the format's own.
-        overlong: what happens to a sample longer than the model takes.
+        separator: text between texts that are joined; None: the format's own.
+        overlong: what happens to a sample that is too long for the model.
     """
 
     size: Annotated[int | None, at_least(1)] = None
@@ -70,7 +71,7 @@ class CommonOptions:
         return int(share) if share == 0 or share >= 1 else max(1, round(count * share))
 
     def check_split(self, count: int, name: str) -> None:
-        """Raise a DataError if ``count`` rows of the origin ``name`` leave none to train on."""
+        """Check that ``count`` rows of the origin ``name`` leave some to train on; DataError otherwise."""
         wanted = self.validation_rows(count)
         if wanted >= count:
             raise DataError(
@@ -86,7 +87,7 @@ class VerifiedOptions(CommonOptions):
 
     Attributes:
         generate: at the end of a job, answer the validation prompts and score the answers.
-        max_new_tokens: longest answer.
+        max_new_tokens: tokens of the longest answer.
     """
 
     generate: bool = False
@@ -104,7 +105,7 @@ class VerifiedOptions(CommonOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldOptions(CommonOptions):
-    """Options of a source whose rows have fields with names of their own.
+    """Options of a source whose rows can have fields with other names.
 
     Attributes:
         prompt_field: the field that holds the prompt, if the rows have none of the known formats.
@@ -125,7 +126,7 @@ class FieldOptions(CommonOptions):
 
     @property
     def named(self) -> NamedFields | None:
-        """The fields that hold prompt and completion, where they are named."""
+        """The fields that hold prompt and completion, if they are named."""
         if self.prompt_field is None or self.completion_field is None:
             return None
         return NamedFields(self.prompt_field, self.completion_field)
@@ -136,12 +137,12 @@ class Rows:
     """A source's rows, opened and not yet read.
 
     Attributes:
-        name: the origin's, for errors ("train.jsonl").
+        name: the origin's name, for errors ("train.jsonl").
         digest: changes whenever the rows do.
-        read: makes the examples, each with its place ("train.jsonl, line 7").
+        read: returns the examples, each with its place ("train.jsonl, line 7").
         validation: separate rows for validation; None: they are split off these.
-        parts: the sources of a mixture, whose rows these are, each split by itself.
-        weight: share of the training samples that come from these rows, as a part of a mixture.
+        parts: the sources of a mixture that these rows belong to, each split separately.
+        weight: share of the training samples that come from these rows, if they are part of a mixture.
     """
 
     name: str
@@ -157,10 +158,10 @@ class Source:
     """A source of data.
 
     Attributes:
-        options: dataclass of its options; of :class:`VerifiedOptions` if it has a verifier.
-        open: the rows that the options ask for.
-        check: raises what can be found before a model loads; None: all rows are read for that.
-        score: its verifier: scores answers to rows by their numbers, 1 is right.
+        options: dataclass of its options; a subclass of :class:`VerifiedOptions` if it has a verifier.
+        open: returns the rows that the options describe.
+        check: raises the errors that can be found before a model is loaded; None: found by reading all rows.
+        score: its verifier, which scores answers to rows, given by number; 1 is right.
         no_effect: options that do not change the samples, or change ``Rows.digest`` with them.
     """
 

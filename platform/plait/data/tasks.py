@@ -1,4 +1,5 @@
-"""The source "reasoning_gym": generated tasks with verifiers. Only this module and its program import it."""
+"""The source "reasoning_gym": generated tasks with verifiers. Only this module and its program
+``fixed_hash`` import reasoning-gym."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from plait.data.examples import Example, Pair
 from plait.data.sources import SOURCES, VALIDATION, Rows, Source, VerifiedOptions
 from plait.utils.spelling import did_you_mean
 
-LEAST_ALIKE = 0.5  # of difflib, for the name of a task or of its setting
+LEAST_ALIKE = 0.5  # least ratio of difflib, for the name of a task or of its setting
 
-# Their rows depend on Python's hash seed: found by generating every task of reasoning-gym 0.1.25 under two
-# seeds. They are generated in a process with a fixed seed.
+# Tasks whose rows depend on Python's hash seed, found by generating every task of reasoning-gym 0.1.25 with
+# two seeds. They are generated in a process with a fixed seed.
 HASH_DEPENDENT = frozenset(
     {
         "isomorphic_strings",
@@ -47,7 +48,7 @@ class TaskOptions(VerifiedOptions):
     Attributes:
         task: its name in reasoning-gym.
         difficulty: level of the task's curriculum, from 0; None: the task's defaults.
-        task_options: the task's own settings (``min_terms`` and the like), over those of the level.
+        task_options: the task's own settings (``min_terms`` and the like), which override those of the level.
     """
 
     task: str = "gsm_symbolic"
@@ -72,7 +73,7 @@ class Task:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def examples(self) -> list[tuple[str, Example]]:
-        """Question and answer of each row, a line break between them, with the row's place."""
+        """Question and answer of each row, separated by a line break, with the row's place."""
         return [
             (f"{self.name}, row {number}", Pair(row["question"], row["answer"], "\n"))
             for number, row in enumerate(self.rows)
@@ -90,10 +91,10 @@ class Task:
 
 
 def generate_task(options: TaskOptions) -> Task:
-    """The rows of a task; the same objects for the same options within a process.
+    """The rows of a task; within a process, the same options give the same objects.
 
-    Another process makes the same rows, another release of reasoning-gym may not: the digest is that of the
-    rows, not of the options.
+    Another process makes the same rows, but another release of reasoning-gym may not, so the digest is that
+    of the rows, not of the options.
 
     Raises:
         ConfigError: unknown task, level or setting.
@@ -103,7 +104,7 @@ def generate_task(options: TaskOptions) -> Task:
 
 
 def check_task(options: TaskOptions) -> None:
-    """Raise what :func:`generate_task` would, from the first row only, or that there are too few rows."""
+    """Check what :func:`generate_task` would, with the first row only, and that there are enough rows."""
     _generate(_content(replace(options, size=1)))
     options.check_split(options.size, options.task)
 
@@ -126,7 +127,7 @@ SOURCES.add(
 
 
 def _content(options: TaskOptions) -> TaskOptions:
-    """The options with those that do not change the rows at their defaults."""
+    """The options, with those that do not change the rows set to their defaults."""
     return TaskOptions(
         task=options.task,
         size=options.size,
@@ -176,7 +177,7 @@ def _rows(name: str, dataset: Any, size: int) -> tuple[dict[str, Any], ...]:
 
 
 def _dataset(options: TaskOptions) -> Any:
-    from reasoning_gym import factory  # a second of imports, for those who use it
+    from reasoning_gym import factory  # takes a second, so it is imported only if used
 
     name, given = options.task, options.task_options
     if name not in factory.DATASETS:
@@ -207,7 +208,7 @@ def _dataset(options: TaskOptions) -> Any:
 
 
 def _level(name: str, difficulty: int | None) -> dict[str, Any]:
-    """The settings that a level of the task's curriculum stands for."""
+    """The settings of a level of the task's curriculum."""
     from reasoning_gym import factory
 
     if difficulty is None:

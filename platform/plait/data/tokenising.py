@@ -1,7 +1,7 @@
-"""Examples as text with the spans that count in the loss, and text as samples: token ids and labels.
+"""Renders examples as text with the spans that count in the loss, and text as samples: token ids and labels.
 
-A seam: what a row becomes is decided here alone, apart from files, splits and the cache. The rules are those
-of TRL's SFTTrainer; docs/data.md says where Plait differs.
+A seam: only this module decides what a row becomes; files, splits and the cache are elsewhere. The rules are
+those of TRL's SFTTrainer; docs/data.md says where Plait differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN_NAMES = {
 }
 ROWS_AT_ONCE = 1024  # bounds the memory of the offsets
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
-# What a template writes around that which the model generates, so that it alone can be counted.
+# Written in a template around the text that the model generates, so that only this can be counted.
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 WITHOUT_TURNS = (
     "Set data.assistant_only_loss=false, or data.chat_template to a template with {% generation %} around "
@@ -53,7 +53,7 @@ class Rendered:
 
     Attributes:
         text: prompt and completion.
-        prompt: the text of the prompt alone, which does not count; None if all counts.
+        prompt: the text of the prompt, which does not count; None if everything counts.
         spans: half-open character ranges that count, in order; None: all of the text.
         templated: whether a chat template made the text, so that it already has every special token.
     """
@@ -65,7 +65,7 @@ class Rendered:
 
 
 def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) -> Template:
-    """The chat template that the options ask for; None if there is none, or none is to be used.
+    """The chat template chosen by the options; None if there is none, or none is used.
 
     Raises:
         ConfigError: it is neither a template nor a file that can be read.
@@ -95,7 +95,7 @@ def chat_template(options: CommonOptions, tokeniser: PreTrainedTokenizerBase) ->
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Makes text of examples, as the options and the model's tokeniser ask for it."""
+    """Renders examples as text, by the options and the model's tokeniser."""
 
     options: CommonOptions
     tokeniser: PreTrainedTokenizerBase
@@ -114,8 +114,8 @@ class Renderer:
         """The text of an example.
 
         Raises:
-            DataError: the template is missing or refuses the messages; only the assistant's messages are to
-                count and there are none, or they cannot be distinguished; or the text is not valid Unicode.
+            DataError: the template is missing or refuses the messages; only the assistant's messages should
+                count but there are none, or they cannot be distinguished; or the text is not valid Unicode.
         """
         rendered = self._render(example, where)
         for text in (rendered.text, rendered.prompt or ""):
@@ -140,8 +140,8 @@ class Renderer:
         return None if self.options.completion_only_loss is False else text
 
     def _plain(self, conversation: Conversation, where: str) -> Rendered:
-        """Messages behind their names ("User: …"); each of the assistant's ends the sequence, as the last
-        does.
+        """Messages after their speakers' names ("User: …"). Each message of the assistant ends the sequence,
+        as the last one does.
         """
         if conversation.tools or any("tool_calls" in message for message in conversation.messages):
             raise DataError(
@@ -178,8 +178,8 @@ class Renderer:
         return Rendered(text, head, spans, templated=True)
 
     def _turns(self, conversation: Conversation, text: str, where: str) -> Spans:
-        """Where the assistant's messages stand in the text, from prefixes of the conversation: each begins
-        behind the prompt for its generation."""
+        """The spans of the assistant's messages in the text, found from prefixes of the conversation: each
+        begins after the prompt for its generation."""
         spans = []
         count = len(conversation.messages)
         for number, message in enumerate(conversation.messages):
@@ -205,8 +205,8 @@ class Renderer:
     def _check_generation_prompt(
         self, conversation: Conversation, where: str, number: int, head: str
     ) -> None:
-        """Raise a DataError if nothing tells the header of a message from what the model generates: the
-        text before the message has no prompt for its generation."""
+        """Check that the header of a message is distinct from what the model generates. Raises a DataError if
+        the text before the message does not end in the prompt for its generation."""
         bare = self._apply(conversation, where, number) if number else ""
         if head not in (bare, bare.removesuffix(str(self.tokeniser.eos_token))):
             return
@@ -218,14 +218,14 @@ class Renderer:
         )
 
     def _before(self, conversation: Conversation, where: str, number: int, through: str) -> str:
-        """What stands before a message: the conversation up to it, and the prompt for its generation.
+        """The text before a message: the conversation up to it, and the prompt for its generation.
 
         Args:
-            through: the conversation with the message.
+            through: the conversation up to and including the message.
         """
         if number:
             return self._apply(conversation, where, number, generation=True)
-        # A template cannot render nothing: the prompt is what it adds behind the message.
+        # A template cannot render an empty conversation: the prompt is what it adds after the message.
         prompt = self._apply(conversation, where, 1, generation=True).removeprefix(through)
         return through[: through.index(prompt) + len(prompt)] if prompt in through else ""
 
@@ -233,7 +233,7 @@ class Renderer:
         tools = list(conversation.tools) or None
         try:
             return str(self.tokeniser.get_chat_template(self._explicit, tools))
-        except ValueError:  # there is none: _apply says so
+        except ValueError:  # there is none: _apply reports it
             return ""
 
     @property
@@ -257,11 +257,11 @@ class Renderer:
                     **conversation.settings,
                 )
             )
-        except Exception as error:  # a template may raise anything of Jinja's
+        except Exception as error:  # a template may raise any error of Jinja's
             raise _refused(where, error) from error
 
     def _marked(self, conversation: Conversation, where: str) -> tuple[str, Spans]:
-        """The text, and where the template marks what the assistant generates."""
+        """The text, and the spans that the template marks as generated by the assistant."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._check_template(where)
@@ -275,7 +275,7 @@ class Renderer:
                 **settings,
             )
             (text,), (spans,) = rendered
-        except Exception as error:  # a template may raise anything of Jinja's
+        except Exception as error:  # a template may raise any error of Jinja's
             raise _refused(where, error) from error
         return str(text), tuple((int(start), int(stop)) for start, stop in spans)
 
@@ -298,8 +298,8 @@ def _refused(where: str, error: Exception) -> DataError:
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """Raise a DataError if a tokeniser could not take the text: a row's functions, the separator or the
-    template may hold half of a surrogate pair."""
+    """Check that a tokeniser can encode the text; DataError otherwise. A row's functions, the separator or
+    the template may contain half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -326,13 +326,14 @@ def _check_assistant(example: Example, where: str) -> None:
 
 
 def tokeniser_digest(tokeniser: PreTrainedTokenizerBase) -> str:
-    """Digest of all that decides which tokens a text becomes."""
+    """Digest of everything that decides which tokens a text becomes."""
     content = [tokeniser.backend_tokenizer.to_str(), tokeniser.eos_token_id, tokeniser.bos_token_id]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
-    """Raise a DataError if the tokeniser cannot say which characters a token stands for, or has no end."""
+    """Check that the tokeniser reports the characters of each token and has an end-of-sequence token;
+    DataError otherwise."""
     if not tokeniser.is_fast:
         raise DataError(
             f"tokeniser {type(tokeniser).__name__}",
@@ -350,13 +351,13 @@ def check_tokeniser(tokeniser: PreTrainedTokenizerBase) -> None:
 def tokenise(
     texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, most: int | None = None
 ) -> list[Sample]:
-    """One sample for each text. The end-of-sequence token ends those that no chat template made.
+    """One sample for each text. An end-of-sequence token ends those not made by a chat template.
 
-    The prompt ends where the tokens of the whole differ from those of the prompt alone: a token that merges
-    both belongs to the completion. In a text with spans, a token counts when a character of it does.
+    The prompt ends where the tokens of the whole text differ from those of the prompt alone: a token that
+    merges both belongs to the completion. In a text with spans, a token counts if one of its characters does.
 
     Args:
-        most: characters of each text that are tokenised; None: all.
+        most: how many characters of each text are tokenised; None: all.
     """
     samples: list[Sample] = []
     for start in range(0, len(texts), ROWS_AT_ONCE):
@@ -368,7 +369,7 @@ def tokenise(
 def _tokenise(
     texts: Sequence[Rendered], tokeniser: PreTrainedTokenizerBase, most: int | None, *, templated: bool
 ) -> list[Sample]:
-    """Samples of texts that a chat template made, or of texts that none made."""
+    """Samples of texts that are all made by a chat template, or all not."""
 
     def encode(each: Sequence[str]) -> Mapping[str, list[Any]]:
         encoded: Mapping[str, list[Any]] = tokeniser(
@@ -393,20 +394,20 @@ def _tokenise(
             labels[: _common(ids, next(prompts))] = False
         if not templated and (most is None or len(text.text) <= most):
             ids, labels = _ended(text, ids, labels, int(tokeniser.eos_token_id))
-        labels[:1] = False  # nothing stands before it
+        labels[:1] = False  # there is no token before it
         samples.append(Sample(ids, labels))
     return samples
 
 
 def _common(ids: Ids, prompt: Sequence[int]) -> int:
-    """How many tokens the whole and the prompt alone begin with together."""
+    """The length of the common prefix of the tokens of the whole text and of the prompt alone."""
     count = min(len(ids), len(prompt))
     differ = np.flatnonzero(ids[:count] != np.asarray(prompt[:count], np.int32))
     return int(differ[0]) if len(differ) else count
 
 
 def _ended(text: Rendered, ids: Ids, labels: Labels, eos: int) -> tuple[Ids, Labels]:
-    """The tokens with an end-of-sequence token, which counts if the text does to its end."""
+    """The tokens with an end-of-sequence token, which counts if the end of the text does."""
     if not len(ids) or ids[-1] != eos:  # some tokenisers append it themselves, and some texts have it
         ids, labels = np.append(ids, np.int32(eos)), np.append(labels, False)
     labels[-1] = text.spans is None or (bool(text.spans) and text.spans[-1][1] == len(text.text))
@@ -414,10 +415,10 @@ def _ended(text: Rendered, ids: Ids, labels: Labels, eos: int) -> tuple[Ids, Lab
 
 
 def _labels(spans: Spans, offsets: npt.NDArray[np.int64]) -> Labels:
-    """Which tokens (count, 2: first character, behind the last) have a character in one of the spans.
+    """Which tokens have a character in one of the spans; ``offsets`` (count, 2) are their half-open ranges.
 
-    Byte-level tokenisers leave blanks out of a token's range, so a token is taken to begin where the one
-    before it ended. Special tokens that the tokeniser adds have the range (0, 0) and are in no span.
+    Byte-level tokenisers leave blanks out of a token's range, so a token is assumed to begin where the
+    previous one ended. Special tokens added by the tokeniser have the range (0, 0) and are in no span.
     """
     stops = offsets[:, 1]
     starts = np.minimum(offsets[:, 0], np.concatenate([[0], stops[:-1]]))

@@ -1,10 +1,10 @@
-"""Causal attention of packed samples, each over itself alone, by plain batched matrix products.
+"""Causal attention of packed samples, each over itself only, by plain batched matrix products.
 
-The rows of a microbatch are gathered into buckets of nearly equal length, where scores, softmax and their
-gradients are batched matrix products, so that work stays in proportion to Σ length². Heads that share a key
-and value (grouped queries) lie together as rows of one product, so that keys and values are never repeated.
-Short samples keep their probabilities for the backward pass; long ones recompute them in blocks of rows,
-whose keys end at the diagonal and begin at the sliding window, so that memory grows with the length alone.
+The rows of a microbatch are gathered into buckets of nearly equal length, for which scores, softmax and their
+gradients are batched matrix products, so work is proportional to Σ length². Heads that share a key and value
+(grouped queries) are rows of one product, so keys and values are never repeated. Short samples keep their
+probabilities for the backward pass; long ones recompute them in blocks of rows, whose keys end at the
+diagonal and begin at the sliding window, so memory grows only linearly with the length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.core.samples import bucket_samples
 from plait.models.elementwise import MOST_KEYS, causal_softmax_, causal_softmax_back_, rotate_
 
-KEEP_UP_TO = 256  # longest samples that keep their probabilities
+KEEP_UP_TO = 256  # length of the longest samples that keep their probabilities
 ROWS = MOST_KEYS  # query rows of one block
 
 
@@ -39,7 +39,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadIndex:
-    """Where each head's row of each token lies, in attention's order and in the packed order.
+    """The positions of each head's row of each token, in attention's order and in the packed order.
 
     Attention's order: first all queries, then all keys, then all values; within each: bucket, sample,
     head, position.
@@ -78,7 +78,7 @@ class AttentionLayout:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> AttentionLayout:
-        """The layout of samples of these lengths, which lie end to end."""
+        """The layout of samples of these lengths, end to end."""
         ends = torch.tensor(lengths).cumsum(0).tolist()
         buckets: list[Bucket] = []
         source, target = [], torch.empty(ends[-1], dtype=torch.int64)
@@ -147,7 +147,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What one layer's attention computes: scale · q·k, softcap · tanh(· / softcap), keys within window."""
+    """Parameters of one layer's attention: scale · q·k, softcap · tanh(· / softcap), keys within window."""
 
     scale: float
     window: int | None = None
@@ -163,7 +163,7 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads of one key head."""
+        """Query heads for each key head."""
         return self.query // self.shared
 
     @property
@@ -183,7 +183,7 @@ def packed_attention(
     Args:
         qkv: (tokens, (query + 2 · shared) · head size): all queries, all keys, all values of a token.
         rotation: cos and sin by position, to rotate queries and keys here (RoPE over the halves of a head);
-            None where they are rotated already or never.
+            None if they are rotated already or not at all.
     """
     return cast("Callable[..., Tensor]", _PackedAttention.apply)(qkv, heads, layout, rule, rotation)
 
@@ -263,7 +263,7 @@ def _keeps(length: int, rule: AttentionRule) -> bool:
 
 
 def _blocks(length: int, rule: AttentionRule) -> list[tuple[int, int, int]]:
-    """Blocks of query rows [start, stop) and the first key low that they may see."""
+    """Blocks of query rows [start, stop), each with ``low``, the first key that it may see."""
     starts = range(0, length, ROWS)
     window = rule.window or length
     return [(start, min(start + ROWS, length), max(0, start - window + 1)) for start in starts]
@@ -299,7 +299,7 @@ def _probabilities(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rule: AttentionRule) -> Sequence[Tensor]:
-    """Fill ``out`` (batch, group · length, size) for one bucket; returns probabilities that are kept."""
+    """Fill ``out`` (batch, group · length, size) for one bucket; return the probabilities that are kept."""
     length = k.shape[1]
     if length <= ROWS:
         probabilities, _ = _probabilities(q, k, (0, length, 0), rule)

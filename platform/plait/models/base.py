@@ -1,4 +1,4 @@
-"""The frozen base model as blocks: embed, one layer at a time, the head on chosen rows."""
+"""The frozen base model as blocks: the embedding, single layers, the head on chosen rows."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from plait.models.lora import Binding, LinearGroup, find_linears, find_outside, 
 from plait.models.targets import LinearInfo
 from plait_kernels import Site, labelled_cross_entropy
 
-# Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding alone gives about 1e-6 in float32
+# Largest ‖block − whole‖ / ‖whole‖ of what a block adds, at load. Rounding gives about 1e-6 in float32
 # and 1e-2 in bfloat16; a missing scale, a wrong position or a wrong mask gives more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a base model is called in runs, exports and checkpoints.
+    """The name of a base model in runs, exports and checkpoints.
 
     Attributes:
-        name: hub id, folder or built-in name: PEFT's ``base_model_name_or_path``.
-        digest: of configuration, source and dtype; equal digests are equal models.
-        revision: of the hub repository, if one was asked for.
+        name: hub id, folder or built-in name, as in PEFT's ``base_model_name_or_path``.
+        digest: digest of configuration, source and dtype; equal digests mean equal models.
+        revision: revision of the hub repository, if one was requested.
     """
 
     name: str
@@ -53,11 +53,11 @@ class BaseModel:
     """A frozen causal language model, run block by block over packed samples.
 
     Args:
-        model: from transformers, with dense weights; it is changed in place.
+        model: a model of transformers with dense weights; it is changed in place.
         max_length: longest sample in tokens.
 
     Raises:
-        ModelError: the model cannot be run as blocks, or its blocks give other logits than the whole.
+        ModelError: the model cannot be run as blocks, or its blocks give logits other than the whole model's.
     """
 
     def __init__(
@@ -80,32 +80,32 @@ class BaseModel:
             self._prepare()
         except (ModelError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # a part with another signature, shape or result: whatever it raises
+        except Exception as error:  # any error of a part with another signature, shape or result
             first = next(iter(str(error).strip().splitlines()), "")
             raise unusable(
                 model, f"its parts cannot be run separately: {type(error).__name__}: {first[:200]}"
             ) from error
 
-    # ---- what it is -----------------------------------------------------------------------------------
+    # ---- properties -----------------------------------------------------------------------------------
 
     @property
     def layer_count(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return len(self._parts.layers)
 
     @property
     def hidden_size(self) -> int:
-        """Features of a hidden row."""
+        """Number of features of a hidden row."""
         return int(self._model.config.hidden_size)
 
     @property
     def heads(self) -> int:
-        """Attention heads."""
+        """Number of attention heads."""
         return int(self._model.config.num_attention_heads)
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a row."""
+        """Number of logits of a row."""
         return int(self._parts.head.weight.shape[0])
 
     def tensors(self) -> Iterator[Tensor]:
@@ -129,7 +129,7 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self._parts.head.weight.device
 
     @property
@@ -144,12 +144,12 @@ class BaseModel:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Every linear layer as a site, siblings together; ``module`` is its index in ``linears``."""
+        """Every linear layer as a site, siblings grouped; ``module`` is its index in ``linears``."""
         return tuple(site for groups in self._groups for group in groups for site in group.sites)
 
     @property
     def groups(self) -> tuple[LinearGroup, ...]:
-        """The linear layers as they run: siblings, which read the same input, are one group."""
+        """The linear layers in groups: siblings, which read the same input, form one group."""
         return tuple(group for groups in self._groups for group in groups)
 
     def frozen_weight(self, name: str) -> Tensor:
@@ -184,7 +184,7 @@ class BaseModel:
         return self._run(index, hidden, context)
 
     def hidden(self, context: MicrobatchContext) -> Tensor:
-        """Hidden states (tokens, hidden) behind the last layer, block by block."""
+        """Hidden states (tokens, hidden) after the last layer, block by block."""
         hidden = self.embed(context)
         for index in range(self.layer_count):
             hidden = self.layer(index, hidden, context)
@@ -199,10 +199,10 @@ class BaseModel:
         return cast(Tensor, logits if cap is None else cap * torch.tanh(logits / cap))
 
     def loss(self, hidden: Tensor, rows: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted loss of labelled rows of ``hidden``, and each one's own, never holding all logits.
+        """Weighted loss of labelled rows of ``hidden``, and the loss of each row, never holding all logits.
 
         Args:
-            hidden: (tokens, hidden), behind the last layer.
+        hidden: (tokens, hidden), after the last layer.
             rows, targets, weights: (labelled,), the rows, the tokens that follow them and their weights.
         """
         head = self._parts.head
@@ -217,7 +217,7 @@ class BaseModel:
         )
 
     def logits(self, context: MicrobatchContext, rows: Tensor | None = None) -> Tensor:
-        """Logits (rows, vocabulary) of chosen rows, or of all, block by block."""
+        """Logits (rows, vocabulary) of chosen rows, or of all rows, block by block."""
         hidden = self.hidden(context)
         return self.head(hidden if rows is None else hidden.index_select(0, rows))
 
@@ -237,7 +237,7 @@ class BaseModel:
         return cast(Tensor, out[0] if isinstance(out, tuple) else out).squeeze(0)
 
     def _rotation(self, index: int, context: MicrobatchContext) -> Rotation | None:
-        """cos and sin for one layer, computed once for each kind of layer."""
+        """cos and sin for one layer, computed only once for each kind of layer."""
         rotary = self._parts.rotary
         if rotary is None:
             return None
@@ -263,7 +263,7 @@ class BaseModel:
             rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         )
         tokens = torch.arange(1, 10, device=self.device) % self.vocabulary
-        model.set_attn_implementation("eager")  # the definition: sdpa leaves Gemma 2's softcap out
+        model.set_attn_implementation("eager")  # the reference: sdpa ignores Gemma 2's softcap
         names = [linear.name for linear in self.linears]
         observed = observe(model, list(parts.layers), names, tokens)
         announced = windows(model)
@@ -277,7 +277,7 @@ class BaseModel:
             group = merge_siblings(model, [infos[name] for name in siblings], self._binding)
             self._groups[index].append(group)
         context = MicrobatchContext.of(tokens.repeat(2), (0, len(tokens), 2 * len(tokens)))
-        if windowed is not None:  # before fusing, which takes the real windows over
+        if windowed is not None:  # before fusing, which copies the real windows
             with shrunk(announced):
                 self._check(context, windowed, "beyond its window or chunk, ")
         self._fuse(context)
@@ -285,7 +285,7 @@ class BaseModel:
         self._try_gradients(context, observed)
 
     def _fuse(self, context: MicrobatchContext) -> None:
-        """Replace slow parts by fused ones, if the replacement proves exact."""
+        """Replace slow parts by fused ones that prove to be exact."""
         fuse_norms(self._model)
         fuse_mlps(self._parts.layers)
         for index, layer in enumerate(self._parts.layers):
@@ -294,7 +294,7 @@ class BaseModel:
                 fuse_attentions(layer, Running(context, rotation.tables), rotation.tokens)
 
     def _check(self, context: MicrobatchContext, observed: Observed, where: str = "") -> None:
-        """Each block must return what it returned in the whole model, from the same input."""
+        """Check that each block returns what it returned in the whole model, given the same input."""
         self._compare(f"{where}embed", self.embed(context), observed.inputs[0])
         for index, (given, returned) in enumerate(zip(observed.inputs, observed.outputs, strict=True)):
             hidden = self.layer(index, given.repeat(2, 1), context)

@@ -1,4 +1,4 @@
-"""What a transformers causal language model is made of: its parts, and what they do when it runs."""
+"""The parts of a transformers causal language model, and what they do when it runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DECODERS = "Use a decoder-only model such as Llama, Qwen3, Mistral, Gemma, Phi-3
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a model is made of.
+    """The parts of a model.
 
     Attributes:
         prefix: name of the list of layers, with a dot at the end.
         positions: learnt position embeddings, or None.
         rotary: makes cos and sin from positions, or None.
-        embedding_scale: factor that the model, not its embedding, multiplies embeddings by.
+        embedding_scale: factor by which the model (not its embedding) multiplies embeddings.
         logit_scale: factor of the logits before the softcap, or None.
     """
 
@@ -81,7 +81,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
     )
 
 
-# What is not supported, by the name of a module's class, of its parameters or of its forward's arguments.
+# Unsupported features, by the name of a module's class, of its parameters or of its forward's arguments.
 _UNSUPPORTED = (
     (
         r"mamba|xlstm|rwkv|recurrent|rglru|\ba_log\b|deltanet|lightning|linearattention|kimidelta",
@@ -97,7 +97,7 @@ _UNSUPPORTED = (
 
 
 def _unsupported(model: nn.Module) -> list[str]:
-    """What the model has that the blocks do not compute, in words, as far as names tell."""
+    """Features of the model that the blocks do not compute, in words, as far as its names reveal them."""
     names = {type(module).__name__ for module in model.modules()}
     names |= {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     called: set[str] = set()
@@ -122,7 +122,7 @@ def unusable(model: nn.Module, why: str) -> ModelError:
     )
 
 
-SHRUNK = 4  # keys that a window or chunk shows while it is tried
+SHRUNK = 4  # keys of a window or chunk during the check
 
 
 def windows(model: nn.Module) -> list[tuple[Any, str, int]]:
@@ -143,7 +143,8 @@ def windows(model: nn.Module) -> list[tuple[Any, str, int]]:
 
 @contextmanager
 def shrunk(found: Sequence[tuple[Any, str, int]]) -> Iterator[None]:
-    """Inside, each window shows a few tokens; those that differ by one or two still do."""
+    """Shrink each window to a few tokens within the context; windows that differ by one or two still
+    differ."""
     small: dict[int, int] = {}
     last = -3
     for value in sorted({value for _, _, value in found}):
@@ -160,7 +161,7 @@ def shrunk(found: Sequence[tuple[Any, str, int]]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the blocks did in one run of the whole model.
+    """What was observed of the blocks in one run of the whole model.
 
     Attributes:
         siblings: groups of linear layers that read the same tensor, in the model's order.
@@ -204,7 +205,8 @@ def observe(
 
 
 def _siblings(calls: Sequence[tuple[str, Tensor]], linears: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Linear layers grouped by the tensor they read; one that did not run exactly once is alone."""
+    """Linear layers grouped by the tensor they read; one that did not run exactly once forms its own
+    group."""
     names = [name for name, _ in calls]
     readers: dict[int, list[str]] = {}
     for name, given in calls:
@@ -225,15 +227,16 @@ def attention_forward(
     softcap: float | None = None,
     **_other: Any,
 ) -> tuple[Tensor, None]:
-    """Packed attention as transformers' attention modules call it, with q and k already rotated.
+    """Packed attention with the signature that transformers' attention modules call; q and k are already
+    rotated.
 
-    The context's sample boundaries take the place of the mask.
+    The context's sample boundaries replace the mask.
 
     Args:
         query: (1, heads, tokens, head size).
         key, value: (1, key heads, tokens, head size); values may have another size (DeepSeek-V3).
-        scaling: of the scores; None: 1/sqrt(head size).
-        sliding_window: keys that a query sees, its own included.
+        scaling: factor of the scores; None: 1/sqrt(head size).
+        sliding_window: number of keys that a query sees, including its own.
 
     Returns:
         (1, tokens, heads, head size), and None for the probabilities.

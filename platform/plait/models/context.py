@@ -1,4 +1,4 @@
-"""A microbatch as the model sees it, beside the hidden states: tokens, samples, routing."""
+"""What the model knows of a microbatch in addition to the hidden states: tokens, samples, routing."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class AttentionStore(Protocol):
-    """Attention over earlier tokens too: a cache of keys and values (generation)."""
+    """Attention that includes earlier tokens: a cache of keys and values (generation)."""
 
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
-        """(tokens, (query + 2 · shared) · head size) to (tokens, query heads · head size)."""
+        """Map (tokens, (query + 2 · shared) · head size) to (tokens, query heads · head size)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Rotation:
     """cos and sin of the rotary position embedding of one kind of layer.
 
     Attributes:
-        tokens: for each token: (1, tokens, rotated size) each.
-        tables: by position: (longest, rotated size) each.
+        tokens: cos and sin for each token, (1, tokens, rotated size) each.
+        tables: cos and sin by position, (longest, rotated size) each.
     """
 
     tokens: tuple[Tensor, Tensor]
@@ -50,7 +50,7 @@ class MicrobatchContext:
         token_ids: (tokens,) int64, the samples end to end.
         position_ids: (tokens,) int64, counted from 0 in every sample.
         sample_offsets: sample i is rows ``sample_offsets[i]`` to ``sample_offsets[i + 1]``.
-        routing: which rows belong to which adapter; None: the base model alone.
+        routing: which rows belong to which adapter; None: the base model without adapters.
         checkpointing: keep only each layer's input and recompute the rest in backward.
         cache: keys and values of earlier tokens (generation only).
     """
@@ -73,7 +73,7 @@ class MicrobatchContext:
         routing: Routing | None = None,
         checkpointing: bool = False,
     ) -> MicrobatchContext:
-        """A context whose positions start from 0 in each sample; InputError if offsets do not rise."""
+        """A context whose positions start from 0 in each sample; InputError if offsets do not increase."""
         offsets = tuple(int(offset) for offset in sample_offsets)
         rising = all(low < high for low, high in pairwise(offsets))
         if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != token_ids.numel() or not rising:
@@ -95,7 +95,7 @@ class MicrobatchContext:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What attention must know of the layer that is running.
+    """What attention must know about the layer that is running.
 
     Attributes:
         tables: cos and sin by position, (longest, rotated size) each; None without rotary embedding.
@@ -105,13 +105,13 @@ class Running:
     tables: tuple[Tensor, Tensor] | None
 
 
-# Beside the layers and not through them: not every family's layers pass keyword arguments on.
+# Not passed through the layers, because not every family's layers pass keyword arguments on.
 _RUNNING: ContextVar[Running] = ContextVar("running")
 
 
 @contextmanager
 def running(layer: Running) -> Iterator[None]:
-    """Inside, :func:`now_running` returns this layer."""
+    """Make :func:`now_running` return this layer within the context."""
     token = _RUNNING.set(layer)
     try:
         yield
@@ -120,5 +120,5 @@ def running(layer: Running) -> Iterator[None]:
 
 
 def now_running() -> Running:
-    """The layer that is running; LookupError outside of any."""
+    """The layer that is running; LookupError if there is none."""
     return _RUNNING.get()

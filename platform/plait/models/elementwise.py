@@ -1,7 +1,8 @@
 """Norms, gates, rotation and softmax in one pass over memory each: compiled on a CPU, else plain torch.
 
-On a CPU transformers' own modules cost as much as the matrix products, since each writes every intermediate.
-The functions here compute the same with one read and one write (``elementwise.c``), forward and backward.
+On a CPU, transformers' own modules take as long as the matrix products, because they write every
+intermediate. The functions here compute the same with one read and one write (``elementwise.c``), forward and
+backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.nn import functional
 from plait_kernels.compiled import cache_folder, compile_library
 
 SILU, GELU_TANH = 0, 1
-MOST_KEYS = 512  # of the compiled softmax: KEYS in elementwise.c
+MOST_KEYS = 512  # limit of the compiled softmax: KEYS in elementwise.c
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _POINTER, _LONG, _INT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -64,7 +65,8 @@ def compiled(name: str, *tensors: Tensor) -> Callable[..., None] | None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """x / rms(x) · (offset + weight) over the last dimension; ``weight`` (features,) is frozen.
 
-    ``offset`` is 0 as in Llama, whose quotient is rounded to x's dtype before the product, or 1 as in Gemma.
+    ``offset`` is 0 as in Llama, where the quotient is rounded to x's dtype before the product, or 1 as in
+    Gemma.
     """
     return cast("Callable[..., Tensor]", _RmsNorm.apply)(x, weight, eps, offset)
 
@@ -105,7 +107,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def gated(x: Tensor, kind: int) -> Tensor:
-    """act(gate) · up of gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH."""
+    """act(gate) · up, for gate and up side by side: (..., 2n) to (..., n); act is SILU or GELU_TANH."""
     return cast("Callable[..., Tensor]", _Gated.apply)(x, kind)
 
 
@@ -153,7 +155,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
     Args:
         x: (rows, size), contiguous; row r is at position r mod ``length``.
         cos, sin: (at least ``length``, rotated size), contiguous.
-        back: rotate the other way: the inverse, and the gradient.
+        back: rotate the other way, which is the inverse and the gradient.
     """
     sign, half = (-1.0 if back else 1.0), cos.shape[-1] // 2
     function = compiled("rotate", x, cos, sin)
@@ -170,14 +172,14 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, length: int, *, back: bool = Fa
 
 
 def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: float) -> bool:
-    """Softmax of scale · scores in place, where row r sees keys up to r mod ``length``, ``window`` at most.
+    """Softmax of scale · scores in place; row r sees keys up to r mod ``length``, at most ``window`` of them.
 
     Args:
         scores: (batch, rows, keys), contiguous, at most ``MOST_KEYS`` keys, which start at position 0.
-        window: keys that a query sees, its own included; None: all.
+        window: number of keys that a query sees, including its own; None: all.
 
     Returns:
-        Whether it was done; False leaves the scores as they were, for the caller to use torch.
+        Whether it was done; if not, the scores are unchanged and the caller must use torch.
     """
     function = compiled("softmax", scores) if scores.shape[-1] <= MOST_KEYS else None
     if function is None:
@@ -191,7 +193,7 @@ def causal_softmax_(scores: Tensor, length: int, window: int | None, scale: floa
 def causal_softmax_back_(
     grad: Tensor, probabilities: Tensor, length: int, window: int | None, scale: float
 ) -> bool:
-    """Turn the gradient of the probabilities into that of the scores, in place: see `causal_softmax_`."""
+    """Turn the gradient of the probabilities into that of the scores, in place; see `causal_softmax_`."""
     function = compiled("softmax_back", grad, probabilities) if grad.shape[-1] <= MOST_KEYS else None
     if function is None:
         return False

@@ -1,7 +1,7 @@
-"""Replaces what transformers' modules compute between matrix products by single passes over memory.
+"""Replaces the work of transformers' modules between matrix products by single passes over memory.
 
-No family is known by name: a module is replaced if it looks like RMSNorm, a gated MLP or rotary attention,
-and if the replacement gives the same result on random input. Everything else stays as it is.
+Families are not identified by name: a module is replaced if it looks like RMSNorm, a gated MLP or rotary
+attention, and the replacement gives the same result on random input. Everything else is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Forward = Callable[..., Any]
 
 
 def fuse_norms(root: nn.Module) -> int:
-    """Replace the forward of every RMSNorm below ``root``; returns how many."""
+    """Replace the forward of every RMSNorm below ``root``; return how many."""
     return sum(_fuse_norm(module) for module in root.modules() if "RMSNorm" in type(module).__name__)
 
 
@@ -57,17 +57,17 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 def _same(forward: Forward, module: Forward, x: Tensor) -> bool:
-    """Whether both give the same on ``x``, outliers included."""
+    """Whether both give the same result on ``x``, outliers included."""
     return all(_close(forward(x * scale), module(x * scale)) for scale in SCALES)
 
 
 def fuse_mlps(root: nn.Module) -> int:
-    """Replace the forward of every gated MLP below ``root``; returns how many."""
+    """Replace the forward of every gated MLP below ``root``; return how many."""
     return sum(_fuse_mlp(module) for module in root.modules())
 
 
 def _merged_siblings(module: nn.Module, *names: str) -> GroupedLinear | None:
-    """The first of the named children if exactly they, in this order, are one group."""
+    """The first of the named children if exactly these, in this order, form one group."""
     members = [getattr(module, name, None) for name in names]
     first = members[0]
     if not isinstance(first, GroupedLinear) or len(first.group.sites) != len(names):
@@ -102,11 +102,11 @@ def _fuse_mlp(module: nn.Module) -> bool:
 
 
 def _activation_kind(act: Callable[[Tensor], Tensor]) -> int | None:
-    """Which of the compiled activations this is, compared in float32, where GELU's two forms differ."""
+    """The compiled activation that this is, compared in float32, in which GELU's two forms differ."""
     gate = torch.linspace(-6.0, 6.0, 100)
     try:
         expected = act(gate)
-    except TypeError:  # it wants more than the gate, as Inkling 2's does: not a plain activation
+    except TypeError:  # it needs more than the gate, like Inkling 2's, so it is not a plain activation
         return None
     fitting = (kind for kind in (SILU, GELU_TANH) if _close(activation(gate, kind), expected))
     return next(fitting, None)
@@ -117,8 +117,8 @@ class RotaryAttention:
     """Forward of an attention module: one product for q, k and v, rotation and attention in one pass.
 
     Attributes:
-        project: to q, k and v side by side.
-        layer: index in the cache.
+        project: projects to q, k and v, side by side.
+        layer: its index in the cache.
     """
 
     project: Callable[[Tensor], Tensor]
@@ -145,7 +145,7 @@ class RotaryAttention:
         return self.output(out).unsqueeze(0), None
 
     def rotated(self, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-        """q and k rotated row by row, for rows whose positions do not start from 0."""
+        """Rotate q and k row by row, for rows whose positions do not start from 0."""
         cos, sin = (table.view(len(qkv), 1, -1) for table in position_embeddings)
         size = cos.shape[-1]
         x = qkv.view(len(qkv), self.heads.total, -1)
@@ -157,7 +157,7 @@ class RotaryAttention:
 
 
 class _Observer:
-    """A fake cache that notes what an attention module asks for."""
+    """A fake cache that records how an attention module calls it."""
 
     def __init__(self) -> None:
         self.asked: tuple[int, Heads, AttentionRule] | None = None
@@ -166,14 +166,14 @@ class _Observer:
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
-        """Note what is asked, and answer it."""
+        """Record the call, and answer it."""
         self.asked, self.qkv = (layer, heads, rule), qkv
         self.answer = packed_attention(qkv, heads, context.layout, rule)
         return self.answer
 
 
 def fuse_attentions(root: nn.Module, trial: Running, position_embeddings: tuple[Tensor, Tensor]) -> int:
-    """Replace the forward of every rotary attention below ``root``, a decoder layer; returns how many."""
+    """Replace the forward of every rotary attention below ``root``, a decoder layer; return how many."""
     return sum(_fuse_attention(module, trial, position_embeddings) for module in root.modules())
 
 
@@ -188,14 +188,14 @@ def _fuse_attention(module: nn.Module, trial: Running, position_embeddings: tupl
     with running(Running(observed, trial.tables)):
         try:
             given = module(hidden_states=x, attention_mask=None, position_embeddings=position_embeddings)
-        except TypeError:  # it wants more arguments, as Ministral 3 wants positions: unknown what it does
+        except TypeError:  # it needs more arguments (Ministral 3: positions), so what it computes is unknown
             return False
     if observer.asked is None:
         return False
     expected = given[0]
     layer, heads, rule = observer.asked
     forward = RotaryAttention(project.group.merged, output, heads, rule, layer)
-    for scale in SCALES:  # what is asked and what becomes of the answer: the softmax between has its rounding
+    for scale in SCALES:  # the call and the use of its result: the softmax between rounds, too
         with running(Running(observed, trial.tables)):
             given = module(
                 hidden_states=x * scale, attention_mask=None, position_embeddings=position_embeddings

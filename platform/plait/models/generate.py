@@ -1,6 +1,6 @@
 """Greedy generation: prompts of several adapters in one batch, with a cache of keys and values.
 
-A seam: evaluation by answers is its one caller today, and nothing here knows of jobs.
+A seam: its only caller today is evaluation by answers, and nothing here knows of jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from plait_kernels import Bank, RoutedSegment, Routing, RowCounters
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens to continue, and the adapter to continue them with; None: the base model alone."""
+    """Tokens to continue, and the adapter to use; None: the base model without an adapter."""
 
     tokens: tuple[int, ...]
     adapter: str | None = None
@@ -30,7 +30,7 @@ class Prompt:
 class KeyValueCache:
     """Keys and values of every layer and sample, padded to the longest possible length.
 
-    The first call of a layer holds whole prompts, each later one a single row of every sample.
+    The first call of a layer has whole prompts, each later call one row of every sample.
     """
 
     def __init__(self, lengths: Tensor, room: int) -> None:
@@ -41,7 +41,7 @@ class KeyValueCache:
     def attend(
         self, layer: int, qkv: Tensor, heads: Heads, rule: AttentionRule, context: MicrobatchContext
     ) -> Tensor:
-        """Add the new keys and values, and attend over all; see ``AttentionStore``."""
+        """Add the new keys and values, and attend over all of them; see ``AttentionStore``."""
         x = qkv.view(len(qkv), heads.total, -1)
         q, k, v = x.split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
         first = layer not in self._layers
@@ -92,11 +92,11 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int] | None = None,
 ) -> list[tuple[int, ...]]:
-    """New tokens of the greedy continuations of prompts, of any adapters in ``bank``, in one batch.
+    """Greedy continuations of prompts, with any adapters in ``bank``, in one batch: their new tokens.
 
     Args:
         bank: None if no prompt has an adapter.
-        max_new_tokens: a prompt also ends at the model's own limit.
+        max_new_tokens: most tokens of a continuation; it also ends at the model's own limit.
         stop: tokens that end a continuation and are not part of it; None: the model's own.
 
     Raises:
@@ -116,7 +116,7 @@ def generate(
 
 
 def batch_size(prompts: Sequence[Prompt], max_new_tokens: int, capacity: int) -> int:
-    """How many of the first prompts, at least one, stay within ``capacity`` tokens with what follows them."""
+    """How many of the first prompts, at least one, fit into ``capacity`` tokens with their continuations."""
     tokens = accumulate(len(prompt.tokens) + max_new_tokens for prompt in prompts)
     return max(1, sum(1 for _ in takewhile(lambda total: total <= capacity, tokens)))
 

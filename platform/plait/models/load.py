@@ -41,14 +41,14 @@ _INCIDENTAL = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What is known of a model without its weights.
+    """What is known about a model without its weights.
 
     Attributes:
         linears: every linear layer that an adapter may target, in the model's order.
-        outside: what PEFT would adapt too if it is named, and Plait cannot (the output head).
+        outside: modules that PEFT would also adapt if they are named, and Plait cannot (the output head).
         max_length: longest sample in tokens.
         parameters: number of frozen weights, tied ones counted once.
-        digest: as :attr:`Identity.digest`.
+        digest: same as :attr:`Identity.digest`.
     """
 
     linears: tuple[LinearInfo, ...]
@@ -63,7 +63,7 @@ class ModelShape:
 
 
 def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | str = "cpu") -> BaseModel:
-    """The frozen base model, dense in its settings' dtype, with its blocks checked against the whole.
+    """The frozen base model, dense in its settings' dtype, with its blocks checked against the whole model.
 
     Raises:
         ModelError: the model is missing, cannot be fetched or cannot be run as blocks.
@@ -75,7 +75,7 @@ def load_model(settings: ModelSettings, *, cache: Path, device: torch.device | s
 
 
 def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
-    """The model's shape, from its configuration alone.
+    """The model's shape, computed from its configuration only.
 
     Raises:
         ModelError, StorageError: as :func:`load_model`.
@@ -85,7 +85,7 @@ def inspect_model(settings: ModelSettings, *, cache: Path) -> ModelShape:
     parts = find_parts(model)
     try:
         hidden, heads = int(found.config.hidden_size), int(found.config.num_attention_heads)
-    except AttributeError as error:  # no attention, or a text part with a configuration of its own
+    except AttributeError as error:  # no attention, or a text part with its own configuration
         raise unusable(model, str(error)) from error
     linears = find_linears(model, parts.prefix)
     return ModelShape(
@@ -194,7 +194,7 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
     limit = int(getattr(config, "max_position_embeddings", 2**31))
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this length the frequencies of all rows of a call change: a long sample would change the
+        # Beyond this length the frequencies of all rows of a call change, so a long sample would change the
         # short ones packed with it.
         limit = min(limit, int(rope["original_max_position_embeddings"]))
     if settings.max_length is None:
@@ -208,13 +208,13 @@ def _max_length(settings: ModelSettings, config: PreTrainedConfig) -> int:
 
 def _ask(loader: Any, source: Source, **options: Any) -> Any:
     """Call one of transformers' loaders; a failure becomes a ModelError. Code that comes with the files is
-    never run, and the terminal is not asked whether it may be."""
+    never run, and the user is not asked whether to run it."""
     try:
         with quiet():
             return loader(
                 source.location, revision=source.revision or "main", trust_remote_code=False, **options
             )
-    except Exception as error:  # whatever the library makes of files that are not what they should be
+    except Exception as error:  # the library raises many kinds for bad files
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         if "trust_remote_code" in str(error):
             raise ModelError(
@@ -230,7 +230,7 @@ def _ask(loader: Any, source: Source, **options: Any) -> Any:
 
 
 def _check_complete(source: Source, missing: list[str]) -> None:
-    """Refuse files that lack weights: transformers would fill them with random numbers."""
+    """Refuse files that lack weights, because transformers would fill these in with random numbers."""
     if missing:
         raise ModelError(
             f"model {source.name!r}: its files lack {len(missing)} weights, such as {missing[0]}",

@@ -1,7 +1,7 @@
 """Linear layers with adapters; those that read the same tensor share one frozen product.
 
 q, k and v (gate and up) of a layer become one :class:`LinearGroup` with one weight; transformers' modules
-stay where they are, and each returns its columns. Which layers are siblings is observed, not listed.
+stay in place, and each returns its columns. Sibling layers are found by observation, not from a list.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Binding:
 class LinearGroup:
     """One or more linear layers over the same input, with one frozen weight (sum of out, in).
 
-    ``separate``: each output is a copy of its own, for layers that change outputs in place (OLMo's clamps):
-    autograd forbids that for the views of a split.
+    ``separate``: each output is a separate copy, for layers that change outputs in place (OLMo's clamps),
+    which autograd forbids for the views of a split.
     """
 
     separate = False
@@ -58,7 +58,7 @@ class LinearGroup:
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def take(self, member: int, x: Tensor) -> Tensor:
-        """One sibling's output; the first to ask computes the product, the last to ask frees it."""
+        """One sibling's output; the first sibling to call computes the product, the last one frees it."""
         if len(self.sites) == 1:
             return self.merged(x)
         if self._input is not x:
@@ -66,7 +66,7 @@ class LinearGroup:
             parts = torch.split(self.merged(x), self.widths, dim=-1)
             self._outputs = dict(enumerate(part.clone() if self.separate else part for part in parts))
         found = self._outputs.pop(member, None)
-        if found is None:  # asked a second time with the same input
+        if found is None:  # called a second time with the same input
             self.forget()
             return self.take(member, x)
         if not self._outputs:
@@ -74,7 +74,7 @@ class LinearGroup:
         return found
 
     def forget(self) -> None:
-        """Free what an interrupted pass (a recomputation that stopped early) left behind."""
+        """Free what an interrupted pass (such as a recomputation that stopped early) left behind."""
         self._input, self._outputs = None, {}
 
 
@@ -98,8 +98,8 @@ class GroupedLinear(nn.Module):
 
 
 def linear_info(name: str, module: nn.Module) -> LinearInfo | None:
-    """The sizes of a linear layer; None if the module is not one, or computes something else as PhiMoE's
-    router does.
+    """The sizes of a linear layer; None if the module is not one, or computes something else, like PhiMoE's
+    router.
     """
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return LinearInfo(name, module.in_features, module.out_features)
@@ -115,7 +115,7 @@ def find_linears(model: nn.Module, prefix: str) -> tuple[LinearInfo, ...]:
 
 
 def find_outside(model: nn.Module, linears: Sequence[LinearInfo]) -> tuple[str, ...]:
-    """Modules that PEFT would adapt where they are named, and that are not among ``linears``."""
+    """Modules that PEFT would adapt if they are named, and that are not among ``linears``."""
     known = {linear.name for linear in linears}
     kinds = (nn.Linear, nn.Embedding, Conv1D)
     return tuple(
@@ -126,7 +126,7 @@ def find_outside(model: nn.Module, linears: Sequence[LinearInfo]) -> tuple[str, 
 def merge_siblings(
     model: nn.Module, members: Sequence[tuple[int, LinearInfo]], binding: Binding
 ) -> LinearGroup:
-    """Replace linear layers that read the same tensor by one group, into which their weights move.
+    """Replace linear layers that read the same tensor by one group, which takes their weights.
 
     ``members`` are the layers with their dropout keys.
     """

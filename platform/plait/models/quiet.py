@@ -14,18 +14,18 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 _RETRIES = re.compile("thrown while requesting|^Retrying in")
-_bars: Any = transformers_logging  # its functions for bars have no types
+_bars: Any = transformers_logging  # its functions for progress bars have no types
 
 
 class _HubWarnings(logging.Handler):
-    """Prints one line for all retries of the model hub, and every other warning as it is."""
+    """Prints one line for all retries of the model hub, and every other warning unchanged."""
 
     def __init__(self, level: int) -> None:
         super().__init__(level)
         self._said = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a warning, but only the first retry."""
+        """Print a warning, but of retries only the first."""
         text = record.getMessage()
         if not _RETRIES.search(text):
             say(text)
@@ -36,7 +36,8 @@ class _HubWarnings(logging.Handler):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside: no progress bars, no deprecation warnings of libraries, one line for retries of the hub."""
+    """Hide progress bars and deprecation warnings of libraries, and print one line for all retries of the
+    hub."""
     bars = _bars.is_progress_bar_enabled()
     hub = logging.getLogger("huggingface_hub")
     handlers, propagate = hub.handlers, hub.propagate
@@ -55,11 +56,11 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """As :func:`quiet`, also for the bars that transformers always shows while it reads a GGUF file."""
+    """Like :func:`quiet`, and also hide the bars that transformers always shows while reading a GGUF file."""
     with quiet(), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def say(text: str) -> None:
-    """Print one line to stderr at once, about something that takes long."""
+    """Print one line to stderr immediately, about something that takes long."""
     print(text, file=sys.stderr, flush=True)

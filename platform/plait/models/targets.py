@@ -17,7 +17,7 @@ class LinearInfo:
 
     Attributes:
         name: its path in the model, as in PEFT's tensor names.
-        fan_in_fan_out: whether the base stores its weight as (in, out), as GPT-2's Conv1D does.
+        fan_in_fan_out: whether the base stores its weight as (in, out), like GPT-2's Conv1D.
     """
 
     name: str
@@ -31,16 +31,16 @@ def resolve_targets(
 ) -> tuple[str, ...]:
     """Names of the targeted layers, in the model's order.
 
-    A string is "all-linear" (every linear layer but the output head) or a regular expression that must
-    match a whole name; a list holds names or their last parts. These are PEFT's rules
-    (``peft.tuners.tuners_utils.check_target_module_exists``), but every entry of a list must match. As in
-    PEFT the rank has no bound: it may exceed a layer's sizes.
+    A string is "all-linear" (every linear layer but the output head) or a regular expression that must match
+    a full name; a list contains names or their last parts. These are PEFT's rules
+    (``peft.tuners.tuners_utils.check_target_module_exists``), except that every entry of a list must match.
+    As in PEFT, the rank has no upper limit: it may exceed a layer's sizes.
 
     Args:
-        outside: modules that PEFT would adapt too where they are named, and Plait cannot (the output head).
+        outside: modules that PEFT would also adapt if they are named, and Plait cannot (the output head).
 
     Raises:
-        ModelError: an entry, or the expression, matches nothing, or one that is ``outside``, or is not a
+        ModelError: an entry, or the expression, matches nothing or a module of ``outside``, or it is not a
             regular expression.
     """
     names = [linear.name for linear in linears]

@@ -1,6 +1,6 @@
-"""Small random models of ten families with a byte tokeniser of their own, for dry runs and tests.
+"""Small random models of ten families with their own byte tokeniser, for dry runs and tests.
 
-A seam: tests build configurations and tokenisers from here without loading a model.
+A seam: tests build configurations and tokenisers with it, without loading a model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Options of each family beside the common sizes. Windows and softcaps are small enough to matter for a few
-# tokens.
+# Options of each family in addition to the common sizes. Windows and softcaps are small enough to matter for
+# a few tokens.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 16},
@@ -65,7 +65,7 @@ def tiny_config(family: str, vocabulary: int) -> PreTrainedConfig:
 
 
 def byte_tokeniser() -> PreTrainedTokenizerFast:
-    """A tokeniser with one token a byte, three special tokens before them, and a chat template."""
+    """A tokeniser with three special tokens, then one token for each byte, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

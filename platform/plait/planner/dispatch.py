@@ -49,7 +49,7 @@ class ReplicaKind:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Which sequences go if in one step.
+    """Where each sequence goes in one step.
 
     Attributes:
         assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.

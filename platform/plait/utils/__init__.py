@@ -1,1 +1,1 @@
-"""Small helpers without knowledge of training: files, paths, addresses, spelling, durations."""
+"""Small helpers that know nothing of training: files, paths, addresses, spelling, durations."""

@@ -1,4 +1,4 @@
-"""Addresses of databases and servers: with the driver that is installed, and without secrets in print."""
+"""Addresses of databases and servers: adding the installed driver, and hiding secrets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from plait.core.errors import StorageError
 
 HIDDEN = "***"
 SERVERS = ("http", "https")
-LONGEST = 200  # characters of a password with blanks, and of a name in a query
-# What follows :// in a text, up to a blank, or a quote that closes the address.
+LONGEST = 200  # most characters of a password with blanks, and of a name in a query
+# The rest of an address after ://, up to a blank, or a quote that closes the address.
 _REST = re.compile(r"""(?:[^\s"'<>]|["'](?=["']{0,8}[^\s"'<>,;)\]}]))*""")
 _SCHEME = re.compile(r"[\w+.-]*\Z")
 _BLANK_IN_PASSWORD = re.compile(
@@ -26,10 +26,10 @@ _IN_QUERY = re.compile(
 
 
 def with_driver(url: str) -> str:
-    """A PostgreSQL URL that names its driver, if it names none.
+    """The URL, with the installed driver added if it is a PostgreSQL URL that names none.
 
-    SQLAlchemy 2.1 takes psycopg 3 for a bare "postgresql", 2.0 takes psycopg2: the one that is installed
-    is the one that is meant.
+    For a bare "postgresql", SQLAlchemy 2.1 uses psycopg 3 and 2.0 uses psycopg2; the installed one is
+    meant.
     """
     scheme, mark, rest = url.partition("://")
     if scheme not in ("postgresql", "postgres"):
@@ -39,11 +39,11 @@ def with_driver(url: str) -> str:
 
 
 def check_login(key: str, url: str) -> None:
-    """Refuse an address, the value of ``key``, of which a client would take a part of the password for the
-    host, and show it.
+    """Refuse an address, the value of ``key``, if a client would take part of its password for the host and
+    show it.
 
     Raises:
-        StorageError: the login holds characters that end it.
+        StorageError: the login has characters at which a client would end it.
     """
     if _ambiguous(url):
         raise StorageError(
@@ -54,8 +54,8 @@ def check_login(key: str, url: str) -> None:
 
 
 def _ambiguous(url: str) -> bool:
-    """Whether the login holds characters that end it for a client, so that a part of the password
-    would be taken for the host. They are to be written as %XX."""
+    """Whether the login has characters at which a client would end it, taking the rest of the password for
+    the host. They must be written as %XX."""
     head = url.partition("?")[0]
     try:
         parts = urlsplit(url)
@@ -67,8 +67,8 @@ def _ambiguous(url: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """The text without the secrets of the addresses in it: passwords before the host or in the query, and for
-    a server a lone user name, which is a token. In doubt, it is hidden."""
+    """The text with the secrets of its addresses hidden: passwords before the host or in the query and, for a
+    server, a user name alone, which is a token. If in doubt, it hides."""
     text = _BLANK_IN_PASSWORD.sub(
         lambda found: f"{found[1]}:{HIDDEN}@" if re.search(r"\s", found[0]) else found[0], text
     )
@@ -86,24 +86,24 @@ def redact(text: str) -> str:
 
 
 def _scheme(text: str, mark: int) -> str:
-    """What stands before the :// at a position."""
+    """The scheme before the :// at a position."""
     found = _SCHEME.search(text[max(mark - 24, 0) : mark])
     return found[0] if found else ""
 
 
 def first_line(error: BaseException | None) -> str:
-    """What an error says, in one line and without secrets; "" without one."""
+    """An error's message in one line, without secrets; "" if there is no error."""
     return "" if error is None else redact(str(error).strip().partition("\n")[0])
 
 
 def _without_login(scheme: str, rest: str) -> str:
-    """An address, without its scheme and ://, with its login hidden."""
+    """The part of an address after its scheme and ://, with the login hidden."""
     head = rest.partition("?")[0]
     login, at, _ = (head if "@" in head else rest).rpartition("@")
     user, colon, password = login.partition(":")
     server = scheme.lower() in SERVERS
     if not at or set(user) & set("/?#") or (server and re.match(r"\d{1,5}[/?#]", password)):
-        return rest  # what stands before the @ is a path
+        return rest  # the part before the @ is a path
     if not colon and not server:
         return rest  # a database's user without a password
     token = server and password in ("", "x-oauth-basic")

@@ -1,8 +1,8 @@
-"""Times as people read them."""
+"""Durations as text for people."""
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min."""
+    """The duration as text: 12 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

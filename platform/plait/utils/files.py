@@ -1,6 +1,6 @@
-"""Files and folders that are whole or absent: written beside their place, through to the disk, then renamed.
+"""Atomic writes of files and folders: written under a temporary name, synced to the disk, then renamed.
 
-They raise OSError; the caller says in its own words what is wrong.
+They raise OSError; the caller turns it into a message.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-PRIVATE = 0o600  # may be read by its owner alone
+PRIVATE = 0o600  # readable by its owner only
 
 
 def to_disk(path: Path) -> None:
-    """Have the system write a file, or the entries of a folder, through to the disk.
+    """Sync a file, or the entries of a folder, to the disk.
 
     Raises:
-        OSError: it cannot.
+        OSError: the system cannot.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -31,13 +31,13 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of ``path`` when the context ends. Of one that ends with an
-    error nothing stays, and what was at ``path`` is as it was.
+    """Open a file that replaces ``path`` when the context ends. If the context ends with an error, the new
+    file is removed and ``path`` is unchanged.
 
     Args:
         path: its folder is made if it is missing.
-        mode: permissions, less those that the process withholds.
-        durable: whether it is to outlive a loss of power; the process's own death it outlives always.
+        mode: permissions, less the process's umask.
+        durable: whether it must survive a power failure; it survives the process's death in any case.
 
     Raises:
         OSError: it cannot be written.
@@ -68,10 +68,10 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of ``path``, through to the disk, when the context ends.
+    """Make a folder to fill, which replaces ``path`` and is synced to the disk when the context ends.
 
-    An older one is renamed first and removed afterwards: a kill in between leaves one of both on the disk. Of
-    a context that ends with an error nothing stays.
+    An older folder is renamed first and removed afterwards, so a kill in between leaves one of the two on the
+    disk. If the context ends with an error, the new folder is removed.
 
     Raises:
         OSError: it cannot be written.
@@ -93,5 +93,5 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    """A hidden name in the same folder, of this attempt alone."""
+    """A hidden name in the same folder, unique to this attempt."""
     return path.with_name(f".{path.name}.{uuid4().hex[:12]}")

@@ -1,8 +1,9 @@
-"""A crash-safe log of JSON lines: a line is whole or absent, and what was committed survives a loss of power.
+"""A crash-safe log of JSON lines: a line is complete or absent, and what was committed survives a power
+failure.
 
-A crash can leave a part of a last line. The next process that locks the log cuts it off, but only behind
-lines of the right kind: a file of another kind, say a user's text without a final newline, is refused and
-never changed.
+A crash can leave part of a last line. The next process that locks the log cuts it off, but only after lines
+of the right kind: a file of another kind, such as a user's text without a final newline, is refused and never
+changed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of a file sy
 
 @contextmanager
 def real_locks(path: Path) -> Iterator[None]:
-    """Around what locks a file: raises a StorageError if the file system has no locks. A file that stands
-    for a lock would not do: it outlives a holder that is killed."""
+    """Raise a StorageError if the code inside cannot lock a file because the file system has no locks. A lock
+    file is no substitute: it survives when its holder is killed."""
     try:
         yield
     except OSError as error:
@@ -48,11 +49,11 @@ class LineLog:
 
     Args:
         path: in a folder that exists.
-        begins: what every line of this kind of log begins with.
-        make: make the file if it is missing.
+        begins: the bytes with which every line of this kind of log begins.
+        make: whether to make the file if it is missing.
 
     Raises:
-        OSError: from every method, if the disk is full or fails. What was there stays.
+        OSError: from every method, if the disk is full or fails. Earlier lines are kept.
     """
 
     def __init__(self, path: Path, begins: bytes, *, make: bool = True) -> None:
@@ -64,13 +65,13 @@ class LineLog:
         self._new = False
 
     def lock(self, *, wait: bool = True) -> bool:
-        """Lock the file against other processes and cut off what a crash left of a line.
+        """Lock the file against other processes and cut off a partial line that a crash left.
 
         Args:
-            wait: for a process that holds the lock.
+            wait: whether to wait for a process that holds the lock.
 
         Returns:
-            whether the lock is held; False if another process has it, or has removed the file.
+            Whether the lock is held; False if another process has it, or has removed the file.
 
         Raises:
             StorageError: the file is not a log of this kind, or its file system has no locks.
@@ -89,13 +90,13 @@ class LineLog:
 
     @property
     def end(self) -> int:
-        """Where the next line begins; known while the lock is held."""
+        """The offset at which the next line begins; known while the lock is held."""
         return self._end
 
     def append(self, lines: bytes) -> None:
         """Add whole lines, all or none."""
         try:
-            if os.write(self._file, lines) < len(lines):  # a full disk takes a part
+            if os.write(self._file, lines) < len(lines):  # a full disk takes only part of it
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except BaseException:
             os.ftruncate(self._file, self._end)
@@ -103,12 +104,12 @@ class LineLog:
         self._end += len(lines)
 
     def commit(self) -> None:
-        """Return when everything that was appended so far is on the disk."""
+        """Wait until everything appended so far is on the disk."""
         end = self._end
         if end <= self._durable:
             return
         os.fsync(self._file)
-        if self._new:  # a file that its folder does not list is lost with all it holds
+        if self._new:  # a file that its folder does not list is lost
             to_disk(self.path.parent)
             self._new = False
         self._durable = end
@@ -119,7 +120,7 @@ class LineLog:
         self._end = end
 
     def lines(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """The whole lines between two offsets, each with its own; up to the end by default."""
+        """The complete lines between two offsets, each with its offset; up to the end by default."""
         left = b""
         stop = os.fstat(self._file).st_size if stop is None else stop
         while start + len(left) < stop:
@@ -136,8 +137,8 @@ class LineLog:
     def close(self) -> None:
         """Release the lock and close the file."""
         if self._file >= 0:
-            with suppress(OSError):  # without locks there is none to release
-                unlock_descriptor(self._file)  # though a forked process has the file open
+            with suppress(OSError):  # the file system may have no locks
+                unlock_descriptor(self._file)  # even if a forked process has the file open
             os.close(self._file)
             self._file = -1
 
@@ -150,7 +151,8 @@ class LineLog:
         self.close()
 
     def _end_of_lines(self, size: int) -> int:
-        """Where the last whole line ends. Lines are looked at only where the file does not end with it."""
+        """The offset at which the last complete line ends. Lines are read only if the file does not end with
+        one."""
         if not self._begins.startswith(os.pread(self._file, len(self._begins), 0)):
             raise other_kind(self.path, self._begins)
         if size == 0 or os.pread(self._file, 1, size - 1) == b"\n":
@@ -162,7 +164,7 @@ class LineLog:
         return end
 
     def _after_newline(self, end: int) -> int:
-        """The offset behind the last newline before ``end``; 0 if there is none."""
+        """The offset after the last newline before ``end``; 0 if there is none."""
         while end > 0:
             start = max(0, end - BLOCK)
             newline = os.pread(self._file, end - start, start).rfind(b"\n")
@@ -193,7 +195,7 @@ def append_line(path: Path, begins: bytes, line: bytes) -> None:
 
 
 def check_kind(path: Path, begins: bytes) -> None:
-    """Raise if a file is no log of the kind whose lines begin so; only reads.
+    """Check that a file is a log whose lines begin with ``begins``, without changing it.
 
     Raises:
         StorageError: it is not.
@@ -205,7 +207,7 @@ def check_kind(path: Path, begins: bytes) -> None:
 
 
 def other_kind(path: Path, begins: bytes) -> StorageError:
-    """What is said of a file that is not a log of the kind whose lines begin so."""
+    """The error for a file that is not a log whose lines begin with ``begins``."""
     return StorageError(
         f"{path} is a file of another kind",
         f"Plait appends only to files of its own, whose lines begin with {begins.decode()}",

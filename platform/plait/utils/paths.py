@@ -1,4 +1,4 @@
-"""Where Plait's own files are: configuration, named searches (checkout or wheel), and the cache."""
+"""The locations of Plait's own files: configuration, named searches (checkout or wheel), and the cache."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from plait.core.errors import StorageError
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-LONGEST_NAME = 255  # bytes of a file's name in the usual file systems
+LONGEST_NAME = 255  # bytes of a file's name in common file systems
 
 
 def user_path(path: str | Path) -> Path:
-    """A path that a user gave, ``~`` replaced: the one gate for such paths.
+    """A path given by the user, with ``~`` expanded. Every such path passes through here.
 
     Raises:
-        StorageError: no such user, no home folder, a name that is too long, or links in a circle.
+        StorageError: an unknown user, no home folder, a name that is too long, or a loop of links.
     """
     try:
         found = Path(path).expanduser()
         found.stat()
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
-            return found  # missing or not readable: the caller says so
+            return found  # missing or not readable: the caller reports it
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StorageError(f"{path}: {reason}", "There can be no such file or folder.") from error
     return found
 
 
 def _shipped(name: str) -> Path:
-    """The folder ``name``: beside the package in a wheel, at the repository's root in a checkout."""
+    """The folder ``name``: next to the package in a wheel, at the repository's root in a checkout."""
     beside = PACKAGE / name
     return beside if beside.is_dir() else PACKAGE.parents[1] / name
 
@@ -44,24 +44,25 @@ def conf_dir() -> Path:
 
 
 def sweeps_dir() -> Path:
-    """Named searches and benchmarks."""
+    """The folder of named searches and benchmarks."""
     return _shipped("sweeps")
 
 
 def cache_dir() -> Path:
-    """Converted models and tokenised data: ``PLAIT_CACHE``, else ``plait`` in the user's cache folder."""
+    """The folder of converted models and tokenised data: ``PLAIT_CACHE``, else ``plait`` in the user's cache
+    folder."""
     if chosen := os.environ.get("PLAIT_CACHE"):
         return user_path(chosen).absolute()
     return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").absolute() / "plait"
 
 
 def search_folder(root: Path, name: str) -> Path:
-    """Where a search keeps what it must find again: below ``tracking.root``, one folder for each name."""
+    """The folder in which the search ``name`` keeps its files, below ``tracking.root``."""
     return user_path(root).absolute() / "searches" / file_name(name)
 
 
 def file_name(name: str) -> str:
-    """The name of a search as that of a file: what a file system would read as a path is written as %XX.
+    """The name of a search as a file name: characters that a file system would read as a path become %XX.
 
     Raises:
         StorageError: the name is too long.
@@ -77,6 +78,6 @@ def file_name(name: str) -> str:
 
 
 def search_names(root: Path) -> list[str]:
-    """The names of the searches that have a folder below ``tracking.root``, in order."""
+    """The names of the searches that have a folder below ``tracking.root``, sorted."""
     folder = user_path(root).absolute() / "searches"
     return sorted(unquote(path.name) for path in folder.glob("*") if path.is_dir())

@@ -1,7 +1,7 @@
-"""What a running benchmark is doing, on standard error: the current part, time so far, time left.
+"""Progress of a running benchmark, on standard error: the current part, time so far, time left.
 
-A benchmark marks its parts with :func:`part` and each piece of work with the function that it gives; who runs
-the benchmark decides, with :func:`shown`, whether that is written anywhere.
+A benchmark marks its parts with :func:`part` and each piece of work with the function that this returns; the
+caller of the benchmark decides with :func:`shown` whether progress is written.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import TextIO
 
 from plait.utils.durations import duration
 
-HEARTBEAT = 20.0  # seconds after which the last line is said again, with the time
+HEARTBEAT = 20.0  # seconds after which the last line is repeated, with the time
 
 Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
 class Progress:
-    """Lines about one benchmark.
+    """Writes the progress of one benchmark, line by line.
 
     Attributes:
-        name: of the benchmark.
-        out: where they go.
-        clock: seconds, rising.
+        name: the benchmark's name.
+        out: stream for the lines.
+        clock: returns seconds that never decrease.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Progress:
         self._started = self.clock()
 
     def say(self, text: str) -> None:
-        """One line: the time so far, and the current part."""
+        """Write one line: the time so far, and the current part."""
         self._now = text
         print(f"{duration(self.clock() - self._started):>10}  {self.name}: {text}", file=self.out, flush=True)
 
     def again(self) -> None:
-        """Repeat the last line: it is still running."""
+        """Repeat the last line, to show that the benchmark is still running."""
         self.say(self._now)
 
 
@@ -56,7 +56,7 @@ _current: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 @contextmanager
 def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT) -> Iterator[None]:
-    """Inside, what the benchmark ``name`` does is written to ``out``, standard error by default."""
+    """Within this context, write the benchmark's progress to ``out``, standard error by default."""
     progress = Progress(name, out or sys.stderr)
     ended = threading.Event()
 
@@ -77,15 +77,15 @@ def shown(name: str, out: TextIO | None = None, *, heartbeat: float = HEARTBEAT)
 
 
 def part(text: str, pieces: int = 1) -> Callable[[str], None]:
-    """Say that a part of the benchmark starts.
+    """Report that a part of the benchmark starts.
 
     Args:
         text: what it does.
-        pieces: how many pieces of work, about as long as each other, it has.
+        pieces: number of its pieces of work, which take about the same time each.
 
     Returns:
-        A function to call before each piece, with its name; from the second on it also says how long the rest
-        of the part will take, at the pace so far.
+        A function to call before each piece, with its name; from the second piece on it also estimates how
+        long the rest of the part will take.
     """
     progress = _current.get()
     if progress is None:

@@ -1,4 +1,5 @@
-"""Named choices that can be added to from outside: each is registered once, in the module that holds it."""
+"""Registries of named choices, to which other packages can add: each is registered once, in the module that
+defines it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Registry(Generic[T]):
         key: the config key that names one, as in "search.stopping.kind".
         modules: modules that register their entries when they are imported; imported at the first lookup.
         group: entry-point group of further such modules, from other packages.
-        elsewhere: what others call it, and the entries that are meant.
+        elsewhere: names used by other libraries, and the entries that they mean.
     """
 
     def __init__(
@@ -48,18 +49,18 @@ class Registry(Generic[T]):
         return entry
 
     def register(self, name: str) -> Callable[[T], T]:
-        """The same as a decorator."""
+        """The decorator form of :meth:`add`."""
         return lambda entry: self.add(name, entry)
 
     def remove(self, name: str) -> None:
-        """Take an entry out again, as tests do."""
+        """Remove an entry, as tests do."""
         self._entries.pop(name, None)
 
     def get(self, name: str) -> T:
-        """The entry of a name.
+        """The entry with this name.
 
         Raises:
-            ConfigError: there is none; the message lists those that there are.
+            ConfigError: there is none; the message lists all names.
         """
         self._load()
         if name not in self._entries:
@@ -87,7 +88,7 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
-        self._loaded = True  # at once: a module that registers may look up
+        self._loaded = True  # before the imports: a module that registers may look up
         try:
             for module in self._modules:
                 importlib.import_module(module)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-ALIKE = 0.6  # of difflib's ratio, if letters alone do not tell
-LETTERS_AN_EDIT = 4  # of a word, for each that may be wrong
-LONGEST = 200  # letters of a word that is looked up: time grows with them, and no typing error is that long
-LEAST_BEGUN = 3  # letters of a name that tell which is meant
+ALIKE = 0.6  # least ratio of difflib, used if counting edits finds nothing
+LETTERS_AN_EDIT = 4  # one letter may be wrong for so many letters of a word
+LONGEST = 200  # most letters of a word that is looked up: time grows with them, and no typo is that long
+LEAST_BEGUN = 3  # least letters of a name that identify it as a prefix
 
 
 def edits(one: str, other: str) -> int:
-    """Letters put in, left out or changed, and neighbours swapped, that turn one word into the other: the
-    optimal string alignment distance."""
+    """The optimal string alignment distance of two words: letters inserted, deleted or changed, and
+    neighbours swapped."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
@@ -27,16 +27,16 @@ def edits(one: str, other: str) -> int:
 
 
 def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str]:
-    """The names that ``word`` most likely stands for, the likeliest alone wherever one is.
+    """The names that ``word`` most likely means: one if it stands out, else several.
 
-    A name that ends in the word is meant if only its group was left out (``lr``: ``train.lr``); of several
-    such, all. Then come the fewest edits; of equally many, a swap of neighbours before a letter too many or
-    too few (``modle``: ``model``, not ``mode``). Where that is too far, a name that begins with the word, and
-    then whatever difflib finds.
+    First come names that end in the word, with only their group left out (``lr``: ``train.lr``), all of them.
+    Then those with the fewest edits; among equals, a swap of neighbours precedes a missing or extra letter
+    (``modle``: ``model``, not ``mode``). If none is near enough, names that begin with the word, and then
+    those that difflib finds.
 
     Args:
         word: what was written.
-        known: what there is; a dot or a slash parts a group from its keys.
+        known: the existing names; a dot or a slash separates a group from its keys.
         cutoff: least ratio for difflib.
     """
     if len(word) > LONGEST:
@@ -52,15 +52,15 @@ def alike(word: str, known: Iterable[str], *, cutoff: float = ALIKE) -> list[str
 
 
 def did_you_mean(word: str, known: Iterable[str], *, before: str = "", cutoff: float = ALIKE) -> str:
-    """A sentence with the names that are alike, each with ``before`` in front, and a blank after it; "" if
-    none is."""
+    """A sentence with the likely names, each preceded by ``before``, and a blank after it; "" if there are
+    none."""
     found = [f"{before}{name}" for name in alike(word, known, cutoff=cutoff)]
     return f"Did you mean {' or '.join(found)}? " if found else ""
 
 
 def _rank(word: str, name: str) -> tuple[int, bool, bool, float]:
-    """Sorts the likeliest first, by edits before all. A word without a group is compared with the last word
-    of a name, too, as a little less alike."""
+    """A key that sorts the likeliest first, mainly by edits. A word without a group is also compared with the
+    last word of a name, which counts as slightly less alike."""
     word, name = word.lower(), name.lower()
     texts = dict.fromkeys([name] if _last(word) != word else [name, _last(name)])
     return min(
@@ -69,7 +69,7 @@ def _rank(word: str, name: str) -> tuple[int, bool, bool, float]:
 
 
 def _allowed(word: str, name: str) -> int:
-    """Edits that may lie between two names; the group that both have does not count."""
+    """The most edits allowed between two names; a group that both share does not count."""
     own = word.removeprefix(f"{name.rpartition('.')[0]}.")
     return max(1, len(own) // LETTERS_AN_EDIT)
 
