@@ -23,9 +23,8 @@ from plait.core.messages import (
     Export,
     GroupStep,
     JobProgress,
-    RunMicrobatches,
+    RunSchedule,
     StepJob,
-    StepJobs,
 )
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.samples import Split
@@ -80,11 +79,11 @@ class JointSide:
 
     def pass_through(self, microbatches: tuple[Microbatch, ...]) -> None:
         """Forward and backward; gradients add up."""
-        self.worker.execute(RunMicrobatches(microbatches))
+        self.worker.execute(RunSchedule(microbatches))
 
     def step(self, jobs: Sequence[JobSpec], step: int) -> None:
         """The optimiser step of every job."""
-        self.worker.execute(StepJobs(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
+        self.worker.execute(RunSchedule(tuple(StepJob(job.name, step, job.train.lr) for job in jobs)))
 
     def timed_step(self, jobs: Sequence[JobSpec], microbatches: tuple[Microbatch, ...], step: int) -> float:
         """Seconds of a joint step: forward, backward and every job's optimiser step."""

@@ -12,7 +12,7 @@ import pytest
 from processes import ForkedProcess
 
 from plait.cli.main import main
-from plait.core.messages import RunMicrobatches
+from plait.core.messages import RunSchedule
 from plait.distributed import launch
 from plait.distributed.fleet import Fleet
 
@@ -52,7 +52,7 @@ def test_a_process_that_dies_is_named_and_the_same_command_resumes(
     run, runs = Fleet.execute, iter(range(100))
 
     def execute(fleet: Fleet, command: Any) -> Any:
-        if isinstance(command, RunMicrobatches) and next(runs) == 1:
+        if isinstance(command, RunSchedule) and next(runs) == 1:
             os.kill(started[1].pid, signal.SIGKILL)
         return run(fleet, command)
 
@@ -61,7 +61,7 @@ def test_a_process_that_dies_is_named_and_the_same_command_resumes(
     assert main(command) == 2
     said = capsys.readouterr().err
     assert "process 1" in said
-    assert "died with status -9 (RunMicrobatches)" in said
+    assert "died with status -9 (RunSchedule)" in said
     assert "same command" in said
     assert main(command) == 0
     assert "resuming 3" in capsys.readouterr().out

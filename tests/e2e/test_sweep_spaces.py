@@ -10,7 +10,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from plait.cli.main import main
-from plait.core.messages import Command, RunMicrobatches, WorkerEvent
+from plait.core.messages import Command, RunSchedule, WorkerEvent
 from plait.engine.local_worker import LocalWorker
 
 Trials = Callable[..., list[FrozenTrial]]
@@ -25,7 +25,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = LocalWorker.execute
 
     def execute(self: LocalWorker, command: Command) -> Sequence[WorkerEvent]:
-        if isinstance(command, RunMicrobatches):
+        if isinstance(command, RunSchedule):
             parts = (segment.job for each in command.microbatches for segment in each.segments)
             sizes.append(len(set(parts)))
         return real(self, command)

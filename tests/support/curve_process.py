@@ -18,7 +18,7 @@ from pathlib import Path
 from curve_worker import CurveWorker
 from rung_bench import Bench, Notes, halving
 
-from plait.core.messages import Command, Event, JobProgress, RunMicrobatches, WorkerEvent
+from plait.core.messages import Command, Event, JobProgress, RunSchedule, WorkerEvent
 from plait.core.settings import SearchSettings
 from plait.search.run import Interrupts
 from plait.search.storage import open_storage, quiet
@@ -36,7 +36,7 @@ class SlowWorker(CurveWorker):
     """Takes some time for a step, so that processes that share a search meet."""
 
     def execute(self, command: Command) -> Sequence[WorkerEvent]:
-        if isinstance(command, RunMicrobatches):
+        if isinstance(command, RunSchedule):
             time.sleep(STEP_SECONDS)
         return super().execute(command)
 

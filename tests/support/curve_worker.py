@@ -31,11 +31,11 @@ from plait.core.messages import (
     KeepWeights,
     MicrobatchDone,
     OutOfMemory,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
     Saved,
     StepDone,
-    StepJobs,
+    StepJob,
     WorkerEvent,
 )
 from plait.core.plans import Microbatch
@@ -95,9 +95,10 @@ class CurveWorker:
     Attributes:
         curve: validation loss of a job after so many steps; a step's own loss is that before it.
         fault: what goes wrong with a job at a step; asked of each "run", "step", "evaluate" and "generate".
-        room: most jobs in one RunMicrobatches before memory runs out.
+        room: most jobs in one schedule before memory runs out.
         attach_room: most jobs that are attached before memory runs out.
         commands: all that came.
+        taken: steps that each job has taken, also of those that are no more.
         spent: seconds of everything that took some.
     """
 
@@ -109,6 +110,7 @@ class CurveWorker:
     jobs: dict[str, JobSpec] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
+    taken: dict[str, int] = field(default_factory=dict)
     spent: list[float] = field(default_factory=list)
 
     @property
@@ -126,12 +128,10 @@ class CurveWorker:
             case Detach():
                 del self.jobs[command.job], self.steps[command.job]
                 return []
-            case RunMicrobatches():
-                return self._run(command.microbatches, evaluation=False)
+            case RunSchedule():
+                return self._run_schedule(command)
             case Evaluate():
                 return self._run(command.microbatches, evaluation=True)
-            case StepJobs():
-                return [self._step(step.job, step.step) for step in command.steps]
             case KeepWeights():
                 return []
             case SaveCheckpoint():
@@ -160,6 +160,14 @@ class CurveWorker:
         self.jobs[name], self.steps[name] = command.job, cursor.step
         return Attached(name, cursor, found, seconds=self._spend())
 
+    def _run_schedule(self, schedule: RunSchedule) -> list[WorkerEvent]:
+        """The microbatches, then the steps of the jobs that did not fail."""
+        events = self._run(schedule.microbatches, evaluation=False)
+        if any(isinstance(event, OutOfMemory) for event in events):
+            return events
+        failed = {event.job for event in events if isinstance(event, JobFailed)}
+        return [*events, *(self._step(each) for each in schedule.steps if each.job not in failed)]
+
     def _run(self, microbatches: Sequence[Microbatch], *, evaluation: bool) -> list[WorkerEvent]:
         names = {segment.job for each in microbatches for segment in each.segments}
         if not evaluation and self.room is not None and len(names) > self.room:
@@ -177,11 +185,12 @@ class CurveWorker:
             events.append(MicrobatchDone(each.index, tuple(losses), self._spend(), None, evaluation))
         return events
 
-    def _step(self, job: str, step: int) -> WorkerEvent:
+    def _step(self, asked: StepJob) -> WorkerEvent:
+        job, step = asked.job, asked.step
         assert step == self.steps[job] + 1
         if reason := self.fault("step", job, step):
             return JobFailed(job, step, reason, self._spend())
-        self.steps[job] = step
+        self.steps[job] = self.taken[job] = step
         return StepDone(job, step, 1.0, self._spend())
 
     def _generate(self, asked: GenerateJob) -> WorkerEvent:

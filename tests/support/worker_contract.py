@@ -22,12 +22,11 @@ from plait.core.messages import (
     Generated,
     GenerateJob,
     MicrobatchDone,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
     Saved,
     StepDone,
     StepJob,
-    StepJobs,
     WorkerEvent,
 )
 from plait.engine.iteration import Packer
@@ -53,11 +52,8 @@ def run(worker: Worker, jobs: Sequence[JobSpec], step: int) -> list[WorkerEvent]
         split = random_data(each.data).train
         batches.append(training_batch(each, DataOrder.of(each.train, len(split)), split, step))
     packer = Packer(CAPACITY, len(worker.facts.devices))
-    steps = StepJobs(tuple(StepJob(each.name, step, each.train.lr) for each in jobs))
-    return [
-        *worker.execute(RunMicrobatches(packer.pack(batches))),
-        *worker.execute(steps),
-    ]
+    steps = (StepJob(each.name, step, each.train.lr) for each in jobs)
+    return list(worker.execute(RunSchedule((*packer.pack(batches), *steps))))
 
 
 def losses(events: Sequence[WorkerEvent], name: str) -> float:

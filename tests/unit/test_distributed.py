@@ -25,10 +25,9 @@ from plait.core.messages import (
     JobLoss,
     MicrobatchDone,
     OutOfMemory,
-    RunMicrobatches,
+    RunSchedule,
     StepDone,
     StepJob,
-    StepJobs,
 )
 from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
@@ -38,7 +37,6 @@ from plait.distributed.channel import (
     Beat,
     Build,
     Door,
-    DropGradients,
     Hello,
     Share,
     connect,
@@ -153,10 +151,11 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
     if number == signal.SIGSTOP:
         fleet.processes.silence = 2.0
     os.kill(started[1].pid, number)
-    with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(StepJobs\)") as caught:
-        fleet.execute(StepJobs((StepJob("a", 1, 1e-3),)))
+    with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(RunSchedule\)") as caught:
+        fleet.execute(RunSchedule((StepJob("a", 1, 1e-3),)))
     assert "same command" in caught.value.remedy
-    assert [each.poll() for each in started] == [-9, -9]
+    assert started[1].poll() == -9
+    assert started[0].poll() is not None
 
 
 def test_processes_that_end_leave_nothing_behind(tmp_path: Path) -> None:
@@ -189,14 +188,28 @@ def told(said: Mapping[type, Sequence[Answer]]) -> tuple[Fleet, Told]:
     return fleet, processes
 
 
-def test_where_one_runs_out_of_memory_all_forget_their_gradients() -> None:
-    losses = (JobLoss("a", 1, 2.0, 3, 4),)
-    done = MicrobatchDone(0, losses, 0.5, None)
-    short = OutOfMemory("no room", 0.25)
-    fleet, processes = told({RunMicrobatches: [Answer((done,)), Answer((short,))]})
+def test_each_gets_its_own_microbatches_and_all_steps() -> None:
+    done = [MicrobatchDone(number, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None) for number in range(2)]
+    stepped = StepDone("a", 1, 1.0, 0.25)
+    said = [Answer((each, stepped)) for each in done]
+    fleet, processes = told({RunSchedule: said})
+    step = StepJob("a", 1, 1e-3)
     microbatches = tuple(Microbatch(replica, replica, ()) for replica in range(2))
-    assert fleet.execute(RunMicrobatches(microbatches)) == [done, short]
-    assert processes.asked[-2:] == [(0, DropGradients()), (1, DropGradients())]
+    assert fleet.execute(RunSchedule((*microbatches, step))) == [
+        *done,
+        StepDone("a", 1, 1.0, 0.5),
+    ]
+    assert processes.asked == [
+        (number, RunSchedule((each, step))) for number, each in enumerate(microbatches)
+    ]
+
+
+def test_where_one_runs_out_of_memory_the_others_say_what_they_did() -> None:
+    done = MicrobatchDone(0, (JobLoss("a", 1, 2.0, 3, 4),), 0.5, None)
+    short = OutOfMemory("no room", 0.25)
+    fleet, _ = told({RunSchedule: [Answer((done,)), Answer((short,))]})
+    microbatches = tuple(Microbatch(replica, replica, ()) for replica in range(2))
+    assert fleet.execute(RunSchedule((*microbatches, StepJob("a", 1, 1e-3)))) == [done, short]
 
 
 def test_where_one_cannot_attach_a_job_none_has_it() -> None:
@@ -217,8 +230,9 @@ def test_what_a_job_resumed_with_is_shared_its_best_weights_too() -> None:
 
 def test_replicas_that_step_apart_end_the_run() -> None:
     steps = [Answer((StepDone("a", 1, norm, 0.1),)) for norm in (1.0, 1.0000001)]
-    fleet, _ = told({StepJobs: steps})
+    schedule = RunSchedule((StepJob("a", 1, 1e-3),))
+    fleet, _ = told({RunSchedule: steps})
     with pytest.raises(ProcessError, match="stepped apart"):
-        fleet.execute(StepJobs((StepJob("a", 1, 1e-3),)))
-    same, _ = told({StepJobs: [steps[0], steps[0]]})
-    assert same.execute(StepJobs((StepJob("a", 1, 1e-3),))) == [StepDone("a", 1, 1.0, 0.2)]
+        fleet.execute(schedule)
+    same, _ = told({RunSchedule: [steps[0], steps[0]]})
+    assert same.execute(schedule) == [StepDone("a", 1, 1.0, 0.2)]

@@ -30,9 +30,8 @@ from plait.core.messages import (
     JobProgress,
     JobSaved,
     Notice,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
-    StepJobs,
     WorkerEvent,
 )
 from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
@@ -127,7 +126,7 @@ def test_device_time_is_attributed_to_the_last_nanosecond(
     total = sum(nanoseconds(seconds) for seconds in worker.spent)
     assert made.device_ns == total
     for command in worker.commands:
-        if isinstance(command, RunMicrobatches | Evaluate):
+        if isinstance(command, RunSchedule | Evaluate):
             assert max(each.tokens for each in command.microbatches) <= 16
     assert sum(round(end.device_seconds * 1e9) for end in ends) == total
     assert len(ends) == len(jobs)
@@ -145,10 +144,8 @@ class TimedWorker(CurveWorker):
         events = super().execute(command)
         seconds = sum(self.spent[spent:])
         self.now += seconds
-        if isinstance(command, RunMicrobatches):
+        if isinstance(command, RunSchedule):
             self.iterations.append(seconds)
-        elif isinstance(command, StepJobs):
-            self.iterations[-1] += seconds
         return events
 
 
@@ -180,9 +177,7 @@ def test_a_failure_ends_its_own_job_only() -> None:
     assert ends["bad"] == ("failed", 1, "its loss is nan")
     assert ends["worse"] == ("failed", 2, "its gradient is inf")
     assert ends["good"][:2] == ("finished", 4)
-    for command in worker.commands:
-        if isinstance(command, StepJobs):
-            assert ("bad", 2) not in [(step.job, step.step) for step in command.steps]
+    assert worker.taken == {"good": 4, "bad": 1, "worse": 2}
 
 
 def test_a_failed_evaluation_ends_the_job() -> None:

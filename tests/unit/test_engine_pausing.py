@@ -24,7 +24,7 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
     Notice,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
     WorkerEvent,
 )
@@ -306,7 +306,7 @@ def test_out_of_memory_makes_the_group_smaller_and_no_step_is_lost(make: Any) ->
     for name in "abcd":
         assert steps(events, name) == [1, 2, 3]
     assert {e.job: e.state for e in events if isinstance(e, JobResult)} == dict.fromkeys("abcd", "finished")
-    runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
+    runs = sum(isinstance(command, RunSchedule) for command in worker.commands)
     assert runs == 3 + 3 + 2  # the two that ran out of memory were taken again
 
 
@@ -319,7 +319,7 @@ def test_a_group_that_ran_out_of_memory_is_not_formed_again_while_its_jobs_train
     made.submit(job("d"))
     for _ in range(4):
         made.advance()
-    assert sum(isinstance(command, RunMicrobatches) for command in worker.commands) == 5 + 1
+    assert sum(isinstance(command, RunSchedule) for command in worker.commands) == 5 + 1
     assert set(worker.jobs) == {"a", "b"}
 
 
@@ -333,7 +333,7 @@ def test_a_larger_group_is_tried_again_after_ends_ever_more_rarely(make: Any) ->
     assert {len(group) for group in groups(events)} <= {1, 2}
     assert [name for name in names if steps(events, name) != [1]] == []
     out = [each for each in paused(events) if each[2] == PauseReason.PREEMPTED]
-    runs = sum(isinstance(command, RunMicrobatches) for command in worker.commands)
+    runs = sum(isinstance(command, RunSchedule) for command in worker.commands)
     assert runs - len(groups(events)) == len(out)
     assert 2 <= len(out) - 38 <= 1 + math.log2(40)  # the first step came down from 40 to 2, one by one
 

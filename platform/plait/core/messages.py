@@ -40,13 +40,6 @@ class Detach:
 
 
 @dataclass(frozen=True, slots=True)
-class RunMicrobatches:
-    """Run forward and backward; gradients are summed in this order."""
-
-    microbatches: tuple[Microbatch, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class StepJob:
     """One optimiser step of one job. ``step`` counts from 1 (Adam's bias correction); rates are as
     scheduled."""
@@ -57,10 +50,25 @@ class StepJob:
 
 
 @dataclass(frozen=True, slots=True)
-class StepJobs:
-    """Take all steps that are due in one call of the optimiser."""
+class RunSchedule:
+    """Microbatches, forward and backward, and optimiser steps, in this order.
 
-    steps: tuple[StepJob, ...]
+    Gradients are added up in the order of the microbatches, then in that of the replicas. Steps that lie next
+    to each other are one call of the optimiser; replicas add up gradients in the order of the steps. A job
+    with a loss or a gradient that is not finite does not step.
+    """
+
+    items: tuple[Microbatch | StepJob, ...]
+
+    @property
+    def microbatches(self) -> tuple[Microbatch, ...]:
+        """The microbatches of all replicas."""
+        return tuple(item for item in self.items if isinstance(item, Microbatch))
+
+    @property
+    def steps(self) -> tuple[StepJob, ...]:
+        """All steps."""
+        return tuple(item for item in self.items if isinstance(item, StepJob))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +145,7 @@ class Export:
     kept_step: int | None = None
 
 
-Command = (
-    Attach | Detach | RunMicrobatches | StepJobs | Evaluate | KeepWeights | Generate | SaveCheckpoint | Export
-)
+Command = Attach | Detach | RunSchedule | Evaluate | KeepWeights | Generate | SaveCheckpoint | Export
 
 # ---- events: worker to coordinator, and on to search, tracking and terminal --------------------------
 
@@ -200,7 +206,8 @@ class MicrobatchDone:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A job's optimiser stepped; with the gradient's norm before clipping."""
+    """A job's optimiser stepped, with the gradient's norm before clipping; one that is not finite says that
+    it did not step."""
 
     job: str
     step: int
@@ -213,8 +220,7 @@ class JobFailed:
     """A loss or gradient was not finite, the job's data or checkpoint cannot be used, or one of its answers
     does not fit into memory. The other jobs continue.
 
-    ``seconds`` are those that no other event reports: of a step that was not taken, of attaching the job, or
-    of generating.
+    ``seconds`` are those that no other event has: of attaching the job, or of generating.
     """
 
     job: str
@@ -243,8 +249,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A command ran out of memory midway. No optimiser stepped, and all gradients are zero again; nothing is
-    left of a job that was being attached.
+    """A command ran out of memory part of the way. None of the steps after it was taken, on any replica, and
+    all gradients are zero again; nothing is left of a job that was to be attached.
 
     ``seconds`` are those of the microbatch or job that failed.
     """

@@ -85,11 +85,6 @@ class Share:
     best: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DropGradients:
-    """Forget all gradients: another process ran out of memory."""
-
-
 # ---- what a process sends ------------------------------------------------------------------------------
 
 
@@ -104,9 +99,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A request is done; ``seconds`` by the clock, waiting for other processes included.
+    """A request is done.
 
     Attributes:
+        seconds: by the clock, waiting for other processes included.
         facts: of a worker that was built.
         began, ended: when the process took the request and was done, by its own clock.
         spans: what it did since its answer before.

@@ -6,19 +6,27 @@ the processes, so their bits do not depend on who was first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from plait.core.errors import ProcessError
+
 PIECE = 2**20  # numbers that are gathered at a time: bounds the memory of a sum
+Result = TypeVar("Result")
 
 
 class Exchange:
-    """A process's membership in the group of all processes.
+    """A process's membership in the group of all processes, as its worker's
+    :class:`~plait.engine.local_worker.Peers`.
+
+    Sums are made in a thread while the process computes, one after another in the order in which they were
+    begun, which is the same in all processes.
 
     Args:
         store: file in which they find each other; a new one for each group.
@@ -39,29 +47,91 @@ class Exchange:
             timeout=timedelta(seconds=seconds),
         )
         self.received = 0
-        self._first = process == 0
+        self._process = process
         self._processes = processes
         self._device = device
+        self._thread = ThreadPoolExecutor(1, "exchange", initializer=self._on_own_stream)
+        self._begun: list[Future[None]] = []
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Put the sum over all processes into each of these vectors, which all have in the same order."""
-        for tensor in tensors:
-            for piece in torch.split(tensor, PIECE):
-                parts = [torch.empty_like(piece) for _ in range(self._processes)]
-                dist.all_gather(parts, piece.contiguous())
-                self.received += (self._processes - 1) * piece.nbytes
-                piece.copy_(parts[0])
-                for part in parts[1:]:
-                    piece.add_(part)
+    def _on_own_stream(self) -> None:
+        """What the thread does on a GPU runs beside what computes there."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+    def _synchronise(self) -> None:
+        """Wait for what the calling thread has sent to the GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    # ---- sums --------------------------------------------------------------------------------------------
+
+    def add_up(self, gradients: Tensor) -> None:
+        """Begin to put the sum over all processes into this vector, whose values are there."""
+        self._synchronise()
+        self._begun.append(self._thread.submit(self._sum, gradients))
+
+    def finish(self, *, short: bool) -> bool:
+        """Wait for the sums that were begun; whether one of the processes is ``short`` of memory.
+
+        Raises:
+            ProcessError: another process died, or does not take part.
+        """
+        agreed = self._thread.submit(self._any, short)
+        begun, self._begun = self._begun, []
+        for each in begun:
+            self._result(each)
+        return self._result(agreed)
+
+    def _sum(self, vector: Tensor) -> None:
+        for piece in torch.split(vector, PIECE):
+            parts = self._all(piece.contiguous())
+            piece.copy_(parts[0])
+            for part in parts[1:]:
+                piece.add_(part)
+        self._synchronise()
+
+    def _any(self, own: bool) -> bool:
+        said = self._all(torch.tensor([own], dtype=torch.uint8, device=self._device))
+        return any(bool(each.item()) for each in said)
+
+    def _all(self, own: Tensor) -> list[Tensor]:
+        """This tensor of each process, in their order."""
+        parts = [torch.empty_like(own) for _ in range(self._processes)]
+        dist.all_gather(parts, own)
+        self.received += (self._processes - 1) * own.nbytes
+        return parts
+
+    # ---- copies ------------------------------------------------------------------------------------------
 
     def share(self, tensor: Tensor) -> None:
-        """Copy a tensor of the first process to all others."""
+        """Copy a tensor of the first process to all others.
+
+        Raises:
+            ProcessError: as :meth:`finish`.
+        """
         sent = tensor.to(self._device)
-        dist.broadcast(sent, src=0)
-        self.received += 0 if self._first else sent.nbytes
+        self._synchronise()
+        self._result(self._thread.submit(self._broadcast, sent))
+        self.received += 0 if self._process == 0 else sent.nbytes
         if sent is not tensor:
             tensor.copy_(sent)
 
+    def _broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, src=0)
+        self._synchronise()
+
+    def _result(self, begun: Future[Result]) -> Result:
+        try:
+            return begun.result()
+        except (RuntimeError, ValueError) as error:
+            raise ProcessError(
+                f"process {self._process} lost the others: {str(error).partition(chr(10))[0]}",
+                "The processes of a run exchange gradients and adapters directly.",
+                "The same command resumes the search; cluster.join_seconds is the longest wait.",
+            ) from error
+
     def close(self) -> None:
         """Leave the group."""
+        self._thread.shutdown()
         dist.destroy_process_group()

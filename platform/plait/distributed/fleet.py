@@ -1,8 +1,8 @@
 """A worker that stands for several processes, each with a replica of the base model.
 
 A seam: it does not know how its processes were started. Every process has every adapter whole, with its
-moments. Microbatches go to the replica that they name; before a step, the processes add up the job's
-gradients in the order of the processes, and all step alike.
+moments. Microbatches go to the replica that they name; the processes add up a job's gradients in the order of
+the processes as soon as they are complete, and all step alike.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from plait.core.messages import (
     Generated,
     JobFailed,
     KeepWeights,
-    MicrobatchDone,
     OutOfMemory,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
-    StepJobs,
+    StepDone,
+    StepJob,
     WorkerEvent,
 )
+from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
 from plait.core.spans import ReplicaSpans
-from plait.distributed.channel import Answer, Build, DropGradients, Provide, Share
+from plait.distributed.channel import Answer, Build, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import WorkerFacts
@@ -92,10 +93,10 @@ class Fleet:
         match command:
             case Attach():
                 return self._attach(command)
-            case RunMicrobatches() | Evaluate():
-                return self._run(command)
-            case StepJobs():
-                return _one_step(self.processes.ask_all(command))
+            case RunSchedule():
+                return self._run_schedule(command)
+            case Evaluate():
+                return self._evaluate(command)
             case Generate():
                 return self._generate(command)
             case SaveCheckpoint() | Export():
@@ -124,22 +125,30 @@ class Fleet:
         shared = self.processes.ask_all(Share(command.job.name, best=event.cursor.best_step is not None))
         return [replace(event, seconds=spent + sum(answer.seconds for answer in shared.values()))]
 
-    def _run(self, command: RunMicrobatches | Evaluate) -> Sequence[WorkerEvent]:
-        """Each replica's own microbatches; where one runs out of memory, nothing is left of any."""
+    def _run_schedule(self, command: RunSchedule) -> Sequence[WorkerEvent]:
+        """To each replica its own microbatches, and all steps."""
+        own: dict[int, list[Microbatch | StepJob]] = {number: [] for number in range(len(self.processes))}
+        for item in command.items:
+            for number in own if isinstance(item, StepJob) else (item.replica,):
+                own[number].append(item)
+        answers = self.processes.ask({number: RunSchedule(tuple(each)) for number, each in own.items()})
+        events = [event for answer in answers.values() for event in answer.events]
+        ran = [event for event in events if not isinstance(event, StepDone | OutOfMemory)]
+        short = [_one_shortage(events)] if _out_of_memory(events) else []
+        return [*ran, *_one_step(answers), *short]
+
+    def _evaluate(self, command: Evaluate) -> Sequence[WorkerEvent]:
         numbers = sorted({each.replica for each in command.microbatches})
-        own = {
-            number: tuple(each for each in command.microbatches if each.replica == number)
-            for number in numbers
-        }
         answers = self.processes.ask(
-            {number: replace(command, microbatches=each) for number, each in own.items()}
+            {
+                number: Evaluate(tuple(each for each in command.microbatches if each.replica == number))
+                for number in numbers
+            }
         )
         events = [event for answer in answers.values() for event in answer.events]
         if not _out_of_memory(events):
             return events
-        self.processes.ask_all(DropGradients())
-        done = [event for event in events if isinstance(event, MicrobatchDone)]
-        return [*done, _one_shortage(events)]
+        return [*(event for event in events if not isinstance(event, OutOfMemory)), _one_shortage(events)]
 
     def _generate(self, command: Generate) -> Sequence[WorkerEvent]:
         """The jobs are shared out in turn; answers come in the order asked for."""
@@ -180,7 +189,7 @@ def _one_step(answers: Mapping[int, Answer]) -> Sequence[WorkerEvent]:
     Raises:
         ProcessError: they did not.
     """
-    said = [answer.events for answer in answers.values()]
+    said = [[event for event in each.events if isinstance(event, StepDone)] for each in answers.values()]
     merged: list[WorkerEvent] = []
     for own in zip(*said, strict=True):
         if len({repr(replace(event, seconds=0.0)) for event in own}) > 1:

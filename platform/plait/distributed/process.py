@@ -18,7 +18,7 @@ import torch
 
 from plait.core.errors import PlaitError
 from plait.core.jobs import DataSpec
-from plait.core.messages import Attach, Command, StepJobs
+from plait.core.messages import Attach, Command
 from plait.core.samples import TokenisedData
 from plait.distributed.channel import (
     Address,
@@ -26,7 +26,6 @@ from plait.distributed.channel import (
     Beat,
     Build,
     Channel,
-    DropGradients,
     Hello,
     Join,
     Load,
@@ -42,12 +41,11 @@ from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
-from plait_kernels.bank import GRADIENTS
 
 ADDRESS, KEY, NUMBER = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS"  # variables of the environment
 BEATS = 1.0  # seconds between two signs of life
 
-Request = Load | Join | Build | Provide | Share | DropGradients | Command
+Request = Load | Join | Build | Provide | Share | Command
 
 
 class Replica:
@@ -89,7 +87,8 @@ class Replica:
                 return Answer()
             case Build(engine):
                 data = DataCatalogue(self._data.__getitem__)
-                self._worker = LocalWorker(self._model, data, engine, recorder=self._recorder)
+                exchange, recorder = self._exchange, self._recorder
+                self._worker = LocalWorker(self._model, data, engine, recorder=recorder, peers=exchange)
                 return Answer(facts=self.worker.facts)
             case Provide(spec, data):
                 self._data[spec] = data
@@ -101,14 +100,6 @@ class Replica:
                 self.worker.bank.refresh([job])
                 self._recorder.lap("attach", ((job, 0),), received=self._exchange.received - before)
                 return Answer(seconds=time.perf_counter() - started)
-            case DropGradients():
-                self.worker.bank.zero_gradients()
-                return Answer()
-            case StepJobs(steps):
-                before = self._exchange.received
-                self._exchange.add_up([self.worker.bank.block(each.job).state[GRADIENTS] for each in steps])
-                work = tuple((each.job, each.step) for each in steps)
-                self._recorder.lap("exchange", work, received=self._exchange.received - before)
             case Attach() if self.number > 0:
                 request = Attach(request.job)  # what it resumes from comes from the first process
         assert not isinstance(request, Load)

@@ -25,10 +25,9 @@ from plait.core.messages import (
     JobPaused,
     JobProgress,
     Notice,
-    RunMicrobatches,
+    RunSchedule,
     SpansTaken,
     StepJob,
-    StepJobs,
 )
 from plait.core.plans import Choices, Group, Plan, Prediction, Replica
 from plait.core.settings import RunSettings
@@ -42,6 +41,7 @@ from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome, Tally
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.replica_times import on_one_clock, times_between
+from plait.engine.schedules import by_completion
 from plait.engine.steps import DataOrder
 from plait.engine.worker import Worker
 
@@ -331,9 +331,11 @@ class Coordinator:
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
             microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
             expected = self._predictions.expect(microbatches, self._live)
-            run = self._send(RunMicrobatches(microbatches))
+            order = by_completion(jobs, microbatches)
+            steps = [StepJob(name, jobs[name].step + 1, jobs[name].next_rate()) for name in order]
+            run = self._send(RunSchedule((*microbatches, *steps)))
             if run.out_of_memory is None:
-                return [*events, *self._step(jobs, run, started, expected)]
+                return [*events, *self._stepped(jobs, run, started, expected)]
             events += self._make_room(list(jobs.values()), run.out_of_memory)
         return events
 
@@ -353,24 +355,18 @@ class Coordinator:
             ]
         return [self._end(last, JobState.FAILED, f"out of memory, with no other job training: {detail}")]
 
-    def _step(
+    def _stepped(
         self, jobs: Mapping[str, LiveJob], run: Outcome, started: float, expected: Expected
     ) -> list[Event]:
-        """The optimiser's steps after a group's microbatches, and what came of them."""
-        due = [
-            StepJob(name, job.step + 1, job.next_rate())
-            for name, job in jobs.items()
-            if name not in run.failures
-        ]
-        stepped = self._send(StepJobs(tuple(due)))
+        """What came of a group's schedule."""
         ended = self._clock()
         seconds = ended - started
-        events = [*self._end_failed(run.failures), *self._end_failed(stepped.failures)]
-        for step in due:
-            if step.job in stepped.steps:
-                job, tally = jobs[step.job], run.tallies[step.job]
+        events = self._end_failed(run.failures)
+        for name, job in jobs.items():
+            if name in run.steps:
+                tally, rate = run.tallies[name], job.next_rate()
                 job.advance(tally.tokens)
-                events.append(_progress(job, tally, stepped.steps[step.job].grad_norm, step.lr, seconds))
+                events.append(_progress(job, tally, run.steps[name].grad_norm, rate, seconds))
         number = next(self._iterations)
         spans = on_one_clock(self._worker.take_spans())
         times = _predicted(times_between(spans, started, ended), expected)

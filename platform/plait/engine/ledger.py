@@ -6,6 +6,7 @@ floating-point shares drift away from the total.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from plait.core.messages import (
     MicrobatchDone,
     ObservedPeak,
     OutOfMemory,
-    RunMicrobatches,
+    RunSchedule,
     Saved,
     StepDone,
 )
@@ -86,8 +87,7 @@ class Ledger:
                 case MicrobatchDone():
                     self._microbatch(event, jobs, outcome)
                 case StepDone():
-                    outcome.steps[event.job] = event
-                    self.charge(jobs[event.job], event.seconds)
+                    self._step(event, jobs, outcome)
                 case Generated():
                     outcome.generated[event.job] = event
                     self.charge(jobs[event.job], event.seconds)
@@ -109,9 +109,16 @@ class Ledger:
         self.device_ns += spent
         job.charge(spent)
 
+    def _step(self, event: StepDone, jobs: Mapping[str, LiveJob], outcome: Outcome) -> None:
+        self.charge(jobs[event.job], event.seconds)
+        if math.isfinite(event.grad_norm):
+            outcome.steps[event.job] = event
+        else:
+            outcome.failures.setdefault(event.job, f"gradient norm is {event.grad_norm}")
+
     def _wasted(self, command: Command, seconds: float, jobs: Mapping[str, LiveJob]) -> None:
         """Share what ran out of memory out to the jobs of its command: a microbatch by their tokens."""
-        assert isinstance(command, Attach | RunMicrobatches | Evaluate)
+        assert isinstance(command, Attach | RunSchedule | Evaluate)
         if isinstance(command, Attach):
             self.charge(jobs[command.job.name], seconds)
             return

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,12 +30,11 @@ from plait.core.messages import (
     MicrobatchDone,
     ObservedPeak,
     OutOfMemory,
-    RunMicrobatches,
+    RunSchedule,
     SaveCheckpoint,
     Saved,
     StepDone,
     StepJob,
-    StepJobs,
     WorkerEvent,
 )
 from plait.core.plans import Microbatch, Segment
@@ -47,11 +47,25 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.devices import choose_kernels, device_bytes, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
+from plait.engine.schedules import Round, rounds
 from plait.engine.span_recorder import SpanRecorder, work_of
 from plait.engine.worker import ActivationShape, WorkerFacts
 from plait.models.base import BaseModel
 from plait.models.generate import Prompt, batch_size, generate
 from plait_kernels import AdapterStep, Bank, adamw_step
+from plait_kernels.bank import GRADIENTS
+
+
+class Peers(Protocol):
+    """Other workers with the same adapters: they get the same schedules, with microbatches of their own."""
+
+    received: int  # bytes that came from them so far
+
+    def add_up(self, gradients: Tensor) -> None:
+        """Begin to put the sum over all of them into this vector; all do so in one order."""
+
+    def finish(self, *, short: bool) -> bool:
+        """Wait for the sums that were begun; whether one of them is ``short`` of memory."""
 
 
 class LocalWorker:
@@ -59,6 +73,7 @@ class LocalWorker:
 
     Args:
         recorder: of the process's spans; None: one of its own.
+        peers: what it adds up gradients with; None: it trains alone.
     """
 
     def __init__(
@@ -69,6 +84,7 @@ class LocalWorker:
         *,
         clock: Callable[[], float] = time.perf_counter,
         recorder: SpanRecorder | None = None,
+        peers: Peers | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads or usual_threads())
         self.adapters = AdapterStore(model)
@@ -81,6 +97,7 @@ class LocalWorker:
         self._capacity = settings.capacity_or_usual
         self._clock = clock
         self._recorder = recorder or SpanRecorder()
+        self._peers = peers
         self._observer = PeakObserver(model.device, self._static)
         self._sampler = PeakSampler(every=1 if model.device.type == "cuda" else SAMPLED_EVERY)
         self._jobs: dict[str, JobSpec] = {}
@@ -128,16 +145,14 @@ class LocalWorker:
                 del self._jobs[job]
                 self.adapters.detach(job)
                 return []
-            case RunMicrobatches(microbatches):
-                return self._run_all(microbatches, training=True)
+            case RunSchedule(items):
+                return self._run_schedule(items)
             case Evaluate(microbatches):
-                return self._run_all(microbatches, training=False)
+                return [event for new in self._run_each(microbatches, training=False) for event in new]
             case KeepWeights(jobs):
                 for job in jobs:
                     self.adapters.keep(job)
                 return []
-            case StepJobs(steps):
-                return self._step(steps)
             case Generate():
                 return self._generate(command)
             case SaveCheckpoint(job, directory, cursor):
@@ -192,24 +207,60 @@ class LocalWorker:
 
     # ---- training -------------------------------------------------------------------------------------
 
-    def _run_all(self, microbatches: Sequence[Microbatch], *, training: bool) -> list[WorkerEvent]:
-        """One after another; if memory runs out, nothing is left of what they began."""
+    def _run_schedule(self, items: Sequence[Microbatch | StepJob]) -> list[WorkerEvent]:
+        """Round by round; if memory runs out, here or in a peer, the rest is left and so are gradients."""
         events: list[WorkerEvent] = []
+        for each in rounds(items):
+            new, short = self._run_round(each)
+            events += new
+            if short:
+                self.bank.zero_gradients()
+                break
+            events += self._step(each.steps)
+        return events
+
+    def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
+        """A round up to its steps; whether memory ran out. The peers' gradients come in meanwhile."""
+        ready = turn.complete()
+        self._add_up(ready[0])
+        events: list[WorkerEvent] = []
+        short, done = False, 0
+        for new in self._run_each(turn.microbatches, training=True):
+            events += new
+            short, done = isinstance(new[-1], OutOfMemory), done + 1
+            for failed in (event for event in new if isinstance(event, JobFailed)):
+                self.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps
+            for jobs in ready[done:] if short else ready[done : done + 1]:
+                self._add_up(jobs)
+        return events, self._finish(turn.steps, short)
+
+    def _finish(self, steps: Sequence[StepJob], short: bool) -> bool:
+        """Wait for the sums of the peers; whether memory ran out somewhere."""
+        if self._peers is None:
+            return short
+        before = self._peers.received
+        short = self._peers.finish(short=short)
+        received = self._peers.received - before
+        self._recorder.lap("exchange", _work(steps), received=received)
+        return short
+
+    def _add_up(self, jobs: Sequence[str]) -> None:
+        if self._peers is not None:
+            for job in jobs:
+                self._peers.add_up(self.bank.block(job).state[GRADIENTS])
+
+    def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
+        """The events of each microbatch; where memory runs out, the last says so."""
         observed = training and self._sampler.wanted(self._jobs, [each.tokens for each in microbatches])
-        started = self._clock()
-
-        def run_all() -> None:
-            nonlocal started, events
-            for microbatch in microbatches:
-                started = self._clock()
-                events += self._run(microbatch, training=training, observed=observed)
-
-        _, detail = attempt(run_all)
-        if detail is None:
-            return events
-        self.bank.zero_gradients()
-        release_unused(self._model.device)
-        return [*events, OutOfMemory(detail, self._clock() - started)]
+        for microbatch in microbatches:
+            started = self._clock()
+            run = partial(self._run, microbatch, training=training, observed=observed)
+            events, detail = attempt(run)
+            if events is None:
+                release_unused(self._model.device)
+                yield [OutOfMemory(detail or "", self._clock() - started)]
+                return
+            yield events
 
     def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
         """Forward, and backward when training; gradients add up in the bank."""
@@ -249,17 +300,15 @@ class LocalWorker:
         return found
 
     def _step(self, steps: Sequence[StepJob]) -> list[WorkerEvent]:
-        """One call of the optimiser for all jobs that are due; its time is shared out by adapter size."""
+        """One call of the optimiser for all these jobs; its time is shared out by adapter size."""
         started = self._clock()
         results = adamw_step(self.bank, [self._adapter_step(step) for step in steps])
         seconds = self._clock() - started
-        self._recorder.lap("step", tuple((each.job, each.step) for each in steps))
+        self._recorder.lap("step", _work(steps))
         sizes = {step.job: self.bank.block(step.job).state.numel() for step in steps}
         own = {job: seconds * size / sum(sizes.values()) for job, size in sizes.items()}
         return [
-            JobFailed(step.job, step.step, f"gradient norm is {result.grad_norm}", own[step.job])
-            if result.skipped
-            else StepDone(step.job, step.step, result.grad_norm, own[step.job])
+            StepDone(step.job, step.step, result.grad_norm, own[step.job])
             for step, result in zip(steps, results, strict=True)
         ]
 
@@ -295,6 +344,10 @@ class LocalWorker:
             else:
                 events.append(Generated(each.job, each.samples, own.texts, spent))
         return events
+
+
+def _work(steps: Sequence[StepJob]) -> tuple[tuple[str, int], ...]:
+    return tuple((each.job, each.step) for each in steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,9 @@ class Worker(Protocol):
 
     - A job is in from ``Attached`` to ``Detach``. Where ``Attach`` brings ``OutOfMemory``, nothing of the job
       is left; if it brings ``JobFailed``, the job is in, to be detached.
-    - ``RunMicrobatches`` adds gradients in the order given, with one ``MicrobatchDone`` each; ``StepJobs``
-      steps from them and zeroes them. After ``OutOfMemory`` no gradient is left.
+    - ``RunSchedule`` adds gradients in the order given, with one ``MicrobatchDone`` for each microbatch; a
+      step takes them and zeroes them, with one ``StepDone``. After ``OutOfMemory`` no gradient is left, and
+      no further step was taken.
     - ``JobFailed`` concerns its own job: the others' losses and gradients are what they were without it.
     - What goes through together is a matter of rounding: losses and steps are those of the job alone.
     - Every second of the device is in one event's ``seconds``, and in no other's.

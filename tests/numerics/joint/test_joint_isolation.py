@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import RunMicrobatches, StepJobs
+from plait.core.messages import RunSchedule
 
 KERNELS = ("reference", "grouped")
 TOLERANCE = 1e-5
@@ -57,7 +57,7 @@ def test_weights_that_become_nan_end_their_job_only(laboratory: Any, kernels: st
     bad = jobs[2].name
 
     def poison(worker: Any, command: object) -> None:
-        if isinstance(command, RunMicrobatches) and command.microbatches[0].segments[0].step == 4:
+        if isinstance(command, RunSchedule) and command.microbatches[0].segments[0].step == 4:
             a, _ = next(iter(worker.bank.weights(bad).values()))
             a[0, 0] = float("nan")
             worker.bank.refresh([bad])
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_others_exac
     bad = jobs[0].name
 
     def poison(worker: Any, command: object) -> None:
-        if isinstance(command, StepJobs) and command.steps[0].step == 3:
+        if isinstance(command, RunSchedule) and command.steps[0].step == 3:
             _, b = next(iter(worker.bank.gradients(bad).values()))
             b[0, 0] = float("inf")
 

@@ -12,7 +12,7 @@ from laboratory import History, Laboratory
 
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import PauseReason
-from plait.core.messages import Command, Evaluate, GroupStep, JobPaused, Notice, RunMicrobatches
+from plait.core.messages import Command, Evaluate, GroupStep, JobPaused, Notice, RunSchedule
 from plait.engine.coordinator import Coordinator
 from plait.engine.local_worker import LocalWorker
 from plait_kernels import Bank
@@ -119,7 +119,7 @@ def test_a_step_that_runs_out_of_memory_is_taken_again_without_the_last_job(
     def before(worker: LocalWorker, command: Command) -> None:
         """Lets a microbatch in the middle of a step fail as a device does that has no memory left."""
         nonlocal runs, shot
-        if not isinstance(command, RunMicrobatches):
+        if not isinstance(command, RunSchedule):
             return
         runs += 1
         if runs == shot:

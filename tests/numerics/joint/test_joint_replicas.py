@@ -11,7 +11,7 @@ from laboratory import History, distance
 from peft_folders import stored_pairs
 from processes import fleet
 
-from plait.core.messages import JobProgress, RunMicrobatches
+from plait.core.messages import JobProgress, RunSchedule
 from plait.core.settings import EngineSettings, ModelSettings
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
@@ -48,7 +48,7 @@ def test_replicas_train_as_one_process_does(
 
 def noting(execute: Any, ran: list[int], command: Any) -> Any:
     """Carry out a command, and note which replicas have microbatches."""
-    if isinstance(command, RunMicrobatches):
+    if isinstance(command, RunSchedule):
         ran += [each.replica for each in command.microbatches]
     return execute(command)
 

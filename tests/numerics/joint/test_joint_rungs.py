@@ -18,7 +18,7 @@ from studies import study_of
 
 from plait.config.overrides import read_request
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import Command, GroupStep, JobPaused, RunMicrobatches
+from plait.core.messages import Command, GroupStep, JobPaused, RunSchedule
 from plait.core.plans import GlobalBatch, Microbatch
 from plait.core.settings import EngineSettings, RunSettings, SearchSettings, StoppingSettings
 from plait.engine.catalogue import DataCatalogue
@@ -71,7 +71,7 @@ def searched(tiny_model: Callable[[str], BaseModel], tmp_path_factory: pytest.Te
     data, notes, packed = DataCatalogue(random_data), Notes(), []
 
     def before(_: LocalWorker, command: Command) -> None:
-        if isinstance(command, RunMicrobatches):
+        if isinstance(command, RunSchedule):
             packed.append(command.microbatches)
 
     recorder = Recorder(LocalWorker(model, data, engine), before=before)
