@@ -225,6 +225,8 @@ def test_what_is_no_kind_of_cluster_or_kinds_on_this_machine_is_refused() -> Non
         described_cluster(RunSettings(cluster=ClusterSettings("moon")))
     with pytest.raises(ConfigError, match=r"cluster\.kinds .*\n.*described clusters.*\n.*cluster=NAME"):
         ClusterSettings(kinds=({"name": "a", "count": 1},))
+    with pytest.raises(ConfigError, match=r"cluster\.processes=2 .*\n.*this machine.*\n.*--devices N"):
+        ClusterSettings("described", described("h100_llama31_8b"), processes=2)
 
 
 def test_helps_name_every_described_cluster() -> None:

@@ -613,6 +613,13 @@ def test_a_storage_that_may_not_be_written_is_not_waited_for(number: int) -> Non
         Patience(sleep=lambda _: pytest.fail("it waits"))(action)
 
 
+def test_a_sqlite_file_that_is_only_read_is_not_waited_for(tmp_path: Path) -> None:
+    open_storage(str(tmp_path / "s.db"), tmp_path)
+    read = open_storage(f"sqlite:///file:{tmp_path / 's.db'}?mode=ro&uri=true", tmp_path)
+    with pytest.raises(StorageError, match=r"(?s)search\.storage: .*readonly.*search\.storage=PATH"):
+        Patience(sleep=lambda _: pytest.fail("it waits"))(lambda: optuna.create_study(storage=read))
+
+
 def test_what_is_wrong_with_a_request_is_not_waited_for() -> None:
     refused = ProgrammingError("SELECT", {}, Exception("no such table"))
     assert not passes(refused)

@@ -136,6 +136,12 @@ class ClusterSettings:
                 "Kinds of devices are for described clusters; this machine's devices are found.",
                 "Choose a described cluster with cluster=NAME, or leave cluster.kinds out.",
             )
+        if self.kind != "local" and self.processes > 1:
+            raise ConfigError(
+                f"cluster.processes={self.processes} with a described cluster",
+                "It counts processes of this machine; on a described cluster the plan chooses the replicas.",
+                "Leave cluster.processes out; `plait plan --devices N` plans for N devices.",
+            )
 
 
 @dataclass(frozen=True, slots=True)

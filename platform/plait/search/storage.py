@@ -276,13 +276,26 @@ SLICE = 0.25  # seconds of waiting between two looks at whether to stop
 Result = TypeVar("Result")
 
 
+def lasts(error: BaseException | None) -> bool:
+    """Whether an error means that the storage cannot be written, and will not be by itself."""
+    match error:
+        case OSError():
+            return error.errno in LASTING
+        case OperationalError():
+            return getattr(error.orig, "sqlite_errorname", "").startswith("SQLITE_READONLY")
+        case StorageInternalError() | PendingRollbackError():
+            return lasts(error.__cause__ or error.__context__)
+        case _:
+            return False
+
+
 def passes(error: BaseException | None) -> bool:
     """Whether an error means that the storage is unavailable, and not that the request was wrong."""
     match error:
-        case None:
+        case _ if lasts(error):
             return False
         case OSError():
-            return error.errno not in LASTING
+            return True
         case OperationalError() | InterfaceError() | PoolTimeout():
             return True
         case DBAPIError():
@@ -294,9 +307,10 @@ def passes(error: BaseException | None) -> bool:
             return False
 
 
-def _not_ours(error: OSError) -> StorageError:
+def _not_ours(error: Exception) -> StorageError:
+    what = (error.filename, error.strerror) if isinstance(error, OSError) else (None, None)
     return StorageError(
-        f"{error.filename or 'search.storage'}: {error.strerror or error}",
+        f"{what[0] or 'search.storage'}: {what[1] or _first_line(error)}",
         "The study of a search is read and written by every process that trains it.",
         "Make the file and its folder writable, or choose others with search.storage=PATH.",
     )
@@ -332,7 +346,7 @@ class Patience:
             try:
                 result = action()
             except Exception as error:
-                if isinstance(error, OSError) and error.errno in LASTING:
+                if lasts(error):
                     raise _not_ours(error) from error
                 if not passes(error):
                     raise
