@@ -266,6 +266,75 @@ def test_hosts_that_share_no_folder_write_the_searchs_own_curves_one_after_the_o
     assert [point.value for point in history] == sorted(point.value for point in history)
 
 
+@pytest.mark.parametrize(("minutes", "lost"), [(30, 0), (0, 3)], ids=["after an outage", "at once"])
+def test_what_a_killed_host_had_not_sent_doubles_no_step_of_the_searchs_own_curves(
+    settings: TrackingSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int, lost: int
+) -> None:
+    """It is sent after another host continued the curves: behind what that host left out for it."""
+    monkeypatch.setattr("plait.tracking.search_run.SKIPPED_SECONDS", 0.0)
+    facts = SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s")
+    now, turn = [1e9], ["one"]
+
+    def host(name: str) -> Tracker:
+        own = replace(settings, root=tmp_path / name, flush_seconds=1e6)
+        clock = lambda: now[0]  # noqa: E731
+        tracker = Tracker(own, clock=clock, rising=clock, writes_curves=lambda: turn[0] == name)
+        tracker.start_search(facts)
+        begin(tracker, int(name == "other"))
+        return tracker
+
+    def step(tracker: Tracker, times: int) -> None:
+        for _ in range(times):
+            now[0] += 10.0 * minutes + 0.001
+            tracker.handle(GroupStep("g0", 1, ("trial-0000",), 1, 100, 0.5, None, 200))
+
+    one, other = host("one"), host("other")
+    step(one, 9)
+    one.flush()
+    step(one, 5)  # while it has the store out of reach
+    one.commit()
+    die(one)
+    turn[0] = "other"
+    other._settle_curves(other._running)
+    step(other, 3)
+    other.flush()
+    assert send_left(replace(settings, root=tmp_path / "one"), "both") == []
+    run = load_search(settings, "both").run_id
+    history = MlflowClient(locate(settings).uri).get_metric_history(run, "search/seconds")
+    steps = [point.step for point in history]
+    assert len(steps) == 9 + 5 + 3 - lost
+    assert len(set(steps)) == len(steps), "a step was written twice"
+    assert set(range(1, 15)) <= set(steps)
+    other.end_search()
+    other.close()
+
+
+def test_what_a_killed_host_had_not_sent_of_a_job_doubles_no_step_of_it(
+    settings: TrackingSettings, tmp_path: Path
+) -> None:
+    """Its second process resumed the job, and was killed with the store out of reach."""
+    facts = SearchFacts("both", RunSettings(tracking=settings, search=OBJECTIVES), study="s")
+
+    def trained(host: str, steps: range, *, sent: bool) -> None:
+        tracker = Tracker(replace(settings, root=tmp_path / host, flush_seconds=1e6))
+        tracker.start_search(facts)
+        tracker.start_job(JobSpec("trial-0000"), 0)
+        for at in steps:
+            tracker.handle(JobProgress("trial-0000", at, 2.5, 1.0, 1e-4, 100 * at, 0.5 * at, 200.0))
+        tracker.commit()
+        if sent:
+            tracker.flush()
+        die(tracker)
+
+    trained("one", range(1, 4), sent=True)
+    trained("one", range(4, 7), sent=False)
+    trained("other", range(1, 9), sent=True)
+    assert send_left(replace(settings, root=tmp_path / "one"), "both") == []
+    (record,) = load_search(settings, "both").records
+    history = MlflowClient(locate(settings).uri).get_metric_history(record.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(1, 9))
+
+
 def test_a_job_that_another_process_took_over_is_that_ones_to_write(settings: TrackingSettings) -> None:
     first = worker(settings)
     begin(first, 0)

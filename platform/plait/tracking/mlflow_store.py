@@ -11,7 +11,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -131,13 +131,9 @@ class Store:
         """The run of an id, if there is one in this experiment."""
         return next(self._runs({}, f"attributes.run_id = '{run_id}'"), None)
 
-    def last_step(self, run_id: str, metric: str) -> int:
-        """The last step of a metric of a run; 0 if there is none."""
-        return max((point.step for point in self.client.get_metric_history(run_id, metric)), default=0)
-
-    def last_steps(self, run: Run) -> dict[str, int]:
-        """The last step of every metric that the run has."""
-        return {key: self.last_step(run.info.run_id, key) for key in run.data.metrics}
+    def times(self, run_id: str, metric: str) -> dict[int, int]:
+        """When each step of a metric was written, in milliseconds since 1970."""
+        return {point.step: point.timestamp for point in self.client.get_metric_history(run_id, metric)}
 
     # ---- writing ---------------------------------------------------------------------------------------
 
@@ -215,7 +211,7 @@ class StoreSender:
         self._connect = connect
         self._parent_id = parent_id
         self._ids = ids
-        self._had: dict[str, dict[str, int]] = {}  # last steps of runs of which the event log knew nothing
+        self._had: dict[str, dict[str, int]] = {}  # last steps of runs that were there
 
     def send(self, request: Request) -> None:
         """Carry one request out.
@@ -244,7 +240,9 @@ class StoreSender:
             case UseData():
                 store.log_data(run_id, request)
             case UpdateRun():
-                store.update(run_id, self._new_points(request), request.tags)
+                own = run_id == self._parent_id
+                points = self._not_anothers(store, request) if own else self._new_points(request)
+                store.update(run_id, points, request.tags)
             case LogText():
                 text = Path(request.file).read_text(encoding="utf-8")
                 store.log_text(run_id, request.path, resolve_references(text, self._ids))
@@ -264,8 +262,7 @@ class StoreSender:
             if found is None:
                 raise RefusedError(f"{run}: its run could not be made")
             self._ids[run] = found.info.run_id
-            if run not in self._had:  # another worker may have trained the job since
-                self._had[run] = store.last_steps(found)
+            self._had[run] = last_steps(found)  # another worker may have trained the job since
         return self._ids[run]
 
     def _open(self, store: Store, request: OpenRun) -> None:
@@ -277,8 +274,7 @@ class StoreSender:
             parameters = request.parameters
         else:
             run_id = run.info.run_id
-            if not request.known:
-                self._had[request.run] = store.last_steps(run)
+            self._had[request.run] = last_steps(run)
             there = run.data.params
             parameters = {key: value for key, value in request.parameters.items() if key not in there}
             store.set_status(run_id, "RUNNING", request.time_ms)
@@ -299,6 +295,42 @@ class StoreSender:
             if values := point.values if point.late else fresh:
                 kept.append(replace(point, values=values))
         return kept
+
+    def _not_anothers(self, store: Store, request: UpdateRun) -> list[LogPoints]:
+        """The points of the search's own curves without those whose step a process of another folder has
+        written: it may have continued the curves while this one had the store out of reach, or was dead."""
+        points = list(request.points)
+        first = min((point.step for point in points if names.SEARCH_SECONDS in point.values), default=None)
+        newest = newest_point(store.client.get_run(self._parent_id), names.SEARCH_SECONDS)
+        if first is None or newest.step < first:
+            return points
+        times = store.times(self._parent_id, names.SEARCH_SECONDS)
+        return [point for point in points if times.get(point.step, point.time_ms) == point.time_ms]
+
+
+@dataclass(frozen=True, slots=True)
+class NewestPoint:
+    """The last step of a metric of a run, its value, and when it was written; step 0 if there is none."""
+
+    step: int = 0
+    value: float = 0.0
+    time_ms: int = 0
+
+
+NO_POINT = NewestPoint()
+
+
+def newest_point(run: Run, metric: str) -> NewestPoint:
+    """What a run, as it was read, says of a metric."""
+    # Only as a message does a run tell the steps of its newest points without reading whole histories.
+    points = run.data.to_proto().metrics
+    found = (NewestPoint(int(each.step), each.value, each.timestamp) for each in points if each.key == metric)
+    return next(found, NO_POINT)
+
+
+def last_steps(run: Run) -> dict[str, int]:
+    """The last step of every metric of a run, as it was read."""
+    return {each.key: int(each.step) for each in run.data.to_proto().metrics}
 
 
 def job_record(run: Run) -> JobRecord:
@@ -351,9 +383,7 @@ def _step(run: Run) -> int:
     ended = int(tags.get(names.TAG_STEP, "0"))
     if JobState(tags[names.TAG_STATE]).ended:
         return ended
-    # Only as a message does a run tell the steps of its newest points without reading whole histories.
-    points = run.data.to_proto().metrics
-    return max((int(point.step) for point in points), default=ended)
+    return max(last_steps(run).values(), default=ended)
 
 
 def _whole(value: float | None) -> int | None:

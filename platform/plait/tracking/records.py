@@ -13,15 +13,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-VERSION = 3  # of the lines
+VERSION = 4  # of the lines
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """Make a job's run, or resume the one that its search and trial already have.
 
-    ``known`` says that this log knows which of its points are written; else the store is asked. ``name``
-    is what MLflow shows; the run's key if it is "".
+    ``name`` is what MLflow shows; the run's key if it is "".
     """
 
     run: str
@@ -30,7 +29,6 @@ class OpenRun:
     parameters: Mapping[str, str]
     tags: Mapping[str, str]
     time_ms: int
-    known: bool = False
     name: str = ""
 
 

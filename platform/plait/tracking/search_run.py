@@ -27,7 +27,14 @@ from plait.tracking.event_log import EventLog, free_logs, logs_folder, time_ms
 from plait.tracking.facts import SearchFacts, run_parameters
 from plait.tracking.leaderboard import JobRecord, Leaderboard, to_split_json, varying
 from plait.tracking.location import locate
-from plait.tracking.mlflow_store import Store, StoreSender, stored_leaderboard
+from plait.tracking.mlflow_store import (
+    NO_POINT,
+    NewestPoint,
+    Store,
+    StoreSender,
+    newest_point,
+    stored_leaderboard,
+)
 from plait.tracking.records import LogPoints, run_reference
 from plait.tracking.ui import page_settings
 from plait.tracking.values import finite, grown_stride, is_kept
@@ -69,7 +76,7 @@ class FoundRun:
 
     Attributes:
         made: just now.
-        step, seconds: of the last point of the search's own curves.
+        newest: point of the search's own curves.
         jobs: all that have a run.
         notices: what ended processes left and the store did not take.
         away: the store does not answer; of all this only the id is known.
@@ -77,8 +84,7 @@ class FoundRun:
 
     run_id: str
     made: bool = False
-    step: int = 0
-    seconds: float = 0.0
+    newest: NewestPoint = NO_POINT
     jobs: Sequence[JobRecord] = ()
     notices: Sequence[str] = ()
     away: AwayError | None = None
@@ -118,9 +124,8 @@ def find_or_make(store: Store, search: SearchFacts, tags: Mapping[str, str], now
         store.set_experiment_tag(*page_settings(run_id, search.settings.search, search.searched))
         return FoundRun(run_id, made=True)
     run_id = str(runs[0].info.run_id)
-    step = store.last_step(run_id, names.SEARCH_SECONDS)
-    seconds = runs[0].data.metrics.get(names.SEARCH_SECONDS, 0.0)
-    return FoundRun(run_id, step=step, seconds=seconds, jobs=store.jobs(run_id))
+    newest = newest_point(runs[0], names.SEARCH_SECONDS)
+    return FoundRun(run_id, newest=newest, jobs=store.jobs(run_id))
 
 
 # ---- what ended processes left ------------------------------------------------------------------------
@@ -199,6 +204,7 @@ class SearchClock:
 
     Attributes:
         here: whether the curves are written in this folder.
+        behind: another folder's processes may have written them since.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -219,7 +225,8 @@ class SearchClock:
             ) from error
         self._mine = False
         step, seconds = self._noted()
-        self._step, self._before = max(found.step, step), max(found.seconds, seconds)
+        self.behind = found.newest.step > step or not (found.made or step)
+        self._step, self._before = max(found.newest.step, step), max(found.newest.value, seconds)
         self._started = rising()
 
     @property
@@ -237,13 +244,16 @@ class SearchClock:
             os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self._step, DIGITS, microseconds), 0)
         return self._step, microseconds / 1_000_000
 
-    def adopt(self, step: int, seconds: float) -> None:
-        """Write the curves from here on, after the last point in the store. What another host's killed
-        process did not send in its last minutes is sent some day: steps of as long are skipped."""
-        self._before += max(seconds - self.seconds, 0.0)
-        rate = step / max(self.seconds, 1.0)
-        self._step = max(self._step, step + math.ceil(rate * SKIPPED_SECONDS))
-        self.here = True
+    def adopt(self, newest: NewestPoint, now: int) -> None:
+        """Write the curves from here on, after the last point in the store; ``now`` in milliseconds since
+        1970. What another host's process has not sent since that point is sent some day: steps of twice as
+        long are skipped, but no more than there are so far if that is minutes."""
+        self._before += max(newest.value - self.seconds, 0.0)
+        rate = newest.step / max(self.seconds, 1.0)
+        since = max((now - newest.time_ms) / 1000.0, 0.0)
+        skipped = max(min(2.0 * since * rate, float(newest.step)), SKIPPED_SECONDS * rate)
+        self._step = max(self._step, newest.step + math.ceil(skipped))
+        self.behind = False
 
     def close(self) -> None:
         """Leave the curves to others."""
@@ -421,8 +431,13 @@ def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Lead
             was = row.trial in children and children[row.trial].data.tags.get(names.TAG_PARETO) == "true"
             if row.run_id and was != row.on_front:
                 store.update(row.run_id, (), {names.TAG_PARETO: str(row.on_front).lower()})
-    step = store.last_step(run_id, names.SEARCH_SECONDS) + 1
-    values = finite(search_values(board, run.data.metrics.get(names.SEARCH_SECONDS, 0.0)))
+    newest = newest_point(run, names.SEARCH_SECONDS)
+    values = finite(search_values(board, newest.value))
+    last = (
+        []
+        if values.items() <= run.data.metrics.items()
+        else [LogPoints(run_id, newest.step + 1, time_ms(), values)]
+    )
     note = {names.TAG_NOTE: found} if (found := best_so_far(board)) else {}
-    store.update(run_id, [LogPoints(run_id, step, time_ms(), values)], note)
+    store.update(run_id, last, note)
     return board

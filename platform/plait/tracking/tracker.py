@@ -34,7 +34,7 @@ from plait.tracking.event_log import EventLog, logs_folder, open_event_log
 from plait.tracking.facts import DataFacts, SearchFacts
 from plait.tracking.leaderboard import JobRecord, Leaderboard, TrialRungs, job_of, orphan
 from plait.tracking.location import locate
-from plait.tracking.mlflow_store import StoreSender
+from plait.tracking.mlflow_store import StoreSender, newest_point
 from plait.tracking.records import Head, LogFolder, OpenRun, SetStatus, UseData
 from plait.tracking.search_run import Begun, FoundRun, SearchClock, SearchRun, begin_run, write_final
 from plait.tracking.spans import SpanLog
@@ -189,10 +189,7 @@ class Tracker:
         self._ids[head.parent] = self._connection.run_id = found.run_id
         log = open_event_log(folder, head, self._now)
         totals = folder.parent / f"totals-{found.run_id}"
-        here = False
-        with suppress(Exception):  # the study may be unavailable just now: it is asked again
-            here = self._writes_curves()
-        clock = SearchClock(totals, found, self._rising, here=here)
+        clock = SearchClock(totals, found, self._rising, here=False)
         run = SearchRun(log, self.board, clock, self._settings.points)
         sender = StoreSender(self._connection.store, found.run_id, self._ids)
         writer = Writer(sender, log, self._settings.flush_seconds, between=self._between)
@@ -201,6 +198,8 @@ class Tracker:
         tables = SearchTables(folder.parent, run.write_table)
         spans = SpanLog(folder.parent, f"{socket.gethostname()} {os.getpid()} {self._now()}")
         self._started = _Started(search.name, search.searched, log, writer, run, tables, spans)
+        with suppress(Exception):  # study and store may be unavailable just now: they are asked again
+            self._settle_curves(self._started)
         return log, run
 
     @property
@@ -268,11 +267,11 @@ class Tracker:
 
     def _settle_curves(self, started: _Started) -> None:
         clock, here = started.run.clock, self._writes_curves()
-        if here and not clock.here:
-            store, run_id = self._connection.store(), started.log.head.parent_id
-            seconds = store.client.get_run(run_id).data.metrics.get(names.SEARCH_SECONDS, 0.0)
-            clock.adopt(store.last_step(run_id, names.SEARCH_SECONDS), seconds)
+        if here and clock.behind:
+            run = self._connection.store().client.get_run(started.log.head.parent_id)
+            clock.adopt(newest_point(run, names.SEARCH_SECONDS), self._now())
         clock.here = here
+        clock.behind |= not here
 
     def _read_others(self) -> None:
         """Read now and then what other processes train; in the writer's thread: training waits for no
@@ -332,9 +331,8 @@ class Tracker:
             "mlflow.user": facts.user(),
         } | ({names.TAG_OUTSIDE: outside} if outside else {})
         texts = {key: parameter_text(value) for key, value in shown.items()}
-        known = log.last_step(job.name, names.TRAIN_LOSS) is not None
         name = run_name(self._running.search, record.trial, shown, self._running.searched)
-        log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), known, name))
+        log.append(OpenRun(job.name, record.trial, log.head.parent_id, texts, tags, self._now(), name))
         if (used := self._data.get(job.data)) is not None:
             self._note_data(job.name, used)
 
