@@ -1,1 +1,1 @@
-"""Pure planning: jobs to groups, samples to microbatches, devices to replicas, batches to replicas."""
+"""Pure planning: assigns jobs to groups, samples to microbatches, and devices and batches to replicas."""

@@ -1,7 +1,7 @@
-"""Which jobs train now (mLoRA §3.4): priority, then arrival, as far as predicted memory goes.
+"""Decides which jobs train now (mLoRA §3.4): by priority, then arrival, as far as predicted memory allows.
 
-Pure functions over plain data. They are asked at the end of an iteration; a job that has to make room is
-preempted: saved, and resumed later from where it was.
+Pure functions over plain data, called at the end of an iteration. A job that must make room is preempted: it
+is saved, and resumes later from the same point.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from plait.cost.memory import MemoryModel, MemoryShape
 
 
 class Needs(Protocol):
-    """What the memory of a group depends on, of each of its jobs."""
+    """What the memory of a group needs to know about each of its jobs."""
 
     @property
     def adapter_bytes(self) -> int:
-        """Exact bytes of its adapter: masters, gradients, moments, copies."""
+        """Exact bytes of its adapter: master weights, gradients, moments, copies."""
 
     @property
     def rank(self) -> int:
@@ -29,11 +29,11 @@ class Needs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """One job that wants to train.
+    """One job that is ready to train.
 
     Attributes:
-        arrival: order of submission; a paused job keeps its own.
-        running: it trains at present.
+        arrival: order of submission; a paused job keeps its number.
+        running: whether it is training now.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Admitted:
     """The jobs that train in the next iteration.
 
     Attributes:
-        started: of those, the ones that did not run before.
-        preempted: ran before and must make room.
-        waiting: did not run and still do not.
+        started: those of them that did not run before.
+        preempted: jobs that ran before and must make room.
+        waiting: jobs that did not run and still do not.
         bytes: predicted peak of the group.
     """
 
@@ -67,7 +67,7 @@ class GroupMemory:
     """Predicted peak of a group of jobs on one device.
 
     Attributes:
-        model: fitted; its margin is included.
+        model: the fitted model; its margin is included.
         keep_up_to: longest sample that keeps its attention probabilities for backward.
     """
 
@@ -78,8 +78,8 @@ class GroupMemory:
     keep_up_to: float = math.inf
 
     def __call__(self, jobs: Sequence[Needs]) -> float:
-        """Base and adapters, and the heaviest microbatch that may come: full, labelled, largest rank, of
-        samples as long as they can be and still keep their attention probabilities."""
+        """Bytes of base model and adapters, and of the heaviest possible microbatch: full, all labelled, of
+        the largest rank, with the longest samples that still keep their attention probabilities."""
         static = self.base_bytes + sum(job.adapter_bytes for job in jobs)
         if not jobs:
             return float(static)
@@ -100,16 +100,16 @@ def admit(
 ) -> Admitted:
     """Choose the jobs of the next iteration.
 
-    Jobs are taken by priority, then arrival; one that does not fit beside those before it is passed over,
-    and later ones may use the room. A job passed over comes first again next time, so what took its room
-    is preempted as soon as it fits: no job waits for ever behind later ones.
+    Jobs are admitted by priority, then arrival. One that does not fit in addition to those before it is
+    passed over, and later ones may use the room. It is considered first again next time, and those that took
+    its room are preempted as soon as it fits, so no job waits forever behind later ones.
 
     Args:
-        predict: peak bytes of a group; must not fall when a job joins.
+        predict: returns the peak bytes of a group; must not decrease when a job joins.
         max_jobs: most jobs at once; None leaves it to memory.
 
     Raises:
-        ConfigError: two jobs of one name.
+        ConfigError: two jobs have the same name.
         CapacityError: a job does not fit even alone.
     """
     ordered = sorted(applicants, key=lambda job: (-job.priority, job.arrival, job.name))
@@ -133,10 +133,10 @@ def admit(
 def check_fits_alone(
     job: Applicant, *, available: float, predict: Callable[[Sequence[Applicant]], float]
 ) -> None:
-    """A job that would never be admitted is refused at once.
+    """Check that a job can ever be admitted.
 
     Raises:
-        CapacityError: naming the job, what it needs and what there is.
+        CapacityError: it cannot; the message gives the bytes needed and available.
     """
     needed = predict([job])
     if needed > available:

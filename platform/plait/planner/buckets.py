@@ -1,4 +1,4 @@
-"""Dynamic bucketing (LobRA Eq. 4): bucket boundaries that pad least."""
+"""Dynamic bucketing (LobRA Eq. 4): bucket boundaries with the least padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.core.errors import ConfigError, DataError
 from plait.core.samples import Int64
 
 BUCKETS = 16
-STEP_BUCKETS = 8  # of a mean step, which deployments are searched for
+STEP_BUCKETS = 8  # buckets of a mean step, for which deployments are searched
 INTERVAL = 256
 FINE = 256  # intervals up to the longest sequence, if lengths are taken as they are
 
@@ -42,8 +42,8 @@ def dynamic_buckets(
     """At most ``buckets`` boundaries on multiples of ``interval`` with the least padding.
 
     Args:
-        required: boundaries that are always kept, such as the most tokens that a configuration takes:
-            a bucket across one would keep sequences from replicas that they fit into.
+        required: boundaries that are always kept, such as the most tokens of a configuration: a bucket
+            across one would keep sequences from replicas that they fit into.
 
     Raises:
         DataError: no sequences, or one without tokens.
@@ -88,10 +88,10 @@ def fixed_buckets(lengths: Sequence[int] | Int64, boundaries: Sequence[int]) -> 
 def fine_buckets(
     lengths: Sequence[int] | Int64, *, buckets: int = BUCKETS, required: Iterable[int] = ()
 ) -> Buckets:
-    """Buckets whose means stand for their sequences, which are packed and not padded.
+    """Buckets represented by their mean lengths, for sequences that are packed and not padded.
 
     Args:
-        required: as of :func:`dynamic_buckets`; so a bucket's mean fits if its sequences fit.
+        required: as in :func:`dynamic_buckets`, so that a bucket's mean fits if its sequences do.
     """
     cuts = sorted(set(required))
     interval = max(1, int(max(lengths, default=1)) // FINE)
@@ -99,12 +99,12 @@ def fine_buckets(
 
 
 def mean_step(lengths: Sequence[int], steps: int, *, required: Iterable[int] = ()) -> Buckets:
-    """The sequences of one mean step, given those of ``steps``: as many, spread over lengths as they are.
+    """The sequences of one mean step of ``steps``: their mean number, with the same distribution of lengths.
 
-    The longest one fits only if the longest of all does.
+    Its longest sequence fits only if the longest of all does.
 
     Args:
-        required: the most tokens that configurations take.
+        required: the most tokens of each configuration.
     """
     ordered, cuts = np.sort(np.asarray(lengths, dtype=np.int64)), sorted(set(required))
     parts = np.array_split(ordered, max(1, round(len(ordered) / steps)))
@@ -119,7 +119,7 @@ def _least_padding(
 ) -> tuple[int, ...]:
     """Indices of the chosen edges, by dynamic programming over (edges covered, buckets used).
 
-    cost[i, k]: padding when one bucket ends at edge k and takes edges i..k.
+    cost[i, k] is the padding of a bucket that ends at edge k and covers edges i..k.
     """
     total = len(edges)
     number = np.concatenate([[0], np.cumsum(counts)])

@@ -1,10 +1,10 @@
-"""Which replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
+"""Chooses the replicas to run (LobRA Eq. 2): how many of each configuration, for expected batches.
 
-For a makespan τ, branch and bound over the replicas of each configuration: a node whose relaxation over
-patterns cannot cover the batch is closed. Where all are closed, no deployment is that fast; if one covers
-the batch with whole replicas, they are a candidate. Which makespans are asked for follows from the answers.
-Small instances are enumerated if the bound is still open. Every answer carries a bound that is proved over
-all configurations, and all limits count nodes and makespans, so that a search repeats exactly.
+For a makespan τ, branch and bound over the replicas of each configuration closes a node if its relaxation
+over patterns cannot cover the batch. If all nodes are closed, no deployment is that fast; if a node covers
+the batch with whole replicas, these are a candidate. The answers decide which makespan is tried next. Small
+instances are enumerated if the bound is still open. Every answer comes with a bound proved over all
+configurations, and all limits count nodes and makespans, so a search repeats exactly.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from plait.planner.pricing import TOLERANCE
 from plait.planner.solver import Limit
 
 GAP = 0.01  # relative distance to the bound that is good enough
-FEW = 16  # so many deployments or fewer are enumerated before the search
-ENUMERATED = 4_000  # so many deployments or fewer are enumerated if the search leaves the bound open
-NODES = 80  # of one makespan
-MAKESPANS = 20  # asked for until the bracket is closed
-CANDIDATES = 4  # whose patterns are rounded
-PROOFS = 3  # makespans asked for with the finest precision
-PRECISION = 0.001  # of makespans, relative
-FIRST, MOST_GROWTH = 1.03, 1.5  # times the bound: the first makespan, and how fast it grows
-# Shares of the distance to the bound that is allowed:
-CLOSENESS = (0.35, 0.1)  # how far the bracket is closed before patterns are rounded
-ROOM = (0.3, 0.6, 0.9)  # above the least makespan with a candidate, for patterns that are rounded
-ENOUGH = 0.5  # above it, for a deployment that needs no more rounding before the proof
+FEW = 16  # at most this many deployments are enumerated before the search
+ENUMERATED = 4_000  # at most this many are enumerated if the search leaves the bound open
+NODES = 80  # most nodes for one makespan
+MAKESPANS = 20  # most makespans tried until the bracket is closed
+CANDIDATES = 4  # candidates whose patterns are rounded
+PROOFS = 3  # makespans tried with the finest precision
+PRECISION = 0.001  # relative precision of makespans
+FIRST, MOST_GROWTH = 1.03, 1.5  # the first makespan, times the bound, and its largest growth
+# Shares of the allowed distance to the bound:
+CLOSENESS = (0.35, 0.1)  # width of the bracket at which patterns are rounded
+ROOM = (0.3, 0.6, 0.9)  # distance above the least makespan with a candidate at which patterns are rounded
+ENOUGH = 0.5  # distance above it at which a deployment needs no more rounding before the proof
 INTEGRAL = 1e-6
 Evaluate = Callable[[tuple[ReplicaKind, ...]], Dispatch]
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The replicas chosen and what is expected of them.
+    """The chosen replicas and their expected makespan.
 
     Attributes:
         kinds: configurations with their number of replicas.
-        expected: dispatch of the expected batch: over single replicas, or over kinds with equal shares.
-        bound: proved over every deployment of these configurations and devices.
+        expected: dispatch of the expected batch, over single replicas or over kinds with equal shares.
+        bound: lower bound proved for every deployment of these configurations and devices.
         limit_hit: a limit that weakened the bound or ended the search; None if neither happened.
     """
 
@@ -79,7 +79,7 @@ class Deployment:
 
     @property
     def gap(self) -> float:
-        """Distance of the makespan to the proved bound, relative."""
+        """Relative distance of the makespan to the proved bound."""
         return self.makespan / self.bound - 1.0
 
     @property
@@ -94,7 +94,7 @@ class Deployment:
 
     @property
     def devices(self) -> dict[str, int]:
-        """How many devices of each kind its replicas take."""
+        """How many devices of each kind its replicas use."""
         found: dict[str, int] = {}
         for each in self.single:
             found[each.kind] = found.get(each.kind, 0) + each.devices
@@ -112,7 +112,7 @@ def deploy(
     gap: float = GAP,
     most_enumerated: int = ENUMERATED,
 ) -> Deployment:
-    """The deployment with the least expected makespan, sequences shared out replica by replica.
+    """The deployment with the least expected makespan, with sequences dispatched to single replicas.
 
     Args:
         costs: every configuration that the cluster allows, over the same bucket lengths.
@@ -136,10 +136,10 @@ def deploy(
 
 
 def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> Deployment:
-    """As many replicas of one configuration as fit, of the configuration with the least makespan.
+    """As many replicas of one configuration as fit, for the configuration with the least makespan.
 
-    What a system without heterogeneous replicas can do at best (LobRA's Task-Fused), and the choice of one
-    configuration and capacity by throughput (LoRAFusion's parallelism profiler).
+    This is the best that a system without heterogeneous replicas can do (LobRA's Task-Fused), and the choice
+    of one configuration and capacity by throughput (LoRAFusion's parallelism profiler).
 
     Raises:
         CapacityError: no configuration takes all sequences.
@@ -162,10 +162,10 @@ def best_equal_replicas(costs: Sequence[ReplicaCost], counts: Sequence[int], dev
 
 
 def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> float:
-    """Seconds that no deployment of ``devices`` is faster than: sequences, replicas and devices divisible.
+    """A lower bound in seconds for all deployments of ``devices``: sequences, replicas and devices divisible.
 
-    minimise τ, where configuration c's devices are busy for D_c device-seconds: no shorter than any of its
-    stages, full microbatches and no ramp, works on the sequences that it takes. Those of one kind of device
+    It minimises τ, where configuration c's devices are busy for D_c device-seconds: at least as long as each
+    of its stages works on its sequences, with full microbatches and no ramp. The D_c of one kind of device
     add up to at most N·τ.
     """
     rows, limits, busy = _busy_rows(costs, counts)
@@ -184,7 +184,8 @@ def relaxation_bound(costs: Sequence[ReplicaCost], counts: Sequence[int], device
 
 
 def least_cost(costs: Sequence[ReplicaCost], counts: Sequence[int], rates: Mapping[str, float]) -> float:
-    """What no number of devices costs less than, at ``rates`` a device-second of each kind: all divisible."""
+    """A lower bound on the cost for any number of devices, given the ``rates`` per device-second; all
+    divisible."""
     rows, limits, busy = _busy_rows(costs, counts)
     price = np.zeros(rows.shape[1])
     price[busy:] = [rates[cost.configuration.kind] for cost in costs]
@@ -196,7 +197,7 @@ def least_cost(costs: Sequence[ReplicaCost], counts: Sequence[int], rates: Mappi
 
 
 def _busy_rows(costs: Sequence[ReplicaCost], counts: Sequence[int]) -> tuple[Float64, list[float], int]:
-    """Rows and limits by which sequences are taken and devices are busy, and where the D_c begin.
+    """Rows and limits for the assigned sequences and busy devices, and the index of the first D_c.
 
     Variables: the sequences of each pair of configuration and bucket, then the D_c.
     """
@@ -222,10 +223,10 @@ def _busy_rows(costs: Sequence[ReplicaCost], counts: Sequence[int]) -> tuple[Flo
 def search(
     costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices, *, bound: float, goal: float
 ) -> Deployment:
-    """The best deployment that is found, within ``goal`` of the bound that is proved if that can be.
+    """The best deployment found, within ``goal`` of the proved bound if possible.
 
     Args:
-        costs: configurations that the devices hold, and that between them take every sequence.
+        costs: configurations that fit on the devices and together accept every sequence.
     """
     state = _Search(costs, counts, devices, bound, goal)
     for closeness in CLOSENESS:
@@ -243,13 +244,13 @@ def search(
 
 
 class _Search:
-    """The bracket around the optimum while it closes.
+    """The search for the optimum, with the bracket around it.
 
     Attributes:
-        low: proved.
-        open: below it no candidate was found, proved or not.
-        reached: least makespan that has a candidate.
-        high: least makespan of a deployment.
+    low: proved lower bound.
+    open: below it no candidate was found, whether proved or not.
+    reached: least makespan with a candidate.
+    high: least makespan of a deployment.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class _Search:
         self._limit_hit: Limit | None = None
         self.low = self.open = bound
         self.reached = self.high = math.inf
-        for place, size in enumerate(self._sizes):  # equal replicas, so that there is always an answer
+        for place, size in enumerate(self._sizes):  # equal replicas first, so that there is always an answer
             if costs[place].batch[np.flatnonzero(counts)[-1]]:
                 number = devices[self._kinds[place]] // size
                 self._evaluate(self._filled(tuple(number * (each == place) for each in range(len(costs)))))
@@ -275,8 +276,8 @@ class _Search:
         return self.high <= self.low * (1 + self._goal)
 
     def found(self) -> Deployment:
-        """The best deployment, with what is proved of all."""
-        assert self._best is not None  # some configuration takes the longest sequence: it was checked
+        """The best deployment, with the bound proved for all."""
+        assert self._best is not None  # it was checked that some configuration accepts the longest sequence
         kinds, expected = self._best
         bound = min(self.low, expected.makespan)
         struck = self._limit_hit if self._limit_hit == "time" or not self.done else None
@@ -288,13 +289,13 @@ class _Search:
         return self.high / (1 + self._goal) * (1 + PRECISION / 10)
 
     def bracket(self, closeness: float) -> None:
-        """Ask makespans until the answer is near enough or the bracket is closed to ``closeness``."""
+        """Try makespans until the answer is good enough or the bracket is closed to ``closeness``."""
         growth = FIRST
         for _ in range(MAKESPANS):
             if self.done or self.reached <= self.open * (1 + closeness):
                 return
             if self.reached == math.inf:
-                # At the makespan of the equal replicas there is a candidate: they are one.
+                # At the makespan of the equal replicas, these are a candidate.
                 tau, growth = min(self.open * growth, self.high), min(growth**2, MOST_GROWTH)
             else:
                 ends = self.open * (1 + closeness) < self._ending < self.reached
@@ -311,10 +312,10 @@ class _Search:
             tau = min(self._ending, (self.low * min(tau, self.reached)) ** 0.5)
 
     def ask(self, tau: float, *, candidates: int = 1, exact: bool = False) -> None:
-        """Branch and bound at one makespan; candidates are evaluated by a dispatch of some milliseconds.
+        """Branch and bound at one makespan; candidates are evaluated by a dispatch that takes milliseconds.
 
         Args:
-            candidates: how many; if it is more than one, others than those that are known.
+            candidates: how many to find; if more than one, they differ from those already known.
         """
         found, closed = self._branched(tau, candidates, exact=exact)
         if found:
@@ -327,7 +328,8 @@ class _Search:
             self._evaluate(replicas)
 
     def round_patterns(self) -> None:
-        """Give the best candidates' replicas whole patterns, and what those leave uncovered by descent."""
+        """Give the best candidates' replicas whole patterns, and assign what these leave uncovered by
+        descent."""
         best = sorted(self._makespans, key=lambda replicas: (self._makespans[replicas], replicas))
         for replicas in best[:CANDIDATES]:
             for share in ROOM:
@@ -358,7 +360,8 @@ class _Search:
             self.high, self._best = expected.makespan, (kinds, expected)
 
     def _filled(self, replicas: Replicas) -> Replicas:
-        """The same with idle devices given to the largest configurations that fit, which is never slower."""
+        """The replicas with idle devices used for the largest configurations that fit, which is never
+        slower."""
         filled, left = list(replicas), dict(self._devices)
         for number, size, kind in zip(replicas, self._sizes, self._kinds, strict=True):
             left[kind] -= number * size
@@ -370,7 +373,7 @@ class _Search:
         return tuple(filled)
 
     def _branched(self, tau: float, most: int, *, exact: bool) -> tuple[list[Replicas], bool]:
-        """Whole replicas that may do, and whether every other choice is proved impossible."""
+        """Whole replicas that may suffice, and whether every other choice is proved impossible."""
         nodes, candidates, closed = [self._patterns.everything], list[Replicas](), True
         for _ in range(NODES):
             if not nodes or len(candidates) == most:
@@ -395,7 +398,8 @@ class _Search:
 
 
 def _branches(ranges: Ranges, replicas: Sequence[float], sizes: Sequence[int]) -> list[Ranges]:
-    """Fewer and more replicas of the configuration that is least whole by devices, the nearer one last."""
+    """Two branches, with fewer and with more replicas of the most fractional configuration, by devices; the
+    nearer one is last."""
     parts = [abs(number - round(number)) * size for number, size in zip(replicas, sizes, strict=True)]
     place = max(range(len(parts)), key=lambda each: parts[each])
     if parts[place] <= INTEGRAL:
@@ -408,8 +412,8 @@ def _branches(ranges: Ranges, replicas: Sequence[float], sizes: Sequence[int]) -
 
 
 def completed(replicas: Sequence[ReplicaKind], counts: Sequence[int], rows: Int64) -> Int64:
-    """Shares of single replicas that take each sequence once: surplus from the slowest, what is missing to
-    those that end earliest, then moves that help."""
+    """Shares of single replicas that cover each sequence once: a surplus is taken from the slowest, missing
+    sequences go to those that end earliest, then moves that help are made."""
     shares = rows.copy()
     for j in reversed(range(len(counts))):
         surplus = int(shares[:, j].sum()) - counts[j]
@@ -430,10 +434,10 @@ def kinds_of(costs: Sequence[ReplicaCost], replicas: Replicas) -> tuple[ReplicaK
 
 
 def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) -> list[ReplicaCost]:
-    """The configurations that the devices hold.
+    """The configurations that fit on the devices.
 
     Raises:
-        CapacityError: there is none, or a bucket fits into none.
+        CapacityError: none does, or a bucket fits into none of them.
     """
     found = [cost for cost in costs if cost.configuration.devices <= devices.get(cost.configuration.kind, 0)]
     if not found:
@@ -445,7 +449,7 @@ def able(costs: Sequence[ReplicaCost], counts: Sequence[int], devices: Devices) 
 
 
 def _by_replica(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
-    """The expected batch shared out to single replicas by a search of some milliseconds."""
+    """The expected batch dispatched to single replicas, by a search that takes milliseconds."""
     return spread(kinds, counts, dispatch(kinds, counts))
 
 
@@ -467,7 +471,7 @@ def enumerated(
     *,
     gap: float,
 ) -> Deployment:
-    """Evaluate deployments by ascending bound until none is left below the best, or below it by ``gap``."""
+    """Evaluate deployments by ascending bound until none can beat the best, or beat it by ``gap``."""
     longest = np.flatnonzero(counts)[-1]
     bounded = sorted(
         (_least(kinds_of(costs, p), counts), p)
@@ -490,15 +494,15 @@ def enumerated(
 
 
 def _least(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> float:
-    """What these replicas are not faster than; for a single one, that is its T."""
+    """A lower bound on the makespan of these replicas; for a single one, it is its T."""
     alone = kinds[0].cost.seconds(counts) if [kind.count for kind in kinds] == [1] else 0.0
     return max(alone, relaxed_shares(kinds, counts)[0])
 
 
 def maximal(costs: Sequence[ReplicaCost], devices: Devices) -> Iterator[Replicas]:
-    """Every choice of replica counts that leaves no room for another replica.
+    """All choices of replica counts that leave no room for another replica.
 
-    More replicas are never slower: an added one may stay idle.
+    More replicas are never slower, because an added one may stay idle.
     """
     sizes = [cost.configuration.devices for cost in costs]
     kinds = [cost.configuration.kind for cost in costs]

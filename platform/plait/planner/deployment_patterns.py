@@ -1,11 +1,11 @@
-"""Deployment by patterns: what one replica does within a makespan, and how much of a batch replicas cover so.
+"""Deployment by patterns: what one replica can do within a makespan, and how much of a batch replicas cover.
 
-A pattern is the whole numbers of sequences that one replica of one configuration takes, with T of at most
-τ seconds. A deployment reaches τ exactly if patterns on at most N devices cover the batch: a cutting
-stock problem. Its linear relaxation, solved by generating columns (Gilmore and Gomory), sees whole
-sequences and whole microbatches on every replica, which the linear relaxation of the dispatch does not, so
-it proves far better bounds if replicas take few sequences; and its patterns, in whole numbers, are a
-deployment with its dispatch.
+A pattern gives the number of sequences of each bucket that one replica of one configuration takes, with T of
+at most τ seconds. A deployment reaches τ if and only if patterns on at most N devices cover the batch, which
+is a cutting-stock problem. Its linear relaxation, solved by column generation (Gilmore and Gomory), has whole
+sequences and whole microbatches on every replica, unlike the linear relaxation of the dispatch, so it proves
+far better bounds if replicas take few sequences. Its patterns, in whole numbers, are a deployment with its
+dispatch.
 
 A seam: what is proved here about one makespan holds for any search over makespans and replicas, and is tested
 without one.
@@ -28,17 +28,17 @@ from plait.planner.packed_pricing import PackedPricing
 from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Pricing
 from plait.planner.solver import Limit, Limits, Program, solve
 
-Replicas = tuple[int, ...]  # of each configuration, in the order of the costs
-Devices = Mapping[str, int]  # of each kind, by the name that configurations have it by; "" if there is one
-ROUNDS = 300  # of column generation for one makespan
-MOST_ROUNDS = 120  # of all makespans, if sequences are packed: a round takes some hundredths of a second
-REDUCED = 1e-6  # relative: patterns worth less than this above their need are not looked for
-WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent gains as much from the rest
+Replicas = tuple[int, ...]  # number for each configuration, in the order of the costs
+Devices = Mapping[str, int]  # number by kind, as configurations name it; "" if there is only one kind
+ROUNDS = 300  # rounds of column generation for one makespan
+MOST_ROUNDS = 120  # rounds for all makespans if sequences are packed: each takes hundredths of a second
+REDUCED = 1e-6  # patterns worth less than this above their need, relatively, are not searched for
+WHOLE_LIMITS = Limits(nodes=1, seconds=30.0)  # more nodes cover more, but descent does so equally well
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What one replica takes: its configuration's place among the costs, sequences by bucket, seconds."""
+    """The load of one replica: the index of its configuration in the costs, sequences by bucket, seconds."""
 
     cost: int
     counts: tuple[int, ...]
@@ -58,8 +58,8 @@ class Relaxed:
     """The relaxation at one makespan, with replicas and their patterns divisible.
 
     Attributes:
-        share: of the batch that patterns found so far cover; enough of it ends the search for more.
-        most: no patterns cover more.
+        share: share of the batch that the patterns found so far cover; if large enough, the search ends.
+        most: upper bound of the share that any patterns cover.
     """
 
     share: float
@@ -72,9 +72,9 @@ class _Solved:
     """A linear program's answer.
 
     Attributes:
-        prices: of a sequence of each bucket.
-        needs: what a pattern of each configuration must be worth more than to help.
-        value: of the duals.
+        prices: price of a sequence of each bucket.
+        needs: worth that a pattern of each configuration must exceed to help.
+        value: objective of the dual solution.
     """
 
     share: float
@@ -85,7 +85,7 @@ class _Solved:
 
 
 class Patterns:
-    """Patterns for one batch, gathered over makespans."""
+    """Patterns for one batch, collected over makespans."""
 
     def __init__(self, costs: Sequence[ReplicaCost], counts: Sequence[int] | Int64, devices: Devices) -> None:
         self._costs = tuple(costs)
@@ -102,12 +102,12 @@ class Patterns:
 
     @property
     def ended(self) -> bool:
-        """Whether the rounds of all makespans have ended the search for patterns."""
+        """Whether the rounds for all makespans are used up."""
         return self._rounds >= self._most_rounds
 
     @property
     def everything(self) -> Ranges:
-        """Any number of replicas that the devices hold."""
+        """Ranges that allow any number of replicas that fit on the devices."""
         most = self._devices[self._kind] // self._sizes
         return Ranges((0,) * len(self._costs), tuple(int(number) for number in most))
 
@@ -121,14 +121,14 @@ class Patterns:
         for _ in range(ROUNDS):
             solved = self._solved(tau, ranges)
             if solved is None:
-                break  # the ranges can be had, so the solver failed: that proves nothing
+                break  # the ranges are feasible, so the solver failed, which proves nothing
             found = Relaxed(solved.share, most, solved.replicas)
             if solved.share >= 1 - TOLERANCE or self.ended:
                 break
             self._rounds += 1
             before = len(self._found)
             excess = self._priced(pricing, solved, ranges, level)
-            # Duals that are too cheap by the excess are made right by the replicas, or by the devices.
+            # Duals that are too low by the excess are corrected by the replicas, or by the devices.
             by_device = np.zeros(len(self._devices))
             np.maximum.at(by_device, self._kind, excess / self._sizes)
             repair = min(float(excess @ ranges.high), float(by_device @ self._devices))
@@ -143,7 +143,7 @@ class Patterns:
         return found
 
     def enrich(self, tau: float, replicas: Replicas) -> None:
-        """Generate patterns until the batch is covered with the fewest of these replicas' devices."""
+        """Generate patterns until the batch is covered by the fewest devices of these replicas."""
         ranges = Ranges((0,) * len(replicas), replicas)
         self.relax(tau, ranges)
         pricing = self._start(tau)
@@ -157,10 +157,10 @@ class Patterns:
                 break
 
     def whole(self, tau: float, replicas: Replicas) -> tuple[Int64 | None, Limit | None]:
-        """A pattern found for each replica (replicas in order, R), so that little stays uncovered.
+        """Choose a pattern for each replica so that little stays uncovered.
 
         Returns:
-            None if the solver finds nothing; which limit ended it.
+        The patterns (replicas in order, R), or None if the solver finds nothing; the limit that ended it.
         """
         patterns = [each for each in self._within(tau) if replicas[each.cost] and any(each.counts)]
         program = Program()
@@ -188,7 +188,7 @@ class Patterns:
         return np.array(rows, dtype=np.int64), solution.limit_hit
 
     def _holds(self, replicas: Replicas) -> bool:
-        """Whether the devices hold so many of each configuration."""
+        """Whether the devices suffice for this many replicas of each configuration."""
         taken = np.bincount(self._kind, self._sizes * replicas, minlength=len(self._devices))
         return bool((taken <= self._devices).all())
 
@@ -203,7 +203,8 @@ class Patterns:
         return [each for each in self._found.values() if each.seconds <= tau * (1 + HOLDS)]
 
     def _start(self, tau: float) -> tuple[Pricing, ...]:
-        """The pricing at ``tau``; an idle replica and one for each bucket by itself are patterns."""
+        """Start the pricing at ``tau``; the first patterns are an idle replica and one for each bucket
+        alone."""
         if self._pricing[0] != tau:
             self._pricing = tau, tuple(_pricing(cost, self._counts, tau) for cost in self._costs)
             for place, each in enumerate(self._pricing[1]):
@@ -215,7 +216,7 @@ class Patterns:
         return self._pricing[1]
 
     def _priced(self, pricing: Sequence[Pricing], solved: _Solved, ranges: Ranges, level: int) -> Float64:
-        """Keeps patterns that help; returns by how much one of each configuration may exceed its need."""
+        """Keep patterns that help; return by how much one of each configuration may exceed its need."""
         excess = np.zeros(len(self._costs))
         for place, each in enumerate(pricing):
             if ranges.high[place]:
@@ -227,10 +228,11 @@ class Patterns:
         return excess
 
     def _solved(self, tau: float, ranges: Ranges, *, cover: bool = False) -> _Solved | None:
-        """The largest share of the batch that patterns cover; with ``cover``, the whole of it by few devices.
+        """The largest share of the batch that patterns cover; with ``cover``, all of it with the fewest
+        devices.
 
-        None if no answer is found: with ``cover``, patterns or replicas may not be enough; else the solver
-        failed, if the devices hold the ranges.
+        None if no answer is found: with ``cover``, there may be too few patterns or replicas; otherwise, if
+        the ranges fit on the devices, the solver failed.
         """
         patterns, used = self._within(tau), self._used
         kinds = np.array([each.cost for each in patterns])
@@ -273,7 +275,7 @@ class Patterns:
 
 
 def _pricing(cost: ReplicaCost, counts: Int64, tau: float) -> Pricing:
-    """The knapsacks of a configuration by the kind of its cost."""
+    """The knapsacks of a configuration, for its kind of cost."""
     if isinstance(cost, PackedCost):
         return PackedPricing(cost, counts, tau)
     return Pricing(cost, counts, tau)

@@ -1,14 +1,15 @@
 """Dispatch of one step's sequences to the replicas of a deployment (LobRA Eq. 3), without a solver.
 
-Replicas of one kind share what their kind gets: d_kj sequences of bucket j go to the p_k replicas of
-kind k, so that one of them takes e_kj = ⌈d_kj / p_k⌉ and the step takes max_k T(e_k). T grows with every
-e_kj, so it is solved in e alone, covering each bucket (Σ_k p_k·e_kj ≥ B_j); any split of B_j within that
-cover is an optimal d. :func:`spread` then gives up equal shares: replicas of a kind may differ by a
-sequence, which Eq. 3 does not allow and which is never slower.
+Replicas of one kind share their kind's sequences: d_kj sequences of bucket j go to the p_k replicas of kind
+k, so one of them takes e_kj = ⌈d_kj / p_k⌉ and the step takes max_k T(e_k). T grows with every e_kj, so it is
+solved in e only, covering each bucket (Σ_k p_k·e_kj ≥ B_j); any split of B_j within that cover is an optimal
+d. :func:`spread` then drops the equal shares: replicas of a kind may differ by a sequence, which Eq. 3 does
+not allow and which is never slower.
 
-A bound by linear programming, rounding, and descent by small moves: a few milliseconds a step.
+The method is a bound by linear programming, rounding, and descent by small moves: a few milliseconds per
+step.
 
-Shares: e (K, R) integer, sequences of bucket j that one replica of kind k takes.
+Shares e (K, R) are integers: the sequences of bucket j that one replica of kind k takes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from plait.planner.solver import Limit
 Float64 = npt.NDArray[np.float64]
 
 MAX_MOVES = 200
-CHAINS = 20  # two-step moves looked at before a local optimum is accepted
+CHAINS = 20  # two-step moves tried before a local optimum is accepted
 EPSILON = 1e-9
 SOLVED = 0  # status of scipy's linprog. 2 is no proof that there is no solution: it also stands for errors
 
@@ -53,9 +54,9 @@ class Dispatch:
 
     Attributes:
         assigned: d_kj: sequences of bucket j for all replicas of kind k together; Σ_k d_kj = B_j.
-        bound: proved: no dispatch of these buckets to these replicas with equal shares is faster.
+        bound: proved lower bound for all dispatches of these buckets to these replicas with equal shares.
         limit_hit: which limit ended the solver; None if it ran to its end or was not asked.
-        relaxed: bound of the linear relaxation, and its shares (K, R): further searches start from them.
+        relaxed: bound of the linear relaxation, and its shares (K, R), from which further searches start.
     """
 
     assigned: tuple[tuple[int, ...], ...]
@@ -66,7 +67,7 @@ class Dispatch:
 
     @property
     def makespan(self) -> float:
-        """The step's seconds: of the slowest replica."""
+        """The step's seconds, which are those of the slowest replica."""
         return max(self.seconds)
 
     @property
@@ -76,7 +77,7 @@ class Dispatch:
 
 
 def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
-    """Assign counts[j] sequences of each bucket so that the slowest replica is done early.
+    """Assign counts[j] sequences of each bucket so that the slowest replica ends as early as possible.
 
     The bound is that of the linear relaxation.
 
@@ -93,7 +94,7 @@ def dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:
 
 
 def spread(kinds: Sequence[ReplicaKind], counts: Sequence[int], chosen: Dispatch) -> Dispatch:
-    """Share each kind's sequences out to its replicas one by one, evening out what ⌈d / p⌉ rounds up.
+    """Distribute each kind's sequences over its single replicas, evening out the rounding of ⌈d / p⌉.
 
     Returns:
         A dispatch over single replicas, in the order of ``kinds``; never slower than ``chosen``.
@@ -121,10 +122,10 @@ def device_seconds(cost: ReplicaCost) -> Float64:
 
 
 def check_coverage(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> None:
-    """Every bucket with sequences in it fits into some replica.
+    """Check that every non-empty bucket fits into some replica.
 
     Raises:
-        CapacityError: naming the length, and the most that fits.
+    CapacityError: one does not; the message gives its length and the most that fits.
     """
     for j, count in enumerate(counts):
         if count and not any(kind.cost.batch[j] for kind in kinds):
@@ -144,7 +145,8 @@ def dispatch_of(
     bound: float,
     limit_hit: Limit | None = None,
 ) -> Dispatch:
-    """Shares e (K, R) as d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj: kinds are filled in order."""
+    """The dispatch with shares e (K, R): d with Σ_k d_kj = B_j and d_kj ≤ p_k·e_kj; kinds are filled in
+    order."""
     assigned = []
     left = np.asarray(counts, dtype=np.int64)
     for kind, row in zip(kinds, shares, strict=True):
@@ -164,9 +166,9 @@ def makespan(kinds: Sequence[ReplicaKind], shares: Int64) -> float:
 
 
 def relaxed_shares(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> tuple[float, Float64]:
-    """Least makespan with fractional shares, full microbatches and no ramp: a bound, and its shares.
+    """The least makespan with fractional shares, full microbatches and no ramp, which is a bound; its shares.
 
-    The bound holds for any way to share sequences out, also unequally among replicas of one kind.
+    The bound holds for any distribution of sequences, also for unequal ones among replicas of one kind.
     """
     supported = [kind.cost.supported for kind in kinds]
     first = np.concatenate([[0], np.cumsum(supported)])
@@ -213,7 +215,8 @@ def least_alone(costs: Sequence[ReplicaCost], counts: Sequence[int], prices: Seq
 
 
 def rounded(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
-    """Whole shares that cover every bucket: rounded down, then longest bucket first to who ends earliest."""
+    """Whole shares that cover every bucket: rounded down, then longest bucket first to the earliest to
+    end."""
     e: Int64 = np.floor(fractional + EPSILON).astype(np.int64)
     each = np.array([kind.count for kind in kinds])
     for j in reversed(range(len(counts))):
@@ -245,14 +248,14 @@ def greedy(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Int64:
 
 
 def single(kinds: Sequence[ReplicaKind]) -> list[ReplicaKind]:
-    """Every replica as a kind of its own, in order."""
+    """Every replica as a separate kind, in order."""
     return [ReplicaKind(kind.cost, 1) for kind in kinds for _ in range(kind.count)]
 
 
 def spread_shares(kinds: Sequence[ReplicaKind], totals: Int64) -> Int64:
     """Shares of single replicas from totals d (K, R): each kind's sequences evened out among its replicas.
 
-    Longest bucket first; ⌊d / p⌋ to each replica, and what remains to those with the least to do.
+    Longest bucket first: ⌊d / p⌋ to each replica, and the remainder to those with the least load.
     """
     rows = []
     for kind, total in zip(kinds, totals, strict=True):
@@ -269,7 +272,7 @@ def spread_shares(kinds: Sequence[ReplicaKind], totals: Int64) -> Int64:
 
 
 def whole_totals(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional: Float64) -> Int64:
-    """Whole totals d (K, R) with Σ_k d_kj = B_j next to fractional shares, by largest remainder."""
+    """Whole totals d (K, R) with Σ_k d_kj = B_j near fractional shares, by largest remainder."""
     wanted = fractional * np.array([kind.count for kind in kinds])[:, None]
     totals: Int64 = np.floor(wanted + EPSILON).astype(np.int64)
     for j, count in enumerate(counts):
@@ -282,7 +285,7 @@ def whole_totals(kinds: Sequence[ReplicaKind], counts: Sequence[int], fractional
 def descend(
     kinds: Sequence[ReplicaKind], counts: Sequence[int], shares: Int64, *, chains: bool = True
 ) -> Int64:
-    """Move sequences away from the slowest replicas while that helps: one move at a time, with ``chains``
+    """Move sequences away from the slowest replicas while that helps, one move at a time or, with ``chains``,
     also two."""
     costs = {id(kind.cost): kind.cost for kind in kinds}
     same = [(cost, np.flatnonzero([kind.cost is cost for kind in kinds])) for cost in costs.values()]
@@ -306,8 +309,8 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Taking one sequence of bucket ``buckets[i]`` from each replica of ``source`` and giving ``added[i, k]``
-    to each replica of kind k, with the loads that follow.
+    """Moves that take one sequence of bucket ``buckets[i]`` from each replica of ``source`` and give
+    ``added[i, k]`` to each replica of kind k, with the resulting loads.
     """
 
     source: int

@@ -1,4 +1,4 @@
-"""One step's samples to single replicas: by load, or by a dispatch."""
+"""Assigns one step's samples to single replicas, by load or by a dispatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[int, int]  # batch and position inside it
 def by_load(
     batches: Sequence[GlobalBatch], speeds: Mapping[int, float], *, capacities: Mapping[int, int]
 ) -> dict[int, tuple[GlobalBatch, ...]]:
-    """Longest sample first, each to the replica that would be done with it first.
+    """Assign samples, longest first, each to the replica that would finish it first.
 
     Returns:
         By replica, its part of each global batch that has samples there.
@@ -47,14 +47,14 @@ def by_load(
 def by_dispatch(
     batches: Sequence[GlobalBatch], replica_of: Sequence[int], replicas: Sequence[int]
 ) -> dict[int, tuple[GlobalBatch, ...]]:
-    """Each sample to the replica that a dispatch such as :func:`plan_step` chose.
+    """Assign each sample to the replica that a dispatch such as :func:`plan_step` chose.
 
     Args:
-        replica_of: for each sample, batch by batch in their order, the number of its replica.
+        replica_of: the number of each sample's replica, batch by batch in their order.
         replicas: ids of the replicas, by that number.
 
-    Raises:
-        ValueError: as many entries as samples are needed.
+        Raises:
+        ValueError: there are not as many entries as samples.
     """
     chosen: dict[int, list[Place]] = {replica: [] for replica in replicas}
     for place, number in zip(_places(batches), replica_of, strict=True):
@@ -104,7 +104,8 @@ def _part(batch: GlobalBatch, positions: Sequence[int]) -> GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """The deployment that steps are dispatched to; plain data, so that another process can plan for it."""
+    """The deployment to which steps are dispatched, as plain data, so that another process can plan for
+    it."""
 
     kinds: tuple[tuple[Configuration, TimeModel, int], ...]
     labelled_share: float = 1.0
@@ -117,10 +118,10 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Where each sample of a step goes.
+    """The replica of each sample of a step.
 
     Attributes:
-        replica_of: for each sample, the number of its replica.
+    replica_of: the number of each sample's replica.
     """
 
     replica_of: tuple[int, ...]
@@ -128,7 +129,7 @@ class StepPlan:
 
 
 def plan_step(lengths: Sequence[int], replicas: Replicas) -> StepPlan:
-    """Share the samples of one step out to the replicas.
+    """Assign the samples of one step to the replicas.
 
     Raises:
         CapacityError: a sample fits into no replica.

@@ -1,8 +1,8 @@
-"""Which jobs are packed together: head-tail pairing on mean length.
+"""Chooses the jobs that are packed together, by head-tail pairing on mean length.
 
-With a pipeline of S stages a job's next global batch must start at least S microbatches after the end
-of the one before. Groups take turns, so the other groups' microbatches fill that distance; inside a
-group, short samples beside long ones pack best.
+With a pipeline of S stages, a job's next global batch must start at least S microbatches after the end of the
+previous one. Groups take turns, so the other groups' microbatches fill that distance; within a group, a
+mixture of short and long samples packs best.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from plait.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class JobLoad:
-    """What grouping needs to know of a job: mean tokens of a sample and samples of a global batch."""
+    """What grouping needs to know about a job: mean tokens of a sample and samples of a global batch."""
 
     job: str
     mean_length: float
@@ -28,13 +28,14 @@ class JobLoad:
 
 
 def head_tail(loads: Sequence[JobLoad], groups: int) -> tuple[tuple[str, ...], ...]:
-    """``groups`` groups: sorted by mean length, dealt out forwards and backwards in turn.
+    """``groups`` groups of jobs, which are sorted by mean length and dealt out forwards and backwards in
+    turn.
 
     With twice as many jobs as groups, the shortest is paired with the longest, the second shortest with
     the second longest, and so on.
 
     Raises:
-        ConfigError: fewer jobs than groups, or no group.
+        ConfigError: there are fewer jobs than groups, or no group.
     """
     if not 1 <= groups <= len(loads):
         raise ConfigError(f"groups={groups}", f"{len(loads)} jobs make between 1 and {len(loads)} groups.")
@@ -50,7 +51,7 @@ def expected_noops(
 ) -> float:
     """No-ops that one round of all groups is expected to need, from mean tokens.
 
-    However few its tokens, a group's global batches take a microbatch, which keeps the others' distance.
+    Even with few tokens, a group's global batches take a microbatch, which adds to the others' distance.
     """
     tokens = {load.job: load.tokens for load in loads}
     length = [max(1.0, sum(tokens[job] for job in group) / capacity) for group in grouping]
@@ -58,9 +59,9 @@ def expected_noops(
 
 
 def group_jobs(loads: Sequence[JobLoad], *, stages: int, capacity: int) -> tuple[tuple[str, ...], ...]:
-    """The fewest groups that are expected to need the fewest no-ops: large groups pack better.
+    """The fewest groups among those expected to need the fewest no-ops, because large groups pack better.
 
-    With one stage that is one group.
+    With one stage, this is one group.
 
     Raises:
         ConfigError: no jobs.

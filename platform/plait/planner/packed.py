@@ -1,6 +1,6 @@
-"""Seconds of dispatched sequences once they are packed: what the search's bound of every packing becomes.
+"""Seconds of dispatched sequences after packing, in place of the search's bound for all packings.
 
-A seam: only here does the search for a deployment meet the packer of the engine.
+A seam: only here does the search for a deployment use the engine's packer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from plait.planner.dispatch import Dispatch, ReplicaKind
 from plait.planner.packing import first_fit_decreasing
 from plait.planner.packing_exact import PackingLimits, solve_packing
 
-LIMITS = PackingLimits(exact_samples=0, nodes=0)  # subset sums alone
+LIMITS = PackingLimits(exact_samples=0, nodes=0)  # subset sums only
 
 
 def as_packed(replicas: Sequence[ReplicaKind], chosen: Dispatch) -> Dispatch:
-    """A dispatch over single replicas with the seconds of its packed sequences, no fewer than it had."""
+    """A dispatch over single replicas with the seconds of its packed sequences, at least those that it
+    had."""
     known: dict[tuple[int, tuple[int, ...]], float] = {}
     seconds = []
     for replica, row in zip(replicas, chosen.assigned, strict=True):
@@ -35,7 +36,7 @@ def as_packed(replicas: Sequence[ReplicaKind], chosen: Dispatch) -> Dispatch:
 def packed_seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
     """T for counts[j] sequences of bucket j (R,), packed; a pipeline's capacity is halved if that helps.
 
-    A cost that keeps buckets apart has packed them already.
+    A cost that keeps buckets separate already includes their packing.
     """
     if not isinstance(cost, PackedCost) or not any(counts):
         return cost.seconds(counts)
@@ -52,7 +53,8 @@ def packed_seconds(cost: ReplicaCost, counts: Sequence[int]) -> float:
 
 
 def _packed(lengths: Sequence[int], place: Sequence[int], buckets: int, capacity: int, least: int) -> Int64:
-    """Sequences of each bucket in each microbatch (n, R), of the first packing with ``least`` of them."""
+    """Sequences of each bucket in each microbatch (n, R), for the first packing with ``least``
+    microbatches."""
     bins = first_fit_decreasing([lengths], capacity=capacity)
     if least and len(bins) > least:
         bins = [list(items) for items in solve_packing([lengths], capacity=capacity, limits=LIMITS).bins]

@@ -1,9 +1,9 @@
-"""What one replica does within a makespan if sequences are packed together: the knapsacks of that cost.
+"""What one replica can do within a makespan if sequences are packed together: the knapsacks of that cost.
 
-A class has a range of numbers of microbatches: the fewest of it take their fixed seconds, and the most of it
-bound what fits. Time, each bound of what fits, and every mixture of both is a knapsack of its own; the one by
-which divisible sequences are worth least is solved in whole ones. A seam:
-``deployment_patterns`` asks either cost for patterns in the same way.
+A class has a range of numbers of microbatches: the smallest determines the fixed seconds, the largest bounds
+what fits. Time, each bound of what fits, and every mixture of the two give a separate knapsack; the one with
+the least worth of divisible sequences is solved for whole ones. A seam: ``deployment_patterns`` asks either
+cost for patterns in the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from plait.cost.packed import PackedCost
 from plait.planner.dispatch import SOLVED, Float64
 from plait.planner.pricing import HOLDS, PRECISIONS, TOLERANCE, Choices, Int16, Precision, Pricing
 
-MIXED = (0.0, 0.2, 0.4, 0.6, 0.8)  # shares of time that a knapsack's weights may have, the rest being room
-MOST_DROPPED = 64  # sequences that a choice may lose until it holds
+MIXED = (0.0, 0.2, 0.4, 0.6, 0.8)  # shares of time in a knapsack's weights; the rest is room
+MOST_DROPPED = 64  # most sequences dropped from a choice to make it fit
 
 
 class PackedPricing(Pricing):
@@ -38,7 +38,7 @@ class PackedPricing(Pricing):
         return np.arange(1.0, np.floor(most) + 1.0)
 
     def _find_alone(self) -> Int64:
-        """Most sequences of each bucket by itself within τ."""
+        """Most sequences of each bucket alone within τ."""
         most = np.zeros(len(self._counts), dtype=np.int64)
         for j in range(self._cost.supported):
             rows = np.zeros((int(self._counts[j]), len(self._counts)), dtype=np.int64)
@@ -50,7 +50,7 @@ class PackedPricing(Pricing):
     def _best(
         self, prices: Float64, need: float, first: int, end: int, precision: Precision
     ) -> tuple[float, Int64 | None]:
-        """A worth that no pattern of a class exceeds, and its best pattern if that holds."""
+        """An upper bound on the worth of the patterns of a class, and its best pattern if that fits."""
         cost, low, high = self._cost, self._levels[first], self._levels[end - 1]
         left = self._tau * (1 + HOLDS) - cost.fixed * (low + cost.ramp)
         able = np.flatnonzero((prices > 0) & (self.alone > 0))
@@ -72,7 +72,7 @@ class PackedPricing(Pricing):
         return self._filled(prices, need, groups, precision.grid)
 
     def _held(self, steps: Sequence[tuple[int, Choices, Int16]], grid: int) -> Int64 | None:
-        """The most valuable choice that holds in seconds, or what is left of it without some sequences."""
+        """The most valuable choice that fits in time, or what remains of it without some sequences."""
         taken = super()._held(steps, grid)
         if taken is not None:
             return taken
@@ -89,7 +89,7 @@ class PackedPricing(Pricing):
 
 
 def _divisible(prices: Float64, rows: Float64, alone: Int64) -> Float64:
-    """Worth of the best choice of divisible sequences of which each row (n, R) allows 1 in all (n,)."""
+    """Worth of the best choice of divisible sequences, of which each row (n, R) allows 1 in total: (n,)."""
     order = np.argsort(-prices / np.maximum(rows, 1e-300), axis=1, kind="stable")
     used = np.take_along_axis(rows * alone, order, axis=1)
     left = 1.0 - (used.cumsum(axis=1) - used)
@@ -109,7 +109,7 @@ def _surrogate(prices: Float64, rows: Float64, alone: Int64) -> tuple[float, Flo
 
 
 def _groups(units: float, most: int) -> list[Choices]:
-    """Numbers of sequences up to ``most``, given the units of one, as groups of doubling size."""
+    """Numbers of sequences up to ``most``, in groups of doubling size, given the units of one sequence."""
     groups, left, run = list[Choices](), most, 1
     while left > 0:
         size = min(run, left)

@@ -1,6 +1,6 @@
 """Packing global batches into microbatches: first-fit decreasing.
 
-Greedy, quick and deterministic: the start and the fallback of the exact packer.
+It is greedy, quick and deterministic, and is the start and the fallback of the exact packer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PackedBatches:
 
     Attributes:
         bins: (batch, position inside it) of the samples of each microbatch.
-        gap: padded tokens by which the packing may lie above the optimum's least full microbatch; a whole
-            capacity if one microbatch less is not excluded; None if no bound was computed.
+        gap: padded tokens by which the least full microbatch may exceed the optimum; a whole capacity if one
+            microbatch less is not excluded; None if no bound was computed.
         limit_hit: limit that stopped the solver ("time" makes a plan that may not repeat), else None.
     """
 
@@ -41,7 +41,7 @@ class PackedBatches:
 
 
 def padded(tokens: int, tile: int) -> int:
-    """⌈tokens / tile⌉·tile: what a segment of ``tokens`` counts for."""
+    """⌈tokens / tile⌉·tile: the padded size of a segment of ``tokens``."""
     return -(-tokens // tile) * tile
 
 
@@ -53,14 +53,14 @@ def pack(
     replica: int = 0,
     first_index: int = 0,
 ) -> tuple[Microbatch, ...]:
-    """Microbatches that hold all samples of ``batches``, by first-fit decreasing.
+    """Pack all samples of ``batches`` into microbatches, by first-fit decreasing.
 
     Args:
         capacity: most tokens of a microbatch, each segment rounded up to a multiple of ``tile``.
 
     Returns:
-        Microbatches with consecutive indices. Segments lie in the order of ``batches``, and samples
-        inside a segment in the order of their global batch.
+        Microbatches with consecutive indices. Segments are in the order of ``batches``, and samples within a
+        segment in the order of their global batch.
 
     Raises:
         CapacityError: a sample alone is longer than the capacity.
@@ -72,7 +72,7 @@ def pack(
 
 
 def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) -> None:
-    """Raise CapacityError, naming job, sample and length, if a sample alone exceeds the capacity."""
+    """Check that every sample fits alone; otherwise a CapacityError names job, sample and length."""
     for batch in batches:
         for sample, length in zip(batch.samples, batch.lengths, strict=True):
             if padded(length, tile) > capacity:
@@ -84,7 +84,7 @@ def check_fits(batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1) 
 
 
 def first_fit_decreasing(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1) -> list[Bin]:
-    """Bins of (batch, position), the longest sample first, each into the first bin that takes it."""
+    """Bins of (batch, position): samples are placed longest first, each into the first bin with room."""
     items = [(a, position) for a, batch in enumerate(lengths) for position in range(len(batch))]
     items.sort(key=lambda item: (-lengths[item[0]][item[1]], item))
     bins: list[Bin] = [[] for _ in items]
@@ -104,7 +104,7 @@ def first_fit_decreasing(lengths: Sequence[Sequence[int]], *, capacity: int, til
 
 
 class _Free:
-    """Tokens left in each bin, in a tree of maxima: the first bin with enough is found in log time."""
+    """Tokens left in each bin, in a tree of maxima that finds the first bin with enough in log time."""
 
     def __init__(self, bins: int, capacity: int) -> None:
         self.leaves = 1 << max(0, bins - 1).bit_length()
@@ -121,7 +121,7 @@ class _Free:
             self.most[node] = max(self.most[2 * node], self.most[2 * node + 1])
 
     def first(self, start: int, least: int) -> int:
-        """The first bin from ``start`` on with at least ``least`` tokens left; an empty one always has."""
+        """The first bin from ``start`` on with at least ``least`` tokens left; an empty bin always has."""
         node = self.leaves + start
         while self.most[node] < least:
             while node % 2:  # a right child: nothing more under its parent
@@ -135,7 +135,7 @@ class _Free:
 
 
 def microbatch(batches: Sequence[GlobalBatch], items: Sequence[Item], replica: int, index: int) -> Microbatch:
-    """The microbatch that holds ``items``: one segment for each global batch that has samples in it."""
+    """The microbatch of ``items``: one segment for each global batch with samples in it."""
     chosen: dict[int, list[int]] = {}
     for batch, position in sorted(items):
         chosen.setdefault(batch, []).append(position)

@@ -1,10 +1,10 @@
-"""Two-stage packing: fewest microbatches first, then the least full one as empty as can be.
+"""Two-stage packing: the fewest microbatches first, then the least full one as empty as possible.
 
 First-fit decreasing is the start and the fallback. Filling by subset sums usually meets the lower bounds
-at once; SCIP is asked only if a bound is open: always while microbatches may be saved, and for the
-least full one if the instance is small or the gap wide. A later answer is used only if it is
-strictly better, so the result is never worse than greedy. All limits count nodes and rounds, so the same
-samples give the same plan everywhere; time is a safety net, reported if it struck.
+immediately; SCIP runs only if a bound is open: always while a microbatch may be saved, and for the least full
+one if the instance is small or the gap wide. A later answer is used only if it is strictly better, so the
+result is never worse than greedy. All limits count nodes and rounds, so the same samples give the same plan
+everywhere; time is only a safety net, and it is reported if that limit ended a solve.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Method = Literal["greedy", "subset sums", "milp"]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A program with the numbers of its variables: x[item][bin] and k[bin][batch], k counted in tiles."""
+    """A program with the indices of its variables: x[item][bin] and k[bin][batch], with k in tiles."""
 
     program: Program
     items: tuple[Item, ...]
@@ -37,7 +37,7 @@ class Model:
 def fits(
     lengths: Sequence[Sequence[int]], bins: int, *, capacity: int, tile: int, limits: Limits
 ) -> tuple[list[Bin] | None, Solution]:
-    """Stage 1: a packing into ``bins`` bins; None if there is none or the limit struck."""
+    """Stage 1: a packing into ``bins`` bins; None if there is none or a limit ended the search."""
     model = _model(lengths, bins, capacity=capacity, tile=tile, emptiest=None)
     solution = solve(model.program, limits)
     return _read(model, solution), solution
@@ -46,9 +46,9 @@ def fits(
 def emptiest(
     lengths: Sequence[Sequence[int]], start: Sequence[Bin], *, capacity: int, tile: int, limits: Limits
 ) -> tuple[list[Bin] | None, Solution]:
-    """Stage 2: a packing into as many bins as ``start`` has whose last bin is as empty as can be.
+    """Stage 2: a packing into as many bins as ``start`` has, with the last bin as empty as possible.
 
-    The least full bin may be called the last one, so min over it is min over the least full.
+    The least full bin can always be numbered last, so minimising the last bin minimises the least full one.
     """
     ordered = sorted(start, key=lambda items: -bin_fill(items, lengths, tile))
     model = _model(lengths, len(ordered), capacity=capacity, tile=tile, emptiest=len(ordered) - 1)
@@ -61,7 +61,7 @@ def _model(
 ) -> Model:
     """Σ_b x = 1; Σ_s x ≥ 1; Σ_{s of a} len·x ≤ P·k; Σ_a k ≤ C / P; cost Σ_a k of the bin ``emptiest``.
 
-    Each bin holds a sample: an empty one would be one bin less, which is stage 1's to find.
+    Each bin has a sample: an empty one would mean one bin less, which stage 1 would find.
     """
     program, units = Program(), capacity // tile
     items = tuple((a, p) for a, batch in enumerate(lengths) for p in range(len(batch)))
@@ -85,7 +85,7 @@ def _model(
 
 
 def _values(model: Model, bins: Sequence[Bin], lengths: Sequence[Sequence[int]], tile: int) -> list[float]:
-    """The start: what the variables are in a known packing."""
+    """The variables' values in a known packing, as a start."""
     values = [0.0] * len(model.program.costs)
     numbers = {item: number for number, item in enumerate(model.items)}
     for place, members in enumerate(bins):
@@ -113,13 +113,13 @@ class PackingLimits:
     """How much work the packer may spend on one global batch of a group.
 
     Attributes:
-        rounds: tries of filling by subset sums, fewer for large batches; 0 leaves it out.
-        exact_samples: up to so many samples SCIP proves the optimum (``exact_nodes`` as a guard).
-        nodes: branch-and-bound nodes above that; 0 never asks SCIP there.
-        gap: above ``exact_samples``, a least full microbatch within this share of the capacity of its
-            bound is good enough.
-        seconds: of processor time, a safety net for each call of SCIP.
-        variables: a program of more samples times microbatches is not asked.
+        rounds: attempts to fill by subset sums, fewer for large batches; 0 skips this.
+        exact_samples: SCIP proves the optimum up to this many samples (``exact_nodes`` is a guard).
+        nodes: branch-and-bound nodes above that; 0 never runs SCIP there.
+        gap: above ``exact_samples``, a least full microbatch is good enough if its distance to the bound is
+            within this share of the capacity.
+        seconds: processor time, a safety net for each call of SCIP.
+        variables: a program with more samples times microbatches is not solved.
     """
 
     rounds: int = 8
@@ -140,8 +140,8 @@ class Packing:
 
     Attributes:
         bins: (batch, position) of the samples of each microbatch, the fullest first, the least full last.
-        bins_bound: fewer microbatches are impossible.
-        fill_bound: at this number of microbatches, a lower ``fill`` is impossible.
+        bins_bound: lower bound of the number of microbatches.
+        fill_bound: lower bound of ``fill`` with this number of microbatches.
         limit_hit: limit that stopped SCIP before it proved the optimum, None otherwise.
     """
 
@@ -156,9 +156,9 @@ class Packing:
 def solve_packing(
     lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1, limits: PackingLimits | None = None
 ) -> Packing:
-    """Pack samples, each of which fits alone."""
+    """Pack samples, each of which must fit alone."""
     limits = limits or PackingLimits()
-    # without padding it does not matter whose sample is where: one batch has fewer symmetries
+    # without padding, the batch of a sample does not matter, and one batch has fewer symmetries
     merged, names = _merge(lengths) if tile == 1 else (lengths, None)
     state = _Search(merged, capacity, tile, limits)
     state.greedy()
@@ -269,7 +269,7 @@ class _Search:
         return len(bins), least_fill(bins, self.lengths, self.tile)
 
     def _struck(self, limit: Limit | None) -> None:
-        """A limit that ended a stage; the clock's stays, since it alone keeps a plan from repeating."""
+        """Note a limit that ended a stage; the clock's is kept, because only it makes a plan unrepeatable."""
         if self.limit_hit != "time":
             self.limit_hit = limit or self.limit_hit
 
@@ -285,7 +285,7 @@ class _Search:
 def packed_batches(
     batches: Sequence[GlobalBatch], *, capacity: int, tile: int = 1, limits: PackingLimits | None = None
 ) -> PackedBatches:
-    """Global batches of one group on one replica, packed; the least full microbatch is last.
+    """Pack the global batches of one group on one replica; the least full microbatch is last.
 
     Raises:
         CapacityError: a sample alone is longer than the capacity.
@@ -309,7 +309,7 @@ def pack_all(
     """:func:`packed_batches` for many groups' global batches, which do not depend on each other.
 
     Args:
-        pool: where to solve them side by side; None solves them here, one after another.
+        pool: executor in which to solve them in parallel; None solves them here, one after another.
     """
     work = partial(packed_batches, capacity=capacity, tile=tile, limits=limits)
     if pool is None:

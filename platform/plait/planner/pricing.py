@@ -1,8 +1,8 @@
-"""What one replica takes within a makespan, and what of it is worth most: knapsacks by dynamic programming.
+"""The most valuable load of one replica within a makespan: knapsacks by dynamic programming.
 
-Buckets have prices, a replica has τ seconds. What no choice is worth more than is proved by weights that are
-rounded down; choices that hold in seconds are kept. A seam: LobRA's cost keeps buckets apart, and the packed
-cost (``packed_pricing``) changes what a class of choices is.
+Buckets have prices, and a replica has τ seconds. Weights that are rounded down prove an upper bound on the
+worth of all choices; choices that fit in time are kept. A seam: LobRA's cost keeps buckets separate, and the
+packed cost (``packed_pricing``) changes what a class of choices is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from plait.cost.replica import ReplicaCost
 from plait.planner.dispatch import Float64
 
 Int16 = npt.NDArray[np.int16]
-Choices = tuple[Int64, Int64]  # of one bucket, at most one of them taken: sequences, units of time
+Choices = tuple[Int64, Int64]  # for one bucket: sequences, units of time; at most one of them is taken
 
-CLASSES = 4  # to begin with
-BACK = (0, 1, 2, 3, 4, 6, 8, 11, 16, 24)  # units of time that are given up until a choice holds
+CLASSES = 4  # at first
+BACK = (0, 1, 2, 3, 4, 6, 8, 11, 16, 24)  # units of time given up until a choice fits
 TOLERANCE = 1e-7
-HOLDS = 1e-9  # relative, of the seconds that a pattern may take
+HOLDS = 1e-9  # relative tolerance of the seconds that a pattern may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Precision:
 
     Attributes:
         grid: units of time in which τ is resolved.
-        whole: most sequences of a bucket whose numbers are tried one by one; more are put together, and the
-            rounding of their parts adds up.
-        slack: relative; a class that may hold this much more than is asked for is not looked into further.
+        whole: most sequences of a bucket whose numbers are tried one by one; larger numbers are combined, and
+            the rounding of their parts adds up.
+            slack: a class whose relative excess over the need is at most this is not refined further.
     """
 
     grid: int
@@ -48,7 +48,7 @@ PRECISIONS = (Precision(2048, 16, 0.006), Precision(16384, 16, 0.001), Precision
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What pricing one configuration found."""
+    """The result of pricing one configuration."""
 
     patterns: tuple[Int64, ...]
     limit: float
@@ -65,7 +65,7 @@ class Pricing:
         self._levels = self._find_levels()
 
     def priced(self, prices: Float64, need: float, precision: Precision) -> Priced:
-        """Patterns worth more than ``need``, at most one of each class, and what none exceeds."""
+        """Patterns worth more than ``need``, at most one of each class, and an upper bound for all."""
         unit = float(prices.max(initial=0.0))
         if unit <= 0:
             return Priced((), need)
@@ -94,7 +94,7 @@ class Pricing:
         return Priced(tuple(found), limit)
 
     def _find_levels(self) -> Float64:
-        """Seconds that the longest microbatch can have, ascending; one if nothing is paid twice."""
+        """Possible seconds of the longest microbatch, ascending; only one value if nothing counts twice."""
         cost = self._cost
         if not self.alone.any():
             return np.zeros(0)
@@ -139,7 +139,7 @@ class Pricing:
     def _filled(
         self, prices: Float64, need: float, groups: Sequence[tuple[int, Choices]], grid: int
     ) -> tuple[float, Int64 | None]:
-        """What no choice from groups of a bucket is worth more than, and the best that holds."""
+        """An upper bound on the worth of the choices from groups of a bucket, and the best one that fits."""
         best = np.zeros(grid + 1)
         steps: list[tuple[int, Choices, Int16]] = []
         for j, (counts, weights) in groups:
@@ -158,7 +158,7 @@ class Pricing:
         return most, None if most <= need else self._held(steps, grid)
 
     def _largest(self, longest: float) -> Int64:
-        """Sequences of each bucket's largest microbatch of at most ``longest`` seconds."""
+        """Sequences in each bucket's largest microbatch of at most ``longest`` seconds."""
         cost = self._cost
         sizes = np.zeros(len(self._counts), dtype=np.int64)
         for j in np.flatnonzero(self.alone):
@@ -168,7 +168,7 @@ class Pricing:
         return sizes
 
     def _divisible(self, prices: Float64, sizes: Int64, able: Int64, room: float) -> float:
-        """Worth of the best choice of divisible sequences: no whole one is worth more."""
+        """Worth of the best choice of divisible sequences, which no choice of whole ones exceeds."""
         cost = self._cost
         seconds = (cost.fixed[:, None] / sizes[able] + cost.each[:, able]).mean(axis=0)
         most = np.where(
@@ -181,8 +181,8 @@ class Pricing:
         return float((share * (prices[able] * most)[order]).sum())
 
     def _choices(self, j: int, size: int, scale: float, whole: int) -> list[Choices]:
-        """Numbers of sequences of bucket j in groups: few one by one; many as doubling runs of full
-        microbatches, and one that is not full."""
+        """Numbers of sequences of bucket j in groups: small numbers one by one; large ones as doubling runs
+        of full microbatches, and one that is not full."""
         cost, batch = self._cost, int(self._cost.batch[j])
         most = int(self.alone[j]) if size == batch else min(size, int(self.alone[j]))
         if most <= max(whole, batch):
@@ -201,12 +201,13 @@ class Pricing:
         return groups
 
     def _units(self, seconds: Float64, scale: float) -> Int64:
-        """Whole units of time; of stages that differ in cost, the mean, which no slowest one is below."""
+        """Whole units of time; if stages differ in cost, their mean, which the slowest one cannot be
+        below."""
         units: Int64 = np.floor(scale * seconds.mean(axis=0) + 1e-9).astype(np.int64)
         return units
 
     def _held(self, steps: Sequence[tuple[int, Choices, Int16]], grid: int) -> Int64 | None:
-        """The most valuable choice that holds in seconds, going back in time; None if none was found."""
+        """The most valuable choice that fits in time, going back in time; None if none was found."""
         for back in BACK:
             taken = self._traced(steps, grid - back)
             if self._cost.seconds(taken) <= self._tau * (1 + HOLDS):

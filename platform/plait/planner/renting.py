@@ -1,12 +1,13 @@
-"""How many devices of each kind to use: more are taken only if they pay.
+"""Chooses how many devices of each kind to use: more only if they pay off.
 
-The objective is the time of a step, its device-seconds or its money. A step on more devices ends earlier, and
-nearly always costs more, since devices wait for each other; so part of the objective, the slack, may be
-given up for the other side: with time as the objective, the fewest device-seconds of the choices within the
-slack of the fastest; else, the fastest of those within the slack of the cheapest.
+The objective is the time of a step, its device-seconds or its cost in money. On more devices a step ends
+earlier but nearly always costs more, because devices wait for each other. So part of the objective, the
+slack, may be given up: with time as the objective, for the fewest device-seconds among choices within the
+slack of the fastest; otherwise, for the fastest among those within the slack of the cheapest.
 
-Devices are tried by powers of two, and all of a kind. What is proved holds for every number of them: between
-two that are tried, a step is no faster than on the more of both, and costs the fewest devices at least.
+Powers of two, and all devices of a kind, are tried. The bound holds for every number of devices: between two
+that are tried, a step is no faster than on the larger number, and costs at least as much per second as the
+smaller.
 
 A seam: it chooses between deployments of any costs, and is tested without a plan.
 """
@@ -23,16 +24,16 @@ from plait.planner.deployment import GAP, Deployment, able, deploy, least_cost, 
 from plait.planner.deployment_patterns import Devices
 
 SLACK = 0.1
-ENUMERATED = 100  # deployments that are tried one by one if the search leaves the bound open
-COARSE = 0.03  # gap of the deployments that are compared; the chosen one is searched for again
+ENUMERATED = 100  # at most this many deployments are enumerated if the search leaves the bound open
+COARSE = 0.03  # gap of the compared deployments; the chosen one is then searched for again
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Some devices with the best deployment on them.
+    """A set of devices with the best deployment on it.
 
     Attributes:
-        value: of the objective, for a step.
+    value: the objective of one step.
     """
 
     devices: Devices
@@ -41,16 +42,16 @@ class Tried:
 
     @property
     def number(self) -> int:
-        """All devices."""
+        """Number of all its devices."""
         return sum(self.devices.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """The devices chosen.
+    """The chosen devices.
 
     Attributes:
-        bound: proved: with no number of these devices is the objective lower.
+    bound: proved lower bound of the objective for any number of these devices.
     """
 
     chosen: Tried
@@ -58,7 +59,7 @@ class Rented:
 
     @property
     def gap(self) -> float:
-        """Distance of the value to the bound, relative: the slack that was given up is part of it.
+        """Relative distance of the value to the bound, including the slack that was given up.
 
         0 if devices are free.
         """
@@ -75,12 +76,12 @@ def rent(
     slack: float = SLACK,
     longest: int = 0,
 ) -> Rented:
-    """The devices for a step, of those that there are.
+    """Choose the devices for a step among the available ones.
 
     Args:
-        rates: what a device-second of each kind costs; None if time is the objective.
+        rates: price of a device-second of each kind; None if time is the objective.
         slack: share of the objective that may be given up.
-        longest: tokens of a sequence of some other step, which must fit, too.
+        longest: tokens of the longest sequence of any other step, which must also fit.
 
     Raises:
         CapacityError: a bucket fits into no configuration of at most ``devices``.
@@ -108,7 +109,7 @@ def rent(
 
 
 def _again(tried: Tried, costs: Sequence[ReplicaCost], counts: Sequence[int]) -> Tried:
-    """The same devices with the best deployment that is found."""
+    """The same devices with the best deployment found."""
     rate, found = (
         tried.value / tried.deployment.makespan,
         deploy(costs, counts, tried.devices, most_enumerated=ENUMERATED),
@@ -120,12 +121,12 @@ def _again(tried: Tried, costs: Sequence[ReplicaCost], counts: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """Numbers of devices that are decided together: those up to ``most``, above those tried before it.
+    """Numbers of devices that are decided together: those up to ``most`` and above the previous box.
 
     Attributes:
-        rate: what a second on ``most`` costs; 1 for time.
-        least_rate: the same on the fewest devices of the box.
-        value: no number of devices in the box has a lower objective.
+    rate: cost of a second on ``most`` devices; 1 for time.
+    least_rate: the same on the fewest devices of the box.
+    value: lower bound of the objective for all numbers of devices in the box.
     """
 
     most: Devices
@@ -141,7 +142,7 @@ def _boxes(
     rates: Mapping[str, float] | None,
     longest: int,
 ) -> list[_Box]:
-    """Every range of numbers of devices on whose most the sequences fit.
+    """All ranges of numbers of devices whose largest number fits the sequences.
 
     Raises:
         CapacityError: they fit nowhere.
@@ -169,6 +170,6 @@ def _boxes(
 
 
 def _steps(number: int) -> list[tuple[int, int]]:
-    """Ranges of numbers of devices, fewest and most: none, then up to each power of two, then all."""
+    """Ranges (fewest, most) of numbers of devices: none, then up to each power of two, then all."""
     tops = [2**k for k in range(number.bit_length()) if 2**k < number] + [number]
     return [(0, 0), *((before + 1, top) for before, top in zip([0, *tops], tops, strict=False))]

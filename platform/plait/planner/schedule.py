@@ -2,16 +2,16 @@
 
 A turn is one global batch of one group. Groups take turns, so that a job's next global batch comes late
 enough. Bubble lemma, with S stages in 1F1B order: if a job's last sample of a global batch is in
-microbatch k, its step can be done once the backward of k has left the first stage, which is before the
-forward of k + S there and not earlier; so the job's next global batch starts at k + S or later, and
-empty microbatches (no-ops) are inserted where it would come sooner.
+microbatch k, its step can be taken once the backward of k has left the first stage, which is just before
+the forward of k + S there. So the job's next global batch starts at k + S or later, and empty
+microbatches (no-ops) are inserted if it would come sooner.
 
-Merging takes microbatches away, and with them the distance that they keep between two global batches of
-another job. So it takes no more than the turns that follow can spare, and fills those that have to stay
-evenly: a job that waits leaves the pipeline idle, however full the microbatch that it waits for.
+Merging removes microbatches, and with them distance between two global batches of another job. So it removes
+no more than the following turns can spare, and fills the remaining ones evenly: a job that waits leaves the
+pipeline idle, however full the microbatch that it waits for.
 
-In a schedule an :class:`OptimiserStep` stands where it happens: on every stage, right before the forward
-of the microbatch that follows it in the list; at the end of the list, when everything has drained.
+The position of an :class:`OptimiserStep` in a schedule is its time: on every stage, right before the forward
+of the microbatch that follows it in the list; at the end of the list, after everything has drained.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Draft:
 
     @classmethod
     def of(cls, batches: Sequence[GlobalBatch], items: Sequence[Item], tile: int) -> Draft:
-        """The draft that holds the samples ``items`` of ``batches``."""
+        """The draft with the samples ``items`` of ``batches``."""
         return cls(tile, (Piece(batches[batch], position) for batch, position in items))
 
     @property
@@ -74,24 +74,24 @@ class Draft:
         return {job for job, _ in self.tokens}
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Adds samples."""
+        """Add samples."""
         for piece in pieces:
             self.pieces.append(piece)
             self.tokens[piece.key] = self.tokens.get(piece.key, 0) + piece.length
 
     def remove(self, pieces: Collection[Piece]) -> None:
-        """Removes samples."""
+        """Remove samples."""
         taken = {(piece.key, piece.position) for piece in pieces}
         kept = [piece for piece in self.pieces if (piece.key, piece.position) not in taken]
         self.pieces, self.tokens = [], {}
         self.add(kept)
 
     def fits(self, pieces: Sequence[Piece], capacity: int) -> bool:
-        """Whether these samples fit in beside what is there."""
+        """Whether these samples fit in addition to the present ones."""
         return Draft(self.tile, [*self.pieces, *pieces]).fill <= capacity
 
     def microbatch(self, replica: int, index: int) -> Microbatch:
-        """The finished microbatch; segments in the order in which their global batches came in."""
+        """The finished microbatch, with segments in the order in which their global batches were added."""
         batches = list({piece.key: piece.batch for piece in self.pieces}.values())
         places = {(batch.job, batch.step): place for place, batch in enumerate(batches)}
         items = [(places[piece.key], piece.position) for piece in self.pieces]
@@ -110,7 +110,7 @@ def merge(
     """Move samples of ``sources`` into ``target``; emptied sources are removed from the list.
 
     Args:
-        ready: jobs whose step before was done by then; only their samples may move.
+        ready: jobs whose previous step is done by then; only their samples may move.
         most: how many sources may be emptied; None for all.
 
     Returns:
@@ -154,7 +154,7 @@ def _filling(target: Draft, source: Draft, ready: Collection[str], capacity: int
 def turns(
     batches: Mapping[str, Sequence[GlobalBatch]], groups: Sequence[Sequence[str]]
 ) -> Iterator[tuple[GlobalBatch, ...]]:
-    """Global batches in the order in which groups take turns, those of a group's jobs together."""
+    """Global batches in the order in which groups take turns; those of a group's jobs are together."""
     for place in range(max((len(own) for own in batches.values()), default=0)):
         for group in groups:
             turn = tuple(batches[job][place] for job in group if place < len(batches[job]))
@@ -171,11 +171,11 @@ class _Due:
 
 
 class _Room(NamedTuple):
-    """What a turn may move into the microbatch before it.
+    """How much a turn may move into the previous microbatch.
 
     Attributes:
-        capacity: tokens that the microbatch before it may have then: no more than the even share of those
-            that have to keep the distance.
+    capacity: tokens that the previous microbatch may have afterwards: at most an even share for the
+    microbatches that must remain to keep the distance.
     """
 
     most: int
@@ -183,7 +183,7 @@ class _Room(NamedTuple):
 
 
 class _Builder:
-    """Lays turns out into one schedule; replicas advance side by side, round by round."""
+    """Arranges turns into one schedule; replicas advance in parallel, round by round."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class _Builder:
         self._due: list[_Due] = []
 
     def add(self, order: Sequence[Turn], number: int) -> None:
-        """Append the next turn, ``order[number]``; the following ones are those that merging spares."""
+        """Append the next turn, ``order[number]``; the following turns limit how much may be merged."""
         turn = order[number]
         # merging may reach one microbatch back
         begin = {replica: max(0, len(stream) - 1) for replica, stream in self._streams.items()}
@@ -249,7 +249,7 @@ class _Builder:
             stream.append(draft)
 
     def _room(self, replica: int, drafts: Sequence[Draft], following: Iterable[Turn]) -> _Room:
-        """How far a turn may merge before a job of the following ones has to wait for it."""
+        """How much a turn may merge before a job of a following turn has to wait for it."""
         stream, capacity = self._streams[replica], self._capacity[replica]
         own = set[str]().union(*(draft.jobs for draft in drafts))
         waiting = {job: to for job, to in self._ready.items() if to > len(stream) and job not in own}
@@ -291,12 +291,12 @@ def build_schedule(
     merging: bool = True,
     filling: bool = True,
 ) -> tuple[ScheduleItem, ...]:
-    """The schedule of all turns; every job's come in the order of its steps.
+    """The schedule of all turns; those of a job are in the order of its steps.
 
     Args:
-        capacity: most padded tokens of a microbatch: one for all replicas, or each its own.
-        merging: whether work moves forward into the microbatch before it.
-        filling: whether parts of microbatches do, if whole ones do not fit.
+    capacity: most padded tokens of a microbatch, for all replicas or for each.
+    merging: whether work moves forward into the previous microbatch.
+    filling: whether parts of a microbatch move if the whole does not fit.
     """
     builder = _Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):

@@ -1,9 +1,9 @@
-"""Mixed-integer linear programs, solved by SCIP: the one place that imports pyscipopt.
+"""Mixed-integer linear programs, solved by SCIP: the only module that imports pyscipopt.
 
-A program is plain data in matrix form, so that it pickles into other processes, can be relaxed, and
-can be checked without a solver. Limits are by nodes and gap, so that the same program gives the same
-answer on every machine; processor time is only a safety net, which no load of the machine moves, and
-:attr:`Solution.limit_hit` says when it struck.
+A program is plain data in matrix form, so it can be pickled into other processes, relaxed, and checked
+without a solver. Limits are on nodes and gap, so the same program gives the same answer on every machine.
+Processor time is only a safety net, which other load does not affect, and :attr:`Solution.limit_hit` says if
+it ended the search.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 INFINITY = math.inf
 
-PROCESSOR_TIME = 1  # SCIP's clock; 2 is the clock on the wall, by which load would change plans
-FEASIBLE = 1e-5  # violation of a solution that is accepted: ten times what the solver allows itself
+PROCESSOR_TIME = 1  # SCIP's clock type; 2 is wall-clock time, with which other load would change plans
+FEASIBLE = 1e-5  # largest accepted violation of a solution: ten times the solver's own tolerance
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 Limit = Literal["nodes", "gap", "time", "solutions"]
@@ -38,8 +38,8 @@ class Limits:
 
     Attributes:
         gap: relative distance between objective and bound that is good enough; 0 proves the optimum.
-        seconds: of processor time, a safety net; a plan that it ended early may not repeat, and says so.
-        solutions: feasible solutions after which to stop (1: the program only asks for feasibility).
+        seconds: processor time, a safety net; a plan that it ended early may not repeat, and says so.
+        solutions: number of feasible solutions after which to stop (1: only feasibility is of interest).
     """
 
     nodes: int = 20_000
@@ -86,7 +86,7 @@ class Program:
     def violation(self, values: Sequence[float]) -> float:
         """Largest amount by which ``values`` break a row, a bound or integrality; 0 if feasible.
 
-        A row's is relative to its largest term, if that is above 1: the solver rounds in proportion.
+        A row's violation is relative to its largest term, if that is above 1, as is the solver's rounding.
         """
         worst = 0.0
         for value, low, high, whole in zip(values, self.lower, self.upper, self.integer, strict=True):
@@ -105,13 +105,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found.
+    """The solver's result.
 
     Attributes:
-        status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
-            but stopped early; "infeasible" is proved; "unknown" stopped early without values, or has none
-            that hold once integers are whole.
-        bound: proved: no solution is below it; -inf if nothing is known.
+    status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
+    but stopped early; "infeasible" is proved; "unknown" stopped early without values, or its values
+    are not feasible once integers are rounded.
+    bound: proved lower bound of all solutions; -inf if nothing is known.
         values: one for each variable, integers exact; empty without a solution.
     """
 
@@ -126,10 +126,9 @@ def solve(program: Program, limits: Limits | None = None, start: Sequence[float]
     """Solve ``program`` with SCIP; equal input gives equal output unless ``limit_hit`` is "time".
 
     Args:
-        start: a feasible solution to begin from; one that SCIP rejects is only lost, not an error.
+        start: a feasible solution to begin from; one that SCIP rejects is ignored.
 
-    Raises:
-        Nothing on purpose: infeasibility and limits are statuses, including SCIP's bare ``Warning``.
+    Infeasibility and limits are statuses, not errors, and so is SCIP's bare ``Warning``.
     """
     from pyscipopt import Model, quicksum
 
@@ -162,7 +161,7 @@ def solve(program: Program, limits: Limits | None = None, start: Sequence[float]
     try:
         model.optimize()
         return _read(model, variables, program)
-    except Warning:  # SCIP raises a bare Warning if it has no solution to show
+    except Warning:  # SCIP raises a bare Warning if it has no solution
         return Solution("unknown", None, -INFINITY, (), _LIMITS.get(model.getStatus()))
 
 

@@ -1,7 +1,7 @@
-"""Subset sums of sample lengths: lower bounds for packing, and bins filled as full as they can be.
+"""Subset sums of sample lengths, for lower bounds of packing and for filling bins as full as possible.
 
-Sets of reachable token sums are Python integers used as bit sets: bit t is set if some subset of the
-samples has exactly t tokens. They make subset sums of some tens of samples a matter of microseconds.
+Sets of reachable token sums are Python integers used as bit sets: bit t is set if some subset of the samples
+has exactly t tokens. With them, subset sums of tens of samples take microseconds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from plait.planner.packing import Bin, Item, padded
 
-MOST_UNITS = 4096  # above so many tiles a bin, combining batches costs more than it saves
+MOST_UNITS = 4096  # with more tiles per bin, combining batches costs more than it saves
 Reach = npt.NDArray[np.int64]  # (units + 1,): most tokens that fit into 0, 1, ... units tiles
 
 
-MOST_COMPANIONS = 96  # from so many samples, a bin can be filled as well as from more
+MOST_COMPANIONS = 96  # this many samples fill a bin as well as more would
 
 
 def reachable_sums(lengths: Iterable[int], most: int, start: int = 0) -> int:
@@ -39,7 +39,7 @@ def most_tokens(sums: int, units: int, tile: int) -> Reach:
 
 
 def combine(left: Reach, right: Reach) -> Reach:
-    """Most tokens of two batches in k tiles together: the maximum over j of left[j] + right[k − j]."""
+    """Most tokens of two batches together in k tiles: the maximum over j of left[j] + right[k − j]."""
     best: Reach = left[0] + right
     for j in range(1, len(left)):
         if left[j] > left[j - 1]:
@@ -48,7 +48,7 @@ def combine(left: Reach, right: Reach) -> Reach:
 
 
 def bins_bound(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1) -> int:
-    """Fewest bins that could hold the samples: padded volume, and Martello and Toth's L2 bound."""
+    """A lower bound of the number of bins, from padded volume and Martello and Toth's L2 bound."""
     units = capacity // tile
     volume = sum(padded(sum(batch), tile) // tile for batch in lengths)
     items = [length for batch in lengths for length in batch]
@@ -58,8 +58,9 @@ def bins_bound(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int = 1
 def _long_items_bound(items: Sequence[int], capacity: int) -> int:
     """L2 (Martello and Toth, 1990): samples above half the capacity never share a bin with each other.
 
-    For each threshold a: samples above capacity − a are alone; those from there down to half the capacity
-    have a bin each; what those leave free takes the samples from a up to half the capacity, or more bins do.
+    For each threshold a, samples above capacity − a are alone; those from there down to half the capacity
+    have a bin each; samples from a up to half the capacity go into the room that these leave, or into more
+    bins.
     """
     ordered = sorted(items)
     sums = [0, *accumulate(ordered)]
@@ -74,10 +75,10 @@ def _long_items_bound(items: Sequence[int], capacity: int) -> int:
 
 
 def fill_bound(lengths: Sequence[Sequence[int]], bins: int, *, capacity: int, tile: int = 1) -> int:
-    """Least padded tokens that the least full of ``bins`` bins could have, with every sample placed.
+    """A lower bound of the padded tokens in the least full of ``bins`` bins, with every sample placed.
 
-    The other bins − 1 hold at most what some subset of the samples fills; the rest is left over, and
-    what is left is itself a sum that some subset reaches.
+    Each of the other bins − 1 holds at most the fullest subset of the samples; the rest is left over, and is
+    itself the sum of some subset.
     """
     volume = sum(padded(sum(batch), tile) for batch in lengths)
     if bins == 1:
@@ -136,7 +137,7 @@ def bin_fill(items: Bin, lengths: Sequence[Sequence[int]], tile: int) -> int:
 
 
 def fill_bins(lengths: Sequence[Sequence[int]], *, capacity: int, tile: int, turn: int = 0) -> list[Bin]:
-    """Bins filled one after another; ``turn`` varies which of the equally good subsets is taken."""
+    """Fill bins one after another; ``turn`` varies which of equally good subsets is taken."""
     left = [(a, position) for a, batch in enumerate(lengths) for position in range(len(batch))]
     left.sort(key=lambda item: (-lengths[item[0]][item[1]], item))
     shuffler = random.Random(turn)
@@ -160,7 +161,7 @@ def fullest_subset(
     """The samples among ``items`` that put the most tokens into a bin of ``units`` tiles.
 
     Args:
-        starts: tokens of each batch that are in the bin already; they count against ``units``.
+        starts: tokens of each batch that are already in the bin; they count against ``units``.
     """
     batches = range(len(lengths)) if tile > 1 else range(1)
     members = [[item for item in items if tile == 1 or item[0] == batch] for batch in batches]

@@ -1,9 +1,9 @@
 """An independent check of a schedule: contents, then a replay in 1F1B order.
 
-Shares no code with the packer. The replay runs every stage's list of forwards, backwards and steps as a
-pipeline would, with the messages between stages and the reduction of gradients between replicas, and
-watches what training needs: a forward sees the weights after the job's step before, a backward the
-same weights as its forward, and a step all gradients of its global batch and no others.
+It shares no code with the packer. The replay runs every stage's list of forwards, backwards and steps as a
+pipeline would, with the messages between stages and the reduction of gradients between replicas. It checks
+that a forward sees the weights after the job's previous step, a backward the same weights as its forward, and
+a step all gradients of its global batch and no others.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def verify(
     capacity: int | Mapping[int, int],
     tile: int = 1,
 ) -> None:
-    """Raise if ``schedule`` does not train exactly ``batches``, in order, with current weights.
+    """Check that ``schedule`` trains exactly ``batches``, in order, with current weights.
 
     Args:
         batches: every job's global batches; each job's steps ascend by 1.
-        capacity: most padded tokens of a microbatch, of all replicas or of each.
+        capacity: most padded tokens of a microbatch, for all replicas or for each.
 
     Raises:
-        ScheduleError: with all violations found.
+        ScheduleError: it does not; the message has all violations found.
     """
     faults = violations(schedule, batches, stages=stages, capacity=capacity, tile=tile)
     if faults:
@@ -107,7 +107,7 @@ def _wrong_sizes(schedule: Sequence[Entry], capacity: int | Mapping[int, int], t
 
 
 def _wrong_samples(schedule: Sequence[Entry], batches: Sequence[GlobalBatch]) -> list[str]:
-    """Every sample of every global batch once, with its own length, draw, weight and split."""
+    """Violations of: every sample of every global batch once, with its own length, draw, weight and split."""
     have = Counter(
         row for entry in schedule if isinstance(entry, Microbatch) for s in entry.segments for row in _rows(s)
     )
@@ -123,7 +123,7 @@ def _rows(part: GlobalBatch | Segment) -> list[tuple[object, ...]]:
 
 
 def _wrong_steps(schedule: Sequence[Entry], batches: Sequence[GlobalBatch]) -> list[str]:
-    """One step for each global batch, each job's in order."""
+    """Violations of: one step for each global batch, in order for each job."""
     want: dict[str, list[int]] = {}
     for batch in batches:
         want.setdefault(batch.job, []).append(batch.step)
@@ -139,7 +139,7 @@ def _wrong_steps(schedule: Sequence[Entry], batches: Sequence[GlobalBatch]) -> l
 
 
 class _Action(NamedTuple):
-    """What a stage does next: the forward or backward of a microbatch, or a step."""
+    """An action of a stage: the forward or backward of a microbatch, or a step."""
 
     kind: Literal["forward", "backward", "step"]
     microbatch: int = -1
@@ -152,8 +152,8 @@ class _Stage:
 
     actions: deque[_Action]
     done: set[_Action] = field(default_factory=set)
-    steps: Counter[str] = field(default_factory=Counter)  # of each job, how many were done
-    seen: dict[tuple[int, str], int] = field(default_factory=dict)  # steps done when a forward ran
+    steps: Counter[str] = field(default_factory=Counter)  # number of steps taken, by job
+    seen: dict[tuple[int, str], int] = field(default_factory=dict)  # number of steps taken when a forward ran
     gradients: dict[str, Counter[int]] = field(default_factory=dict)  # job -> segments by step, not stepped
 
 
@@ -181,7 +181,7 @@ class _Replay:
         }
 
     def run(self) -> list[str]:
-        """Replay until every list is empty, something is wrong, or nothing can move."""
+        """Replay until every list is empty, a fault is found, or nothing can proceed."""
         while not self.faults and any(self._advance(where) for where in self.stages):
             pass
         left = {where: stage.actions[0] for where, stage in self.stages.items() if stage.actions}
@@ -190,7 +190,7 @@ class _Replay:
         return self.faults
 
     def _advance(self, where: Where) -> bool:
-        """Run a stage as far as it can go; whether it moved at all."""
+        """Run a stage as far as possible; return whether it made progress."""
         stage, moved = self.stages[where], False
         run = {"forward": self._forward, "backward": self._backward, "step": self._step}
         while stage.actions and not self.faults and self._may(where, stage.actions[0]):
@@ -201,7 +201,8 @@ class _Replay:
         return moved
 
     def _may(self, where: Where, action: _Action) -> bool:
-        """Whether what comes from elsewhere has come: activations, gradients, the others for a step."""
+        """Whether all inputs from elsewhere have arrived: activations, gradients, or other replicas for a
+        step."""
         replica, s = where
         if action.kind == "forward":
             return s == 0 or action in self.stages[replica, s - 1].done
@@ -247,10 +248,10 @@ class _Replay:
 
 
 def _one_f_one_b(count: int, ahead: int, steps: Sequence[tuple[int, OptimiserStep]]) -> deque[_Action]:
-    """A stage's list in 1F1B order: at most ``ahead`` forwards before their backwards.
+    """A stage's list in 1F1B order, with at most ``ahead`` forwards before their backwards.
 
     Args:
-        steps: each with the number of microbatches before it; it runs right before the next forward.
+        steps: each with the number of microbatches before it; a step runs right before the next forward.
     """
     actions: deque[_Action] = deque()
     waiting = deque(steps)

@@ -1,1 +1,1 @@
-"""Plans of whole searches before anything trains: what runs where, and how much time and memory it needs."""
+"""Plans a whole search before anything trains: what runs where, and how much time and memory it needs."""

@@ -1,4 +1,4 @@
-"""The plan of a search on a cluster that is only described: devices, replicas, groups, all simulated."""
+"""Plans a search on a described cluster: devices, replicas and groups, all simulated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_ERROR = "no measurement of such steps that it was not fitted to"
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What is planned, whatever the devices."""
+    """What is planned, independent of the devices."""
 
     workload: Workload
     planner: PlannerSettings
@@ -55,7 +55,7 @@ class _Search:
         return Expected.of(self.workload, self.waves[0], cluster)
 
     def chosen(self, cluster: Cluster) -> tuple[Planned, ObjectiveOutlook]:
-        """The plan on as many devices as pay in the first wave."""
+        """The plan on as many devices as pay off in the first wave."""
         fitted = self.fitted(cluster)
         rented = self.first(fitted).rent(
             rates_of(self.planner.objective, cluster),
@@ -73,7 +73,7 @@ class _Search:
         """The plan on all of these devices.
 
         Raises:
-            CapacityError: a sample is too long for every replica, or one kind of device holds no replica.
+            CapacityError: a sample is too long for every replica, or no replica fits on one kind of device.
         """
         fitted = self.fitted(cluster)
         idle = {kind: number for kind, number in cluster.devices.items() if kind not in fitted.devices}
@@ -94,12 +94,12 @@ def plan_described(
     numbers: Sequence[Devices] = (),
     on_wave: Callable[[Forecast], None] | None = None,
 ) -> Outlook:
-    """Choose devices, deploy for the first wave's mean step, again for a later one if that pays; plan and
-    simulate all.
+    """Choose devices, deploy for the first wave's mean step, and again for a later wave if that pays off;
+    then plan and simulate all waves.
 
     Args:
-        numbers: of devices to plan for, each; the best by the objective is shown in full. None: devices are
-            chosen by the first wave's mean step.
+    numbers: numbers of devices to plan for; the best one by the objective is shown in full. If empty,
+    devices are chosen by the first wave's mean step.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster has devices and memory for.
@@ -130,7 +130,7 @@ def plan_described(
 
 
 def _of_numbers(search: _Search, clusters: Sequence[Cluster]) -> tuple[Planned, tuple[DevicesOutlook, ...]]:
-    """The plan of each number of devices, and the best of them by the objective, slack included."""
+    """The best plan by the objective, slack included, and the outlook for each number of devices."""
     plans, refused = dict[int, Planned](), dict[int, CapacityError]()
     for place, cluster in enumerate(clusters):
         try:
@@ -173,9 +173,9 @@ def _of_devices(cluster: Cluster, planned: Planned, chosen: bool) -> DevicesOutl
 
 
 def side_by_side(workload: Workload, cluster: Cluster) -> float:
-    """Device-seconds of all jobs without Plait: each alone on the kind of replica that is cheapest for it.
+    """Device-seconds of all jobs without Plait, each alone on the kind of replica that is cheapest for it.
 
-    Each step is waited for. Idle devices are not counted.
+    Steps do not overlap. Idle devices are not counted.
     """
     return sum(
         min(
@@ -243,7 +243,7 @@ def _error_source(cluster: Cluster) -> str:
 
 
 def _trials(planned: Planned, workload: Workload) -> tuple[TrialOutlook, ...]:
-    """Each trial with what distinguishes it, and the replicas that train it."""
+    """Each trial with the values that distinguish it, and the replicas that train it."""
     found = {}
     differing = workload.differing()
     for number, wave in enumerate(planned.waves, start=1):

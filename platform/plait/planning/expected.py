@@ -1,6 +1,6 @@
-"""The mean step of a wave's jobs on a described cluster: which devices and replicas it is given.
+"""Chooses devices and replicas of a described cluster for the mean step of a wave's jobs.
 
-A seam: what is decided here before anything is simulated is tested without a simulation.
+A seam: these decisions precede any simulation, and are tested without one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Expected:
     """The mean step of a wave on a cluster.
 
     Attributes:
-        steps: of the wave, until its longest job ends.
+        steps: number of steps of the wave, until its longest job ends.
     """
 
     costs: tuple[PackedCost, ...]
@@ -36,7 +36,7 @@ class Expected:
 
     @classmethod
     def of(cls, workload: Workload, names: Sequence[str], cluster: Cluster) -> Expected:
-        """The mean step of the jobs ``names``, which train together."""
+        """The mean step of the jobs ``names`` training together."""
         allowed = [(each, profile.time) for profile in cluster.kinds for each in profile.allowed]
         planned = max(len(workload.batches[name]) for name in names)
         step = mean_step(
@@ -47,7 +47,7 @@ class Expected:
         return cls(costs, step.counts, max(workload.steps[name] for name in names), cluster.devices)
 
     def rent(self, rates: Mapping[str, float] | None, *, slack: float, longest: int) -> Rented:
-        """As many devices as pay, with a deployment on them; arguments as of :func:`rent`."""
+        """As many devices as pay off, with a deployment on them; arguments as in :func:`rent`."""
         return rent(self.costs, self.counts, self.devices, rates=rates, slack=slack, longest=longest)
 
     def deploy(self) -> Deployment:
@@ -55,11 +55,11 @@ class Expected:
         return deploy(self.costs, self.counts, self.devices, most_enumerated=ENUMERATED)
 
     def equal_replicas(self) -> Deployment:
-        """The best one of equal replicas."""
+        """The best deployment of equal replicas."""
         return best_equal_replicas(self.costs, self.counts, self.devices)
 
     def on(self, deployment: Deployment) -> Deployment | None:
-        """The same replicas with this wave's step; None if one of its sequences fits into none of them."""
+        """The same replicas for this wave's step; None if one of its sequences fits into none of them."""
         by_configuration = {cost.configuration: cost for cost in self.costs}
         kinds = tuple(ReplicaKind(by_configuration[each], count) for each, count in deployment.shape)
         try:
@@ -71,10 +71,10 @@ class Expected:
 
 
 def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
-    """What a device-second of each kind costs by the objective; None if it is time.
+    """Price of a device-second of each kind under the objective; None if that is time.
 
     Raises:
-        ConfigError: money is the objective, and a price is not known.
+        ConfigError: the objective is money, and a price is not known.
     """
     if objective == "time":
         return None
@@ -92,9 +92,9 @@ def rates_of(objective: str, cluster: Cluster) -> dict[str, float] | None:
 def deploy_before(
     number: int, current: Deployment, wave: Expected, restart_seconds: float
 ) -> tuple[Deployment, ChangeOutlook]:
-    """The deployment of wave ``number``: ``current``, or a new one if the change pays or is required.
+    """The deployment of wave ``number``: ``current``, or a new one if the change pays off or is required.
 
-    No new one is planned if even the bound of all deployments is not worth a restart.
+    No new one is planned if even the bound of all deployments does not justify a restart.
     """
     kept = wave.on(current)
     if kept is None:
@@ -119,5 +119,5 @@ def deploy_before(
 
 
 def _saved(kept: Deployment, new_seconds: float, wave: Expected, restart_seconds: float) -> float:
-    """Seconds that a new deployment saves over the wave's steps, the restart taken off."""
+    """Seconds that a new deployment saves over the wave's steps, minus the restart."""
     return (kept.makespan - new_seconds) * wave.steps - restart_seconds

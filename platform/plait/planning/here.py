@@ -1,4 +1,4 @@
-"""The plan of a search on this machine: one replica, admission by memory, exact packing."""
+"""Plans a search on this machine: one replica, admission by memory, exact packing."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def plan_here(
     devices: str,
     number: int = 1,
 ) -> Outlook:
-    """Waves of jobs that fit into memory, and their microbatches.
+    """Plan waves of jobs that fit into memory, and their microbatches.
 
     Args:
-        profile: stored, of the model on this machine; without its seconds, the plan has none.
-        number: of devices, which are all paid for.
+    profile: stored profile of the model on this machine; without its seconds, the plan has none.
+    number: number of devices, all of which are paid for.
 
     Raises:
-        CapacityError: a job does not fit even alone.
-        ModelError: a target or rank that the model does not have.
+    CapacityError: a job does not fit even alone.
+    ModelError: the model does not have a target or rank.
     """
     most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
     demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}
@@ -101,7 +101,7 @@ def plan_here(
 class _Packed:
     """Microbatches of jobs that train together in a phase, and their seconds if known.
 
-    ``repeats``: no limit of time decided, so that packing again gives the same.
+    ``repeats``: whether packing again gives the same result, because no time limit ended it.
     """
 
     microbatches: int
@@ -143,7 +143,7 @@ def _assumptions(
 def _groups(
     parts: Iterable[tuple[int, Phase, _Packed]], number: int, predict: Callable[[Sequence[str]], int]
 ) -> list[GroupOutlook]:
-    """One group for each phase of a wave: on one device all jobs that train at once are one."""
+    """One group for each phase of a wave: on one device, all jobs that train at once form a group."""
     groups = list[GroupOutlook]()
     for wave, phase, packed in parts:
         begun = groups[-1].predicted_seconds if groups and groups[-1].wave == wave else 0.0
@@ -162,7 +162,7 @@ def _groups(
 
 
 def _total(seconds: Iterable[float | None]) -> float | None:
-    """Their sum; None if one is not known."""
+    """The sum; None if one of them is not known."""
     known = list(seconds)
     return None if None in known else math.fsum(each for each in known if each is not None)
 
@@ -186,7 +186,8 @@ def _replica(
 
 
 def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[tuple[str, ...]]:
-    """Names in order, a new wave begun whenever the next one does not fit into the current one."""
+    """Divide names into waves, in order: a new wave begins when the next name does not fit into the current
+    one."""
     waves: list[tuple[str, ...]] = []
     for name in names:
         if waves and fits([*waves[-1], name]):

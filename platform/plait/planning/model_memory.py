@@ -1,4 +1,4 @@
-"""Memory of a described cluster's model, from its sizes alone, and which replicas fit into it."""
+"""Memory of a described cluster's model, computed from its sizes only, and the replicas that fit."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from plait.models.targets import LinearInfo, resolve_targets
 from plait.planning.workload import Workload
 from plait.simulate.report import RunMemory
 
-PROBED = 2048  # tokens of the largest microbatch that is looked at
-READ_TOGETHER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # linears over one input
+PROBED = 2048  # tokens of the largest probed microbatch
+READ_TOGETHER = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # same inputs
 Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Memory of the whole model on one device, from which that of its parts follows.
+    """Memory of the whole model on one device, from which that of its parts is computed.
 
     Attributes:
-        model: of peaks above static bytes.
-        keep_up_to: longest sample that keeps its attention probabilities.
-        adapters: of the search: those that microbatches of unknown jobs are estimated with.
+    model: model of peaks above static bytes.
+    keep_up_to: longest sample that keeps its attention probabilities.
+    adapters: the search's adapters, with which microbatches of unknown jobs are estimated.
     """
 
     model: MemoryModel
@@ -43,7 +43,7 @@ class ModelMemory:
     adapters: tuple[AdapterSpec, ...]
 
     def adapter_bytes(self, adapter: AdapterSpec) -> int:
-        """What an adapter holds while it trains."""
+        """Bytes of an adapter while it trains."""
         from plait.adapters.variants import adapter_bytes
 
         names = set(resolve_targets(adapter.target_modules, self.linears))
@@ -52,12 +52,12 @@ class ModelMemory:
         )
 
     def peak(self, configuration: Configuration, layers: int, held: int | None = None) -> int:
-        """Most bytes of any device with the heaviest full microbatches.
+        """Peak bytes of any device with the heaviest full microbatches.
 
-        Tensor parallelism is taken to divide weights and activations alike.
+        Tensor parallelism is assumed to divide weights and activations alike.
 
         Args:
-            held: bytes of all adapters; None takes the search's largest alone.
+        held: bytes of all adapters; None means only the search's largest.
         """
         rank = max(self._rank(adapter) for adapter in self.adapters)
         if held is None:
@@ -72,7 +72,7 @@ class ModelMemory:
         return int(max(peaks) / configuration.tp)
 
     def of_jobs(self, jobs: Iterable[JobSpec], labelled_share: float) -> RunMemory:
-        """Memory of these jobs' microbatches, a share of whose tokens is labelled."""
+        """Memory of these jobs' microbatches, given the share of their tokens that is labelled."""
         adapters = {job.name: job.adapter for job in jobs}
         ranks = {name: self._rank(adapter) for name, adapter in adapters.items()}
         linears = {
@@ -94,17 +94,17 @@ class ModelMemory:
         return RunMemory(self.model, self.weights.with_adapters(held), shape)
 
     def _rank(self, adapter: AdapterSpec) -> float:
-        """The rank, times the share of linears that the adapter sits on."""
+        """The rank, times the share of linears that the adapter targets."""
         return adapter.rank * len(resolve_targets(adapter.target_modules, self.linears)) / len(self.linears)
 
 
 def model_memory(
     profile: ClusterProfile, engine: EngineSettings, jobs: Sequence[JobSpec], *, say: Callable[[str], None]
 ) -> ModelMemory | None:
-    """Memory of the cluster's model under these jobs' adapters; None if its sizes are not given.
+    """Memory of the cluster's model with these jobs' adapters; None if its sizes are not given.
 
     Raises:
-        ModelError: the model has no such targets.
+    ModelError: the model lacks one of their targets.
     """
     if profile.shape is None:
         return None
@@ -129,7 +129,7 @@ def model_memory(
 def _observed(
     sizes: tuple[tuple[str, int], ...], layers: int, dtype: str, checkpointing: bool, targets: tuple[str, ...]
 ) -> tuple[MemoryModel, int]:
-    """Fitted to tensors without memory, and the longest sample that keeps its attention probabilities."""
+    """A model fitted to meta tensors, and the longest sample that keeps its attention probabilities."""
     import torch
     from transformers import LlamaConfig
 
@@ -146,7 +146,7 @@ def _observed(
 
 
 def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:
-    """The linears of a model of Llama's form, by the sizes that a LlamaConfig names."""
+    """The linears of a model with Llama's architecture, given the sizes in a LlamaConfig."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     shared = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
     parts = (
@@ -166,14 +166,15 @@ def llama_linears(sizes: Sizes, layers: int) -> tuple[LinearInfo, ...]:
 
 
 def weight_bytes(sizes: Sizes, linears: Sequence[LinearInfo], element_bytes: int) -> StaticBytes:
-    """Weights of a model of Llama's form with a head of its own, but norms and biases: a millionth of it."""
+    """Weights of a model with Llama's architecture and an untied head, without norms and biases (a
+    millionth)."""
     rows = element_bytes * sizes["vocab_size"] * sizes["hidden_size"]
     layers = element_bytes * sum(each.in_features * each.out_features for each in linears)
     return StaticBytes(layers, embedding=rows, head=rows)
 
 
 def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:
-    """Share of the linears' input features that ``names`` read; what is read together counts once."""
+    """Share of the linears' input features that ``names`` read; an input read by several counts once."""
     features: dict[tuple[str, str], int] = {}
     read: dict[tuple[str, str], int] = {}
     for each in linears:
@@ -188,16 +189,16 @@ def inputs_read(names: Collection[str], linears: Iterable[LinearInfo]) -> float:
 def fitting(
     cluster: Cluster, memory: ModelMemory | None, workload: Workload, *, share: float, together: int
 ) -> Cluster:
-    """The cluster with the configurations of its tables that it has devices and memory for.
+    """The cluster with those configurations of its tables for which it has enough devices and memory.
 
-    A capacity whose heaviest microbatch takes too much memory is halved, down to the longest sample. Kinds of
-    devices that nothing fits on are left out.
+    A capacity whose heaviest microbatch needs too much memory is halved, down to the longest sample. Kinds of
+    devices on which nothing fits are left out.
 
     Args:
-        memory: of the model; None takes the tables' capacities for what fits.
+    memory: memory of the model; None assumes that the tables' capacities fit.
 
     Raises:
-        CapacityError: too few devices for any, or the longest sample fits into none.
+    CapacityError: there are too few devices for any configuration, or the longest sample fits into none.
     """
     allowed = [each for each in cluster.kinds if each.allowed]
     if not allowed:
@@ -235,7 +236,7 @@ def _too_few(profile: ClusterProfile) -> CapacityError:
 def _too_little(
     profiles: Sequence[ClusterProfile], memory: ModelMemory, workload: Workload, held: int, share: float
 ) -> CapacityError:
-    """The longest sample fits into no replica: what the nearest one needs."""
+    """The error if the longest sample fits into no replica, with what the nearest one needs."""
     name, longest = max(workload.longest.items(), key=lambda each: each[1])
     needs = [
         (memory.peak(replace(each, max_tokens=longest), profile.time.layers, held), str(each), profile)
@@ -268,9 +269,9 @@ def _within(
 
 
 def _capacities(most: int, longest: int) -> Sequence[int]:
-    """The most tokens, its halves that take the longest sample, and at last that sample alone.
+    """``most``, its repeated halves that fit the longest sample, and finally the length of that sample.
 
-    A configuration that does not take the longest sample is for shorter ones and is halved freely.
+    A configuration that does not fit the longest sample is for shorter ones and is halved freely.
     """
     least = longest if longest <= most else 1
     found = [most]

@@ -15,10 +15,10 @@ class GroupOutlook:
     """Jobs that train together.
 
     Attributes:
-        wave: from 1; jobs of a later wave start when those before it are done.
-        microbatches: of the whole budget, packed together, in which its jobs have samples.
-        predicted_seconds: until the group's last step, from the start of its wave.
-        predicted_bytes: most on one device while it trains, weights and what else is there included.
+    wave: its wave, from 1; jobs of a wave start when the previous wave is done.
+    microbatches: number of microbatches, over the whole budget, in which its jobs have samples.
+    predicted_seconds: seconds from the start of its wave to the group's last step.
+    predicted_bytes: peak bytes on one device while it trains, with weights and everything else.
     """
 
     wave: int
@@ -35,9 +35,9 @@ class ReplicaOutlook:
     """Replicas of one kind.
 
     Attributes:
-        predicted_bytes: largest on one device, weights included.
+        predicted_bytes: peak bytes on one device, weights included.
         bytes_source: what they are predicted from; "" if nothing is predicted.
-        kind: of device, if there are several.
+        kind: kind of device, if there are several.
     """
 
     tp: int
@@ -55,7 +55,7 @@ class TrialOutlook:
     """One trial.
 
     Attributes:
-        values: of the config keys that differ between trials.
+        values: values of the config keys that differ between trials.
         replicas: share of its tokens that each kind of replica trains; empty on one device.
     """
 
@@ -67,14 +67,14 @@ class TrialOutlook:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveOutlook:
-    """By what the devices were chosen, of those that there are.
+    """The objective by which devices were chosen among the available ones.
 
     Attributes:
-        available: devices of the cluster.
-        slack: share of the objective that may be given up for the other side of it.
-        value: of the first wave's mean step.
-        bound: proved: no number of devices has a lower value.
-        gap: distance of the value to the bound, relative; 0 if both are 0, because devices are free.
+    available: number of devices of the cluster.
+    slack: share of the objective that may be given up for time or, if that is the objective, for cost.
+    value: the objective of the first wave's mean step.
+    bound: proved lower bound of the value for all numbers of devices.
+    gap: relative distance of the value to the bound; 0 if both are 0, because devices are free.
     """
 
     objective: str
@@ -87,11 +87,11 @@ class ObjectiveOutlook:
 
 @dataclass(frozen=True, slots=True)
 class DevicesOutlook:
-    """The search on one number of devices.
+    """The search on a given number of devices.
 
     Attributes:
-        refused: why the search cannot run on them; "" if it can.
-        error: of the predicted seconds, as of :class:`Outlook`, but on these devices.
+    refused: why the search cannot run on them; "" if it can.
+    error: error of the predicted seconds, as in :class:`Outlook`, but on these devices.
     """
 
     devices: str
@@ -123,15 +123,15 @@ class SimulatedOutlook:
 
 @dataclass(frozen=True, slots=True)
 class ChangeOutlook:
-    """Whether a later wave, which trains other jobs, gets a deployment of its own.
+    """Whether a later wave, which trains other jobs, gets a new deployment.
 
     Attributes:
-        step_seconds: expected on the deployment so far; None if one of its samples fits into none of its
-            replicas, so that it must change.
-        replicas: planned for the wave; None if already the bound of all deployments does not pay.
-        new_step_seconds: expected on ``replicas``, or that bound.
-        saved: seconds over the wave's steps, the restart taken off; None if it must change.
-        break_even: steps after which the restart has paid for itself; None if it never does, or must be.
+    step_seconds: expected seconds on the deployment so far; None if one of its samples fits into none
+    of the replicas, so that it must change.
+    replicas: replicas planned for the wave; None if not even the bound of all deployments pays off.
+    new_step_seconds: expected seconds on ``replicas``, or that bound.
+    saved: seconds saved over the wave's steps, minus the restart; None if it must change.
+    break_even: steps after which the restart has paid for itself; None if never, or if it must change.
     """
 
     wave: int
@@ -149,21 +149,22 @@ class Outlook:
     """A plan of a search.
 
     Attributes:
-        profile: whose coefficients were used; None if there is none.
+        profile: the profile whose coefficients were used; None if there is none.
         gap: distance of the deployment's expected step to the proved bound; None if nothing was chosen.
-        step_seconds: expected of the first wave's mean step; None if nothing was chosen.
-        equal_replicas: the best of equal replicas for it; its expected seconds are ``equal_step_seconds``.
-        changes: of the deployment, one for each later wave; if nothing is deployed, none.
-        device_seconds_alone: the same jobs one after another on the same devices, idle ones counted.
-        device_seconds_side_by_side: the same jobs without Plait, each alone on a replica of its own; None for
-            one device.
-        trials: in order of their names, with what distinguishes them.
-        objective: by what the devices were chosen; None if they were given.
-        every: of the numbers of devices that were asked for.
-        money: that the devices cost; None if a price or the time is not known.
-        error: mean absolute error of predicted seconds, relative, as measured by the profile; None if it
+        step_seconds: expected seconds of the first wave's mean step; None if nothing was chosen.
+        equal_replicas: the best equal replicas for it; their expected seconds are ``equal_step_seconds``.
+        changes: changes of the deployment, one for each later wave; none if nothing is deployed.
+        device_seconds_alone: device-seconds of the same jobs one after another on the same devices, including
+            idle ones.
+        device_seconds_side_by_side: device-seconds of the same jobs without Plait, each on its own replica;
+            None for one device.
+        trials: trials sorted by name, with the values that distinguish them.
+        objective: the objective by which devices were chosen; None if they were given.
+        every: the outlook for each requested number of devices.
+        money: cost of the devices; None if a price or the time is not known.
+        error: mean absolute relative error of predicted seconds, as measured by the profile; None if it
             has none.
-        error_source: what that was measured on, or why there is none.
+        error_source: what ``error`` was measured on, or why there is none.
     """
 
     cluster: str
@@ -192,5 +193,5 @@ class Outlook:
     error_source: str = ""
 
     def mapping(self) -> dict[str, Any]:
-        """The plan as JSON has it."""
+        """The plan as a mapping for JSON."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""What `plait profile` does: measure, compute or compare by simulation. A seam: its command only prints."""
+"""The work of `plait profile`: measure, compute or compare by simulation. A seam: its command only prints."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from plait.models.base import BaseModel
 
 
-CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # looked at beside those of the published table
+CAPACITIES = (1024, 2048, 4096, 8192, 16384)  # tried in addition to those of the published table
 
 
 HELD_OUT = 4  # random probes that no fit has seen
 SEED = 0
-LEAST_CAPACITY = 128  # smaller microbatches are not looked at, unless engine.capacity is smaller
-NEAR_BEST = 0.03  # throughput this near to the best is as good: timings are no surer than that
-RANK = 16  # of the adapter by which capacities are compared
+LEAST_CAPACITY = 128  # smaller microbatches are not tried, unless engine.capacity is smaller
+NEAR_BEST = 0.03  # throughput this near to the best counts as equal, because timings are no more exact
+RANK = 16  # rank of the adapter with which capacities are compared
 TYPICAL_LENGTH, TYPICAL_LABELLED = 128, 0.25
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration and what it gives.
+    """One configuration and its predictions.
 
     Attributes:
-        predicted_bytes: largest on one device; None if the model's sizes are not known.
-        published: its capacity stands in the cluster's table of what ran.
+    predicted_bytes: peak bytes on one device; None if the model's sizes are not known.
+    published: whether its capacity is in the cluster's published table.
     """
 
     configuration: Configuration
@@ -77,14 +77,14 @@ def compare(
     say: Callable[[str], None],
     most_tokens: int | None = None,
 ) -> tuple[Candidate, ...]:
-    """Every configuration at every capacity, best throughput first, those that do not serve last.
+    """Every configuration at every capacity, best throughput first, unusable ones last.
 
     Args:
-        memory: None takes the capacities of the cluster's table for what fits.
-        most_tokens: largest capacity that is looked at (engine.capacity); None takes the usual ones.
+    memory: memory of the model; None assumes that the capacities of the cluster's table fit.
+    most_tokens: largest capacity to try (engine.capacity); None means the usual ones.
 
     Raises:
-        CapacityError: no configuration takes the longest sample and fits.
+        CapacityError: no configuration fits and accepts the longest sample.
     """
     longest = max(length for own in batches.values() for batch in own for length in batch.lengths)
     found = []
@@ -118,11 +118,11 @@ def compare(
 def configurations(
     profile: ClusterProfile, *, every: bool, most_tokens: int | None = None
 ) -> tuple[Configuration, ...]:
-    """The table's configurations that the cluster can hold, or every one that the time profile knows.
+    """The table's configurations that fit on the cluster, or every one that the time profile covers.
 
     Args:
-        every: each tensor-parallel degree of the profile with each power of two of stages.
-        most_tokens: of those that are added to the table's.
+    every: whether to combine each tensor-parallel degree of the profile with each power of two of stages.
+    most_tokens: capacity of the configurations that are added to the table's.
     """
     most, table = profile.devices.count, profile.configurations
     found = {each for each in table if each.devices <= most}
@@ -160,8 +160,8 @@ class Made:
     """A profile with the fits behind it.
 
     Attributes:
-        memory_errors: of held-out peaks − static, relative.
-        layer_fit, head_fit, time_errors: of the time model; None and empty if nothing ran.
+        memory_errors: relative errors of held-out peaks − static.
+        layer_fit, head_fit, time_errors: fits and errors of the time model; None and empty if nothing ran.
     """
 
     profile: Profile
@@ -175,7 +175,7 @@ class Made:
 def profile_device(
     model: BaseModel, key: ProfileKey, options: ProbeOptions, *, most: int, available: int, say: Say
 ) -> Made:
-    """Measure a model on the device where it is.
+    """Measure a model on its device.
 
     Raises:
         CapacityError: no capacity fits.
@@ -218,11 +218,11 @@ def profile_without_weights(
     available: int,
     say: Say,
 ) -> Made:
-    """Compute a model's memory from its configuration alone; seconds stay unknown.
+    """Compute a model's memory from its configuration only; seconds stay unknown.
 
     Raises:
         CapacityError: no capacity fits.
-        ModelError: a family whose memory is not known without weights.
+        ModelError: the memory of the model's family is not known without weights.
     """
     from plait.cost.fake_memory import depth_error, observe_extrapolated
 
@@ -259,7 +259,7 @@ def capacities_up_to(most: int) -> tuple[int, ...]:
 
 
 def choose_capacity(choices: Sequence[CapacityChoice], available: int) -> int:
-    """The smallest capacity near the best throughput of those that fit; the largest if nothing ran.
+    """The smallest of the fitting capacities near the best throughput; the largest if nothing ran.
 
     Raises:
         CapacityError: none fits.
@@ -280,7 +280,7 @@ def choose_capacity(choices: Sequence[CapacityChoice], available: int) -> int:
 
 
 def _probes(most: int, longest: int) -> tuple[tuple[Probe, ...], tuple[Probe, ...]]:
-    """The grid, and random probes that no fit sees; no sample is longer than the model takes."""
+    """The grid, and random probes that no fit sees; no sample exceeds the model's limit."""
     rng = np.random.default_rng(SEED)
     held = [drawn_probe(rng, most) for _ in range(HELD_OUT)]
     return tuple(_cut(probe, longest) for probe in probe_grid(most)), tuple(
@@ -289,7 +289,7 @@ def _probes(most: int, longest: int) -> tuple[tuple[Probe, ...], tuple[Probe, ..
 
 
 def _cut(probe: Probe, longest: int) -> Probe:
-    """The probe with samples above ``longest`` cut into several."""
+    """The probe with samples longer than ``longest`` cut into several."""
     segments = tuple(
         ProbeSegment(
             segment.rank,
@@ -303,7 +303,7 @@ def _cut(probe: Probe, longest: int) -> Probe:
 
 
 def _typical(capacity: int, longest: int) -> Probe:
-    """A full microbatch of one adapter, the same mixture at every capacity."""
+    """A full microbatch of one adapter, with the same mixture of lengths at every capacity."""
     whole, rest = divmod(capacity, TYPICAL_LENGTH)
     lengths = (TYPICAL_LENGTH,) * whole + ((rest,) if rest else ())
     return _cut(Probe((ProbeSegment(RANK, lengths),), max(1, int(capacity * TYPICAL_LABELLED))), longest)
@@ -324,7 +324,7 @@ def _choices(
     static: float,
     available: int,
 ) -> tuple[CapacityChoice, ...]:
-    """Each capacity with its bytes when every sample is as heavy as can be, and its measured throughput."""
+    """Each capacity with its bytes if every sample is as heavy as possible, and its measured throughput."""
     found = []
     for place, capacity in enumerate(capacities):
         heaviest = MemoryShape.heaviest(capacity, rank=RANK, keep_up_to=KEEP_UP_TO)

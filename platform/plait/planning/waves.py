@@ -1,6 +1,6 @@
-"""A search on given devices of a described cluster: its waves with their deployments, planned and simulated.
+"""Plans and simulates a search on given devices of a described cluster: its waves with their deployments.
 
-A seam: what `plait plan` chooses between, and shows, is made here, by one function.
+A seam: one function here makes the plans that `plait plan` compares and shows.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all waves, and of changes of the deployment between them."""
+        """Seconds of all waves, and of the changes of deployment between them."""
         changes = [wave.change for wave in self.waves if wave.change is not None]
         restarts = self.cluster.restart_seconds * sum(change.changed for change in changes)
         return restarts + sum(wave.seconds for wave in self.waves)
 
     @property
     def device_seconds(self) -> float:
-        """Device-seconds of all devices, idle ones counted."""
+        """Device-seconds of all devices, including idle ones."""
         return self.seconds * sum(self.cluster.devices.values())
 
 
@@ -82,7 +82,8 @@ def plan_waves(
     cluster: Cluster,
     memory: ModelMemory | None,
 ) -> Planned:
-    """Every wave on the first one's deployment, or on a new one from the wave on where the change pays.
+    """Plan every wave on the first one's deployment, or on a new one from the wave on at which a change pays
+    off.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster has devices for.

@@ -16,7 +16,7 @@ from plait.engine.catalogue import DataCatalogue
 from plait.engine.steps import DataOrder, training_batch
 
 MOST_STEPS = 64  # optimiser steps of a wave's jobs that are planned sample by sample
-LEAST_STEPS = 8  # of each phase of a wave that has many
+LEAST_STEPS = 8  # least planned steps of each phase of a wave that has many
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Phase:
     """Steps in which the same jobs train together.
 
     Attributes:
-        batches: each job's global batches that are planned; those after them are taken to be like them.
+        batches: each job's planned global batches; later ones are assumed to be like them.
     """
 
     batches: Mapping[str, tuple[GlobalBatch, ...]]
@@ -83,7 +83,8 @@ class Workload:
         return cls(tuple(ordered), batches, steps, longest, longest_is, labelled / tokens)
 
     def phases(self, names: Sequence[str]) -> tuple[Phase, ...]:
-        """The phases of these jobs training together: one ends where a job does, and the others continue."""
+        """The phases of these jobs training together: a phase ends when a job does, and the others
+        continue."""
         ends = sorted({self.steps[name] for name in names})
         most = max(LEAST_STEPS, MOST_STEPS // len(ends))
         found = []
@@ -94,14 +95,14 @@ class Workload:
         return tuple(found)
 
     def differing(self) -> dict[str, dict[str, Any]]:
-        """By job, the values of the config keys that are not the same for all."""
+        """By job, the values of the config keys that differ between jobs."""
         known = {job.name: job.parameters() for job in self.jobs}
         every = dict.fromkeys(key for each in known.values() for key in each)
         keys = [key for key in every if len({repr(each.get(key)) for each in known.values()}) > 1]
         return {name: {key: each.get(key) for key in keys} for name, each in known.items()}
 
     def named(self, names: Sequence[str]) -> list[JobSpec]:
-        """The jobs of these names."""
+        """The jobs with these names."""
         return [job for job in self.jobs if job.name in names]
 
     def step_lengths(self, names: Sequence[str]) -> list[int]:
@@ -109,10 +110,10 @@ class Workload:
         return [length for name in names for batch in self.batches[name] for length in batch.lengths]
 
     def check_fits(self, capacity: int, where: str) -> None:
-        """Every sample fits into a microbatch of ``capacity`` tokens.
+        """Check that every sample fits into a microbatch of ``capacity`` tokens.
 
         Raises:
-            CapacityError: naming job, length and where it should have fitted.
+        CapacityError: one does not; the message names job, length and ``where`` it should fit.
         """
         for name, length in self.longest.items():
             if length > capacity:

@@ -1,9 +1,9 @@
 """The simulator: forwards, backwards and optimiser steps as discrete events over stages and replicas.
 
-A stage runs one thing at a time. The forward of a microbatch needs that of the stage before it, the
-backward that of the stage after it; on the first stage a forward also needs the step before of every job
-in it, and a step needs the backwards of its whole global batch, on all replicas. Numbers are only added
-and compared, so whole numbers or fractions as seconds give exact results.
+A stage runs one thing at a time. The forward of a microbatch needs that of the previous stage, the backward
+that of the next stage. On the first stage, a forward also needs the previous step of every job in it, and a
+step needs the backwards of its whole global batch, on all replicas. Numbers are only added and compared, so
+seconds given as integers or fractions give exact results.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from plait.cost.time import EMPTY, MicrobatchShape, StageTime
 Kind = Literal["forward", "backward"]
 
 
-Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are there
+Ready = Mapping[Kind, Collection[int]]  # microbatches whose inputs are available
 Key = tuple[str, int]  # a job and one of its steps
 
 
 class Action(NamedTuple):
-    """The forward or backward of the microbatch at this place of the schedule."""
+    """The forward or backward of the microbatch at this position in the schedule."""
 
     kind: Kind
     work: int
 
 
-Choose = Callable[[Ready, int], Action | None]  # by what is ready and in flight: what starts; None waits
+Choose = Callable[[Ready, int], Action | None]  # from what is ready and in flight: what starts; None waits
 
 
 class Order(Protocol):
-    """The rule by which all stages choose: Plait's here, those of other systems in its benchmarks."""
+    """The rule by which all stages choose: Plait's is here, those of other systems are in its benchmarks."""
 
     def chooser(self, stage: int, stages: int) -> Choose:
-        """The choice of one stage; keeps its own place."""
+        """The choice function of one stage; it keeps its own position."""
 
 
 def in_order(actions: Sequence[Action]) -> Choose:
-    """The choice that starts these actions one after another."""
+    """A choice function that starts these actions one after another."""
     left = deque(actions)
 
     def choose(ready: Ready, _: int) -> Action | None:
@@ -57,14 +57,14 @@ class OneFOneB:
     """One forward, one backward; at most stages − s microbatches in flight on stage s.
 
     Attributes:
-        batches: microbatches of each global batch, the pipeline being drained after each; one entry
-            for all microbatches lets it run on.
+        batches: number of microbatches of each global batch; the pipeline is drained after each. A single
+            entry for all microbatches means that it is never drained in between.
     """
 
     batches: Sequence[int]
 
     def chooser(self, stage: int, stages: int) -> Choose:
-        """The list of one stage."""
+        """The choice function of one stage."""
         ahead, actions, begin = stages - stage, list[Action](), 0
         for count in self.batches:
             for place in range(count + ahead):
@@ -78,12 +78,12 @@ class OneFOneB:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One microbatch, as the simulator sees it; without parts it is a no-op.
+    """One microbatch as the simulator sees it; without parts it is a no-op.
 
     Attributes:
-        parts: jobs and steps whose samples it holds.
-        shape: what its seconds depend on, padding rows included where they are computed.
-        padded: tokens that it takes up of the capacity.
+        parts: jobs and steps whose samples it contains.
+        shape: what its seconds depend on, including padding rows if they are computed.
+        padded: tokens that it takes of the capacity.
     """
 
     parts: tuple[Key, ...] = ()
@@ -108,7 +108,7 @@ class Pipeline:
     """One replica in a simulation.
 
     Attributes:
-        transfer: seconds until a neighbour has the result of each microbatch; hidden behind other work.
+        transfer: seconds until a neighbour has the result of each microbatch; overlaps with other work.
     """
 
     works: Sequence[Work]
@@ -124,7 +124,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What happened: every span in order of its end, and when each step was done."""
+    """The result of a simulation: every span, sorted by end, and the time of each step."""
 
     spans: tuple[Span, ...]
     steps: Mapping[Key, float]
@@ -143,7 +143,7 @@ def simulate(pipelines: Mapping[int, Pipeline]) -> Run:
     """Run every replica's microbatches to the end.
 
     Raises:
-        SimulationError: the orders of the stages wait for each other for ever.
+        SimulationError: stages wait for each other forever.
     """
     return _Simulation(pipelines).run()
 
@@ -173,8 +173,8 @@ class _Simulation:
         self.left: Counter[Key] = Counter(
             key for pipeline in pipelines.values() for work in pipeline.works for key in work.parts
         )
-        self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that need a step first
-        self.blocked: Counter[tuple[int, int]] = Counter()  # steps that a work still needs
+        self.waiting: dict[Key, list[tuple[int, int]]] = {}  # works that wait for a step
+        self.blocked: Counter[tuple[int, int]] = Counter()  # number of steps that a work still waits for
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now: float = 0
         self.count = 0
@@ -200,7 +200,7 @@ class _Simulation:
         return Run(tuple(self.spans), dict(self.steps))
 
     def _block(self) -> None:
-        """Let each work wait for the step before of each of its jobs."""
+        """Make each work wait for the previous step of each of its jobs."""
         order: dict[str, list[int]] = {}
         for job, step in sorted(self.left):
             order.setdefault(job, []).append(step)
@@ -250,7 +250,7 @@ class _Simulation:
         self._at(self.now + transfer[action.work], lambda: target.ready[action.kind].add(action.work))
 
     def _finish(self, replica: int, work: int) -> None:
-        """The first stage's backward is done: steps whose global batch is complete happen now."""
+        """Take the steps whose global batch is complete, now that the first stage's backward is done."""
         for key in self.pipelines[replica].works[work].parts:
             self.left[key] -= 1
             if self.left[key]:

@@ -1,4 +1,4 @@
-"""What a set of jobs will take on a deployment: a plan with predictions, beside training job by job."""
+"""Forecasts the cost of a set of jobs on a deployment: a plan with predictions, and training job by job."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from plait.planner.verify import verify
 from plait.simulate.events import OneFOneB, Order, Pipeline, Run, Work, simulate
 from plait.simulate.report import VALUE_BYTES, Held, Metrics, RunMemory, measure, most_bytes
 
-NEAR = 0.02  # seconds this near to the least are no reason for smaller microbatches
-TRIED_STEPS = 16  # of each job, by which groups and capacities are compared
+NEAR = 0.02  # a smaller relative gain in seconds does not justify smaller microbatches
+TRIED_STEPS = 16  # steps of each job with which groups and capacities are compared
 Dispatcher = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -28,7 +28,7 @@ class Machine:
     """One replica to simulate on.
 
     Attributes:
-        bandwidth: bytes per second between stages; None leaves transfers out.
+        bandwidth: bytes per second between stages; None ignores transfers.
         token_bytes: bytes of one token's activations between stages.
     """
 
@@ -44,7 +44,7 @@ class Machine:
         return len(self.layer_split)
 
     def pipeline(self, works: Sequence[Work], order: Order) -> Pipeline:
-        """These microbatches on this machine."""
+        """A pipeline that runs these microbatches on this machine."""
         seconds = [
             [self._seconds(work, layers, stage == self.stages - 1) for work in works]
             for stage, layers in enumerate(self.layer_split)
@@ -52,7 +52,7 @@ class Machine:
         return Pipeline(works, seconds, order, self._transfer(works))
 
     def in_order(self, works: Sequence[Work]) -> Pipeline:
-        """These microbatches in 1F1B order, never drained in between."""
+        """A pipeline that runs these microbatches in 1F1B order, never drained in between."""
         return self.pipeline(works, OneFOneB([len(works)]))
 
     def _seconds(self, work: Work, layers: int, last: bool) -> StageTime:
@@ -67,11 +67,11 @@ class Machine:
 def schedule_work(
     microbatch: Microbatch, tile: int, *, computed_tile: int = 1, labelled_share: float = 1.0
 ) -> Work:
-    """A planned microbatch for the simulator.
+    """A planned microbatch in the simulator's form.
 
     Args:
         tile: padding multiple of the capacity.
-        computed_tile: multiple to which segments are computed.
+        computed_tile: multiple to which segments are padded in the computation.
     """
     lengths = [length for segment in microbatch.segments for length in segment.lengths]
     computed = microbatch.padded(computed_tile)
@@ -81,7 +81,7 @@ def schedule_work(
 
 
 def job_load(job: str, batches: Iterable[GlobalBatch]) -> JobLoad:
-    """What grouping needs to know of a job, from its global batches."""
+    """What grouping needs to know about a job, from its global batches."""
     own = list(batches)
     lengths = [length for batch in own for length in batch.lengths]
     return JobLoad(job, sum(lengths) / max(1, len(lengths)), round(len(lengths) / max(1, len(own))))
@@ -94,11 +94,10 @@ class PlanOptions:
     Attributes:
         capacities: most tokens of a microbatch of each replica.
         labelled_share: share of the tokens that reach head and loss.
-        bandwidths: bytes a second between the stages of each replica; absent, transfers take no time.
-        dispatch: from the lengths of a turn's samples, the number of each one's replica; None shares them
-            out by load.
-        adapting: in a pipeline, whether groups and smaller capacities are tried (:func:`adapted`).
-        times: of replicas on another kind of device than the others.
+        bandwidths: bytes per second between the stages of each replica; without one, transfers take no time.
+        dispatch: maps the lengths of a turn's samples to the replica of each; None balances them by load.
+        adapting: whether, for pipelines, groups and smaller capacities are tried (:func:`adapted`).
+        times: time models of replicas on another kind of device than the others.
     """
 
     capacities: Mapping[int, int]
@@ -123,9 +122,9 @@ class Forecast:
 
     Attributes:
         plan: replicas with their layers, groups with predictions, the verified schedule.
-        alone: of the same global batches trained job by job on the same devices, stages of equal layers,
-            the pipeline drained after every step.
-        replica_bytes: most bytes on any device of each replica; empty if the memory is not known.
+        alone: metrics of the same global batches trained job by job on the same devices, with equal numbers
+            of layers in the stages and the pipeline drained after every step.
+            replica_bytes: peak bytes on any device of each replica; empty if memory is not known.
     """
 
     plan: Plan
@@ -173,10 +172,10 @@ def adapted(
     time: TimeModel,
     options: PlanOptions,
 ) -> PlanOptions:
-    """The options with the groups and the largest capacities whose first steps are over first, simulated.
+    """The options with those groups and largest capacities whose first steps end earliest in a simulation.
 
-    Jobs that are packed together wait for each other's steps, and few large microbatches leave the stages of
-    a pipeline idle. So a group for each job is tried, and smaller capacities of pipelines.
+    Jobs that are packed together wait for each other's steps, and with few large microbatches the stages of a
+    pipeline are idle. So a separate group for each job is tried, and smaller capacities of pipelines.
     """
     if max(each.pp for each in replicas) == 1:
         return options
@@ -194,7 +193,7 @@ def adapted(
 
 
 def _halved(options: PlanOptions, replicas: Sequence[Replica], longest: int) -> list[Mapping[int, int]]:
-    """The capacities, and those of pipelines halved and halved again, down to the longest sample."""
+    """The capacities, then those of pipelines halved repeatedly, down to the longest sample."""
     found = [options.capacities]
     while True:
         smaller = dict(found[-1])
@@ -234,7 +233,7 @@ def make_plan(
     time: TimeModel,
     options: PlanOptions,
 ) -> Plan:
-    """Group, share out, pack, order and verify; arguments and errors as in :func:`forecast`."""
+    """Group, dispatch, pack, order and verify; arguments and errors as in :func:`forecast`."""
     if not batches or not replicas:
         raise ConfigError(f"{len(batches)} jobs on {len(replicas)} replicas", "A plan needs one of each.")
     ids = [each.id for each in replicas]
@@ -291,7 +290,7 @@ def _shared(
 
 
 def _speed(replica: Replica, time: TimeModel, options: PlanOptions) -> float:
-    """Tokens a second of a full microbatch, by the slowest stage."""
+    """Tokens per second of a full microbatch on the slowest stage."""
     shape, last, own = _full(replica, options), replica.pp - 1, options.times.get(replica.id, time)
     return shape.tokens / max(
         own.stage(shape, tp=replica.tp, layers=layers, last=stage == last).total
@@ -319,7 +318,8 @@ def job_by_job(
     time: TimeModel,
     options: PlanOptions,
 ) -> dict[int, Pipeline]:
-    """One job after another on the same replicas: each global batch packed alone, each step waited for."""
+    """One job after another on the same replicas, with each global batch packed alone and no overlap of
+    steps."""
     works: dict[int, list[Work]] = {each.id: [] for each in replicas}
     counts: dict[int, list[int]] = {each.id: [] for each in replicas}
     for own in batches.values():
@@ -340,7 +340,7 @@ def job_by_job(
 
 
 def _by_job(held: Held, pipelines: Mapping[int, Pipeline]) -> dict[str, int]:
-    """Most bytes on any device while a microbatch of each job is in flight."""
+    """Peak bytes on any device while a microbatch of each job is in flight."""
     found: dict[str, int] = {}
     for (replica, place), size in held.items():
         for job, _ in pipelines[replica].works[place].parts:
@@ -355,7 +355,8 @@ def _predicted(
     run: Run,
     held: Mapping[str, int],
 ) -> Plan:
-    """The plan with each group's seconds (its last step), device-seconds (its share of the tokens), bytes."""
+    """The plan with each group's seconds (of its last step), device-seconds (its share by tokens) and
+    bytes."""
     tokens = {job: sum(sum(batch.lengths) for batch in own) for job, own in batches.items()}
     total = sum(tokens.values())
     ends: dict[str, float] = {}

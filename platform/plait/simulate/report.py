@@ -1,4 +1,4 @@
-"""What a simulated run cost: seconds, idle shares by cause, traffic, padding, bytes."""
+"""The cost of a simulated run: seconds, idle shares by cause, traffic, padding, bytes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from plait.cost.memory import MemoryCoefficients, MemoryModel, MemoryShape, Stat
 from plait.cost.time import StageTime
 from plait.simulate.events import Pipeline, Run, Span, simulate
 
-VALUE_BYTES = 2  # of an activation, in a dtype of 16 bits
+VALUE_BYTES = 2  # bytes of an activation in a 16-bit dtype
 
 
-Held = dict[tuple[int, int], int]  # by replica and place in its schedule
+Held = dict[tuple[int, int], int]  # by replica and position in its schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Idle share of all devices over the makespan, and its parts, which add up to ``total``.
+    """Idle share of all devices during the makespan, and its parts, which add up to ``total``.
 
     Attributes:
         total: 1 − busy / (devices · makespan).
-        fill_and_drain: idle of the same order with all microbatches and all stages equal: filling,
+        fill_and_drain: idle share of the same order if all microbatches and all stages were equal: filling,
             draining, and waiting for steps and no-ops.
-        imbalance: what stages of unequal cost add to that, and replicas that are done before the others.
-        raggedness: what unequal microbatches add on top.
+            imbalance: what stages of unequal cost, and replicas that end before the others, add to that.
+            raggedness: what unequal microbatches add to that.
     """
 
     total: float
@@ -39,7 +39,7 @@ class Metrics:
     """The figures of one simulated run.
 
     Attributes:
-        mean_completion: mean over the jobs of the seconds until its last step.
+        mean_completion: mean over the jobs of the seconds until their last step.
         padding_share: padding among the tokens counted against capacities.
         communication_bytes: activations and their gradients between stages: 2(D − 1)·tokens·hidden
             values (mLoRA §3.2.2).
@@ -62,13 +62,13 @@ def measure(
     hidden_size: int = 0,
     tp: Mapping[int, int] | None = None,
 ) -> tuple[Metrics, Run]:
-    """Simulate and measure.
+    """Simulate the pipelines and measure the run.
 
     Args:
         tp: tensor-parallel devices of each stage, by replica; 1 if absent.
 
     Raises:
-        SimulationError: the orders wait for each other for ever.
+        SimulationError: stages wait for each other forever.
     """
     run = simulate(pipelines)
     works = [work for pipeline in pipelines.values() for work in pipeline.works]
@@ -96,7 +96,7 @@ def measure(
 
 
 def bubble(pipelines: Mapping[int, Pipeline], run: Run, tp: Mapping[int, int] | None = None) -> Bubble:
-    """Idle shares of ``run``; the parts by simulating again with equal microbatches, then equal stages."""
+    """Idle shares of ``run``; the parts come from simulations with equal microbatches, then equal stages."""
     if not run.makespan:
         return Bubble(0.0, 0.0, 0.0, 0.0)
     level = {r: replace(p, seconds=_equal_microbatches(p)) for r, p in pipelines.items()}
@@ -130,7 +130,7 @@ def _ends(run: Run) -> dict[int, float]:
 
 
 def _equal_microbatches(pipeline: Pipeline) -> list[list[StageTime]]:
-    """Every microbatch that is no no-op gets its stage's mean."""
+    """Give every microbatch except no-ops its stage's mean."""
     real = [bool(work.parts) for work in pipeline.works]
     return [_level(stage, real) for stage in pipeline.seconds]
 
@@ -143,7 +143,7 @@ def _level(stage: Sequence[StageTime], real: Sequence[bool]) -> list[StageTime]:
 
 
 def _equal_stages(seconds: Sequence[Sequence[StageTime]]) -> list[list[StageTime]]:
-    """Every stage gets the mean over the stages."""
+    """Give every stage the mean over all stages."""
     count = len(seconds)
     mean = [
         StageTime(sum(item.forward for item in row) / count, sum(item.backward for item in row) / count)
@@ -154,12 +154,12 @@ def _equal_stages(seconds: Sequence[Sequence[StageTime]]) -> list[list[StageTime
 
 @dataclass(frozen=True, slots=True)
 class RunMemory:
-    """What the memory of a run follows from.
+    """What the memory of a run is computed from.
 
     Attributes:
-        model: of a microbatch that goes through the whole model on one device.
-        static: what stays: weights, and the adapters of all jobs.
-        shape: what the memory of a planned microbatch depends on.
+    model: memory model of a microbatch that goes through the whole model on one device.
+    static: static bytes: weights, and the adapters of all jobs.
+    shape: returns what the memory of a planned microbatch depends on.
     """
 
     model: MemoryModel
@@ -168,10 +168,10 @@ class RunMemory:
 
 
 def most_bytes(run: Run, plan: Plan, memory: RunMemory) -> Held:
-    """Most bytes on any device, the model's margin included, while each microbatch is in flight.
+    """Peak bytes on any device, including the model's margin, while each microbatch is in flight.
 
-    Activations are taken as spread evenly over the layers, and tensor parallelism as dividing all of it;
-    head and loss belong to the last stage; :meth:`MemoryModel.stage_peak` says so of equal microbatches.
+    Activations are assumed to be spread evenly over the layers and divided by tensor parallelism; head and
+    loss belong to the last stage, as in :meth:`MemoryModel.stage_peak` for equal microbatches.
     """
     found: Held = {}
     for replica in plan.replicas:
@@ -190,7 +190,7 @@ def most_bytes(run: Run, plan: Plan, memory: RunMemory) -> Held:
 def _stage(
     spans: Sequence[Span], shapes: Sequence[MemoryShape], replica: Replica, stage: int, memory: RunMemory
 ) -> dict[int, int]:
-    """Most bytes on one device of a stage while each of its microbatches is there."""
+    """Peak bytes on one device of a stage while each of its microbatches is in flight."""
     share = replica.layer_split[stage] / sum(replica.layer_split)
     last = stage == replica.pp - 1
     most: dict[int, float] = {}
@@ -205,14 +205,14 @@ def _stage(
 
 
 def _kept(c: MemoryCoefficients, shape: MemoryShape, share: float, last: bool, logit_rows: float) -> float:
-    """Bytes that one microbatch takes on a stage, besides what is there once."""
+    """Bytes that one microbatch takes on a stage, in addition to what exists only once."""
     return share * c.body(shape) + (c.head(shape, logit_rows) if last else 0.0)
 
 
 def most_held(spans: Sequence[Span], weights: Sequence[float]) -> Mapping[int, float]:
     """For each microbatch of one stage, the largest sum of weights held while it is in flight.
 
-    In flight: from its forward's start to its backward's end, what ends before what starts.
+    In flight means from the start of its forward to the end of its backward; ends count before starts.
     """
     changes = sorted(
         (span.start, 1, span.work) if span.kind == "forward" else (span.end, 0, span.work) for span in spans

@@ -1,4 +1,4 @@
-"""A run as a picture: a Chrome trace for Perfetto and chrome://tracing, or a figure for a browser."""
+"""Shows a run as a Chrome trace for Perfetto and chrome://tracing, or as a figure for a browser."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 
-# One hue for each job (Okabe and Ito's, safe for colour-blind readers); a forward is the lighter one.
+# One hue for each job (Okabe and Ito's, safe for colour-blind readers); forwards are lighter.
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-LIGHT = 0.6  # of white in a forward
-MOST_SPANS = 4000  # more make a page that browsers scroll badly: the run's beginning is shown
-WIDE = 60  # forwards and backwards of a row that are shown at first
+LIGHT = 0.6  # share of white in the colour of a forward
+MOST_SPANS = 4000  # browsers scroll badly with more, so only the beginning of the run is shown
+WIDE = 60  # forwards and backwards of a row that are visible at first
 STEPS = "optimiser steps"
 ROW, LEGEND_LINE, AROUND = 30, 19, 190  # pixels
 
@@ -50,7 +50,7 @@ def chrome_trace(run: Run, pipelines: Mapping[int, Pipeline]) -> str:
 
 
 def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) -> go.Figure:
-    """The run's spans over seconds, coloured by the first job of each microbatch; steps in a row on top."""
+    """The run's spans over time, coloured by the first job of each microbatch, with steps in the top row."""
     import plotly.graph_objects as go
 
     spans = sorted(run.spans, key=lambda span: (span.start, span.replica, span.stage))[:MOST_SPANS]
@@ -86,7 +86,7 @@ def timeline_figure(run: Run, pipelines: Mapping[int, Pipeline], *, title: str) 
 
 
 def _hues(jobs: Sequence[str]) -> dict[str, str]:
-    """A hue for each job, all different as far as there are enough."""
+    """A hue for each job, all different as long as there are enough."""
     from plotly.colors import qualitative
 
     palette = HUES if len(jobs) <= len(HUES) else tuple(qualitative.Dark24)
@@ -100,7 +100,7 @@ def _light(hue: str) -> str:
 
 
 def _wide(spans: Sequence[Span], shown: float) -> float:
-    """Seconds that are shown at first: the busiest row's first ``WIDE`` forwards and backwards."""
+    """Seconds that are visible at first: the busiest row's first ``WIDE`` forwards and backwards."""
     rows: dict[tuple[int, int], list[Span]] = {}
     for span in spans:
         rows.setdefault((span.replica, span.stage), []).append(span)
