@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +13,11 @@ from laboratory import random_data, random_texts
 from processes import fleet
 from trace_files import overlaps, tracks_of
 
+from plait.core.errors import ProcessError
 from plait.core.jobs import AdapterSpec, JobSpec, TrainSpec
-from plait.core.messages import Event, GroupStep, SpansTaken
+from plait.core.messages import Attach, Event, GroupStep, SpansTaken
 from plait.core.settings import EngineSettings, ModelSettings, RunSettings
+from plait.core.spans import ProcessState
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
 from plait.tracking.spans import SpanLog, write_trace
@@ -66,3 +70,17 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
     for each in taken:
         # Both are of this host: their clocks are one.
         assert all(abs(own.offset) <= own.error + 1e-9 for own in each)
+
+
+def test_a_silent_process_is_seen_before_it_counts_as_dead(tmp_path: Path) -> None:
+    seen: list[ProcessState] = []
+    with fleet(2, MODEL, ENGINE, tmp_path) as worker:
+        assert [(each.doing, each.silent) for each in worker.states()] == [("", 0.0)] * 2
+        worker.processes.silence = 3.0
+        worker.processes.watch = lambda: seen.extend(worker.states())
+        os.kill(worker.states()[1].pid, signal.SIGSTOP)
+        with pytest.raises(ProcessError, match="process 1"):
+            worker.execute(Attach(JOB))
+    silent = [each for each in seen if each.replica == 1 and each.silent > 0]
+    assert {(each.doing, each.limit) for each in silent[1:]} == {("receiving data", 3.0)}
+    assert max(each.silent for each in silent) > 1.0

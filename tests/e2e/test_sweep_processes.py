@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import ForkedProcess
+from trace_files import overlaps, tracks_of
 
 from plait.cli.main import main
 from plait.core.messages import RunSchedule
@@ -34,6 +37,14 @@ def test_two_processes_train_what_one_does(
     assert "2 processes" in capsys.readouterr().out
     assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)
     assert len(alone) == 3
+    assert main(["trace", "mine"]) == 0
+    tracks = tracks_of((folder / "mine-trace.json").read_text())
+    assert [overlaps(spans) for spans in tracks.values()] == [[], []]
+    assert list((folder / "plait-runs" / "searches" / "mine" / "processes").iterdir()) == []
+    with closing(sqlite3.connect(folder / "plait-runs" / "mlflow.db")) as store:
+        found = {key for (key,) in store.execute("SELECT key FROM latest_metrics")}
+    measured = ("busy_seconds", "waited_seconds", "tokens", "received_bytes")
+    assert found >= {f"replica/{replica}/{each}" for replica in range(2) for each in measured}
 
 
 @pytest.mark.usefixtures("folder")

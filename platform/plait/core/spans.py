@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,3 +81,52 @@ class ReplicaTime:
     received_bytes: int
     predicted_busy_seconds: float | None = None
     predicted_waited_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTotals:
+    """What one replica has done so far."""
+
+    busy_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    tokens: int = 0
+    received_bytes: int = 0
+
+    def with_spans(self, spans: Iterable[Span]) -> ReplicaTotals:
+        """These and what was done in further spans."""
+        busy, waited, tokens, received = (
+            self.busy_seconds,
+            self.waited_seconds,
+            self.tokens,
+            self.received_bytes,
+        )
+        for span in spans:
+            if span.kind == "waiting":
+                waited += span.seconds
+            else:
+                busy += span.seconds
+            tokens += span.tokens if span.kind == "microbatch" else 0
+            received += span.bytes if span.kind == "exchange" else 0
+        return ReplicaTotals(busy, waited, tokens, received)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """How one process of a run is doing now.
+
+    Attributes:
+        replica: that it holds.
+        doing: what it was asked to do, in words; "" while it waits for a command.
+        seconds: since it was asked, or has waited.
+        silent: seconds without a sign of life while it does something.
+        limit: seconds of silence after which it counts as dead.
+    """
+
+    replica: int
+    host: str
+    pid: int
+    device: str
+    doing: str
+    seconds: float
+    silent: float
+    limit: float

@@ -32,7 +32,7 @@ from plait.core.messages import (
 )
 from plait.core.plans import Microbatch
 from plait.core.settings import EngineSettings
-from plait.core.spans import ReplicaSpans
+from plait.core.spans import ProcessState, ReplicaSpans
 from plait.distributed.channel import Answer, Build, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
@@ -80,6 +80,11 @@ class Fleet:
             process.take_spans(device)
             for process, device in zip(self.processes.all, self.facts.devices, strict=True)
         ]
+
+    def states(self) -> Sequence[ProcessState]:
+        """How each process is doing now."""
+        pairs = enumerate(zip(self.processes.all, self.facts.devices, strict=True))
+        return [process.state(number, device, self.processes.silence) for number, (process, device) in pairs]
 
     # ---- commands --------------------------------------------------------------------------------------
 

@@ -12,12 +12,28 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from plait.core.errors import PlaitError, ProcessError
-from plait.core.spans import ReplicaSpans, Span
+from plait.core.spans import ProcessState, ReplicaSpans, Span
 from plait.distributed.channel import Answer, Beat, Channel, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
 from plait.engine.span_recorder import MOST_KEPT
 
 TURN = 1.0  # seconds of one wait
+# What a process does by its request, in words.
+DOING = {
+    "Load": "loading the model",
+    "Join": "joining the others",
+    "Build": "choosing kernels",
+    "Provide": "receiving data",
+    "Attach": "attaching a job",
+    "Share": "attaching a job",
+    "Detach": "detaching a job",
+    "RunSchedule": "training",
+    "Evaluate": "evaluating",
+    "KeepWeights": "evaluating",
+    "Generate": "generating",
+    "SaveCheckpoint": "saving a checkpoint",
+    "Export": "writing an adapter",
+}
 ASLEEP = 5.0  # seconds that such a wait takes where this process was stopped, too
 
 
@@ -35,7 +51,8 @@ class Process:
 
     Attributes:
         doing: the last request, in words.
-        asked: when that was sent.
+        asked: when that was sent, or answered.
+        busy: whether it is not answered yet.
         heard: time of its last sign of life.
         clock: how far its clock is from this process's.
         spans: what it did, as far as no one has taken that.
@@ -44,13 +61,21 @@ class Process:
     hello: Hello
     channel: Channel
     doing: str = "start"
-    asked: float = 0.0
+    asked: float = field(default_factory=time.monotonic)
+    busy: bool = False
     heard: float = field(default_factory=time.monotonic)
     clock: ClockOffset = field(default_factory=ClockOffset)
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=MOST_KEPT))
 
     def __str__(self) -> str:
         return f"process {self.hello.process} ({self.hello.host}, pid {self.hello.pid})"
+
+    def state(self, number: int, device: str, limit: float) -> ProcessState:
+        """How it is doing; ``limit``: seconds of silence after which it counts as dead."""
+        now, hello = time.monotonic(), self.hello
+        doing = DOING.get(self.doing, self.doing) if self.busy else ""
+        silent = now - self.heard if self.busy else 0.0
+        return ProcessState(number, hello.host, hello.pid, device, doing, now - self.asked, silent, limit)
 
     def take_spans(self, device: str) -> ReplicaSpans:
         """What it did since the last call."""
@@ -67,12 +92,16 @@ class Processes:
         silence: seconds without a sign of life after which a process counts as dead.
         fate: says how a process stands, by its number.
         ended: called at the end, to see that all have ended; with whether one was lost.
+
+    Attributes:
+        watch: called every second or more often while processes are waited for.
     """
 
     def __init__(
         self, silence: float, fate: Callable[[int], Fate], ended: Callable[[bool], None] = lambda _: None
     ) -> None:
         self.all: list[Process] = []
+        self.watch: Callable[[], None] = lambda: None
         self.silence = silence
         self._fate = fate
         self._ended = ended
@@ -95,7 +124,7 @@ class Processes:
         for number, request in requests.items():
             process = self.all[number]
             process.doing, process.asked = type(request).__name__, time.monotonic()
-            process.heard = process.asked
+            process.heard, process.busy = process.asked, True
             pending[process.channel.connection] = process
             try:
                 process.channel.send(request)
@@ -104,6 +133,7 @@ class Processes:
         answers: dict[int, Answer] = {}
         refused: dict[int, PlaitError] = {}
         while pending:
+            self.watch()
             for process in self._ready(pending):
                 match self._receive(process):
                     case Answer() as answer:
@@ -142,6 +172,8 @@ class Processes:
         if isinstance(message, Answer):
             process.clock.learn(process.asked, message.began, message.ended, process.heard)
             process.spans.extend(message.spans)
+        if not isinstance(message, Beat):
+            process.asked, process.busy = process.heard, False
         return message
 
     def close(self, *, lost: bool = False) -> None:

@@ -23,13 +23,15 @@ from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
 from plait.core.space import Space
 from plait.search.attributes import PRIORITY_KEY, TOKEN, enqueue, keep_weights, state_of
-from plait.search.locks import trains_here
+from plait.search.locks import WORKERS, living, trains_here
 from plait.search.orders import Mode, StudyOrders
+from plait.search.ownership import process_id
 from plait.search.points import AddedPoint, outside_of, read_added
 from plait.search.recorded import RecordedCommand
 from plait.search.storage import Patience, SharedStudy, passes, quiet
 from plait.search.stored import Standing, read_standing, stored_study
 from plait.search.suggest import read_space
+from plait.tracking.processes import ProcessRow, read_processes
 from plait.utils.paths import search_folder
 
 NEAREST = 5  # trials that are named in place of one that will not do
@@ -93,11 +95,17 @@ class SearchControl:
             first = f"{self._name} is {mode}."
         more = f"`plait leaderboard {self._quoted}` shows its trials"
         last = f"{more}, `plait resume {self._quoted}` resumes it." if mode == "not running" else f"{more}."
-        return [first, *self.standing().describe(), last]
+        rows = [f"  {row}" for row in self._processes()]
+        return [first, *self.standing().describe(), *rows, last]
 
     def facts(self) -> dict[str, object]:
         """The same for programs."""
-        return {"search": self._name, "mode": self.mode} | self.standing().facts()
+        rows = [row.facts() for row in self._processes()]
+        return {"search": self._name, "mode": self.mode} | self.standing().facts() | {"processes": rows}
+
+    def _processes(self) -> list[ProcessRow]:
+        """How the processes of its runs on this host are doing, where a run has several."""
+        return read_processes(self._folder, map(process_id, living(self._folder / WORKERS)))
 
     # ---- orders --------------------------------------------------------------------------------------------
 

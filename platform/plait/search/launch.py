@@ -12,12 +12,12 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
@@ -27,12 +27,12 @@ from plait.core.settings import AUTO, RunSettings, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
-from plait.engine.worker import Worker
 from plait.search.checks import DTYPE, Prepared, check_command, find_search, prepare
 from plait.search.identity import Identity, identify
 from plait.search.orders import Orders
 from plait.search.points import too_few_points
 from plait.search.prior import describe_prior
+from plait.search.process_watch import ProcessWatch
 from plait.search.recorded import URI, RecordedCommand, recorded_command, write_command
 from plait.search.results import (
     TRY_ALL,
@@ -52,8 +52,12 @@ from plait.tracking import Begun, DataFacts, Peers, SearchFacts, Tracker, data_f
 from plait.tracking.figures import Figures
 from plait.tracking.leaderboard import Leaderboard, orphan
 from plait.tracking.location import VARIABLE, sqlite_in, store_elsewhere
+from plait.tracking.processes import ProcessRow
 from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
+
+if TYPE_CHECKING:
+    from plait.distributed.fleet import Fleet
 
 LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
 
@@ -64,8 +68,8 @@ class Screen(Protocol):
     def say(self, text: str) -> None:
         """One line."""
 
-    def watch(self, board: Leaderboard) -> View:
-        """The view of a search that trains from now on."""
+    def watch(self, board: Leaderboard, processes: Callable[[], Sequence[ProcessRow]]) -> View:
+        """The view of a search that trains from now on, on these processes if there are several."""
 
     def announce(self) -> None:
         """Answer the first Ctrl-C, inside the signal's handler."""
@@ -261,15 +265,18 @@ class _Launch:
         settings, source, data = self._settings, self._source, prepared.data
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
+        watch = ProcessWatch(folder, lambda: tracker.board.replicas)
         self._say("Loading the model ...")
-        with tracker, ExitStack() as ending:
+        with tracker, closing(watch), ExitStack() as ending:
             coordinator = build_coordinator(
                 settings,
                 data.catalogue,
                 folder,
                 source.states_folder,
                 tracker.commit,
-                partial(_processes, folder, ending) if settings.cluster.processes > 1 else None,
+                watch.following(partial(_processes, folder, ending))
+                if settings.cluster.processes > 1
+                else None,
             )
             chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
             many = ", {processes} processes" if settings.cluster.processes > 1 else ""
@@ -282,7 +289,7 @@ class _Launch:
             # The choices, should this end early.
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             with Figures(settings.tracking, run_id, settings.search.storage) as figures:
-                result = self._train(coordinator, tracker, stopper)
+                result = self._train(coordinator, tracker, stopper, watch)
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
         write_result(result, settings.search, self._command.directory)
@@ -306,8 +313,11 @@ class _Launch:
             self._say(without_store(tracker.away, self._settings, source.name))
         return run_id
 
-    def _train(self, coordinator: Coordinator, tracker: Tracker, stopper: Stopper | None) -> SearchEnd:
-        with self._screen.watch(tracker.board) as view, self._interrupts as interrupts:
+    def _train(
+        self, coordinator: Coordinator, tracker: Tracker, stopper: Stopper | None, watch: ProcessWatch
+    ) -> SearchEnd:
+        with self._screen.watch(tracker.board, watch.rows) as view, self._interrupts as interrupts:
+            watch.show = view.refresh
             attend = Attend(
                 self._source,
                 tracker.board,
@@ -453,7 +463,7 @@ class Attend:
         )
 
 
-def _processes(folder: Path, ending: ExitStack, settings: RunSettings, data: DataCatalogue) -> Worker:
+def _processes(folder: Path, ending: ExitStack, settings: RunSettings, data: DataCatalogue) -> Fleet:
     """Start the run's processes, to be ended with ``ending``.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Any
 
 from plait.core.lifecycle import JobState
 from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
@@ -24,6 +25,7 @@ NAMED = (
 )
 MOST_ON_FRONT = 8
 MOST_RUNGS = 2  # in the status line
+MOST_PROCESSES = 8  # shown
 MOST_STATUS = 2  # status lines in the live view
 ORDER = {JobState.RUNNING: 0, JobState.PAUSED: 1, JobState.ORPHANED: 3, JobState.QUEUED: 3}  # not ended
 ENDED = 2  # the place of jobs that have ended
@@ -110,6 +112,25 @@ def status_rows(board: Leaderboard, left: float | None, width: int) -> list[str]
         elif len(lines) < MOST_STATUS:
             lines.append(part)
     return lines
+
+
+def processes_line(rows: Sequence[ProcessRow]) -> str:
+    """What share of the time each of several processes was busy so far; "" for a single one."""
+    shares = []
+    for row in sorted(rows, key=lambda row: row.state.replica)[:MOST_PROCESSES]:
+        whole = row.totals.busy_seconds + row.totals.waited_seconds
+        shares += [f"{row.state.replica}: {100 * row.totals.busy_seconds / whole:.0f} %"] if whole else []
+    more = f" and {len(rows) - MOST_PROCESSES} more" if len(rows) > MOST_PROCESSES else ""
+    return f"processes busy: {', '.join(shares)}{more}" if shares else ""
+
+
+def silence_text(row: ProcessRow) -> str:
+    """That a process has not been heard of, and what follows from it."""
+    state = row.state
+    return (
+        f"process {state.replica} ({state.host}, pid {state.pid}) has been silent for "
+        f"{duration(state.silent)} while {state.doing}; after {duration(state.limit)} it counts as dead"
+    )
 
 
 def losses(board: Leaderboard) -> list[str]:

@@ -39,6 +39,7 @@ from plait.core.messages import (
 )
 from plait.terminal.console import leave_terminal
 from plait.terminal.text import (
+    MOST_PROCESSES,
     all_trained,
     best_evaluation,
     best_line,
@@ -46,14 +47,17 @@ from plait.terminal.text import (
     lowest_loss,
     nearest_infeasible,
     number,
+    processes_line,
     progress_line,
     rung_text,
     setting,
     settings_line,
     shown_first,
+    silence_text,
     status_rows,
 )
 from plait.tracking.leaderboard import JobRecord, Leaderboard
+from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
 
 REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
@@ -78,6 +82,7 @@ STYLES = {
 MOST_PARAMETERS = 4  # columns of parameters; the leaderboard shows all of them
 BEFORE_RATE = 2  # parameters that come before the rate if not all of them fit
 WIDEST = 20  # characters of a parameter's value or name
+DOING = 14  # characters, for the same reason
 STATE = 10  # characters, so that the columns do not move
 GAP = "  "
 HEADING = Style(bold=True)
@@ -87,7 +92,8 @@ DECAY = 0.99  # of an iteration's weight with each that follows it
 class Terminal:
     """Shows a search while it runs. A context manager; the live view ends with it.
 
-    ``board`` handles each event first; ``console`` decides between live view and plain lines.
+    ``board`` handles each event first; ``console`` decides between live view and plain lines. ``processes``
+    has a row for each of several.
     """
 
     def __init__(
@@ -95,9 +101,12 @@ class Terminal:
         board: Leaderboard,
         console: Console,
         *,
+        processes: Callable[[], Sequence[ProcessRow]] = tuple,
         clock: Callable[[], float] = time.monotonic,
         line_seconds: float = 15.0,
     ) -> None:
+        self._processes = processes
+        self._silent: set[int] = set()  # processes of which that was said
         self._board = board
         self._console = console
         self._clock = clock
@@ -168,7 +177,13 @@ class Terminal:
         return EXITING.format(known)
 
     def refresh(self) -> None:
-        """Draw the live view if that is due: while no job trains no event brings it about."""
+        """Draw the live view if that is due, or say which process is silent: while no job trains, and
+        while processes are waited for, no event brings it about."""
+        if self._live is None:
+            silent = {row.state.replica: row for row in self._processes() if row.silent}
+            for replica in silent.keys() - self._silent:
+                self._print(silence_text(silent[replica]))
+            self._silent = set(silent)
         self._draw()
 
     @property
@@ -188,14 +203,17 @@ class Terminal:
         self._cost = self._shown - start
 
     def _view(self) -> Group:
-        rows = max(self._console.height - LINES_AROUND, 1)
+        processes = self._processes()
+        around = LINES_AROUND + (min(len(processes), MOST_PROCESSES + 1) + 1 if processes else 0)
+        rows = max(self._console.height - around, 1)
         status = status_rows(self._board, self.seconds_left, self._console.width)
         lines = [Text(line, "bold", no_wrap=True, overflow="ellipsis") for line in status]
         if self._exiting:
             lines.append(Text(self._exiting_text(), "yellow", no_wrap=True, overflow="ellipsis"))
         elif best := best_line(self._board):
             lines.append(Text(best, "green", no_wrap=True, overflow="ellipsis"))
-        return Group(jobs_table(self._board, rows, self._console.width), *lines)
+        below = [processes_table(processes, self._console.width)] if processes else []
+        return Group(jobs_table(self._board, rows, self._console.width), *below, *lines)
 
     # ---- plain -----------------------------------------------------------------------------------------
 
@@ -235,6 +253,8 @@ class Terminal:
             case GroupStep() if self._clock() - self._shown >= self._line_seconds or self._was_last(event):
                 self._shown = self._clock()
                 self._print(progress_line(self._board, self.seconds_left))
+                if line := processes_line(self._processes()):
+                    self._print(line)
 
     def _was_last(self, step: GroupStep) -> bool:
         """Whether this was the very last step: evaluation may take long, and prints nothing meanwhile."""
@@ -258,9 +278,9 @@ class Screen:
         """One line; above the live view while there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def watch(self, board: Leaderboard) -> Terminal:
+    def watch(self, board: Leaderboard, processes: Callable[[], Sequence[ProcessRow]] = tuple) -> Terminal:
         """The view of a search that trains from now on."""
-        self._view = Terminal(board, self._console)
+        self._view = Terminal(board, self._console, processes=processes)
         return self._view
 
     def announce(self) -> None:
@@ -340,18 +360,44 @@ def jobs_table(board: Leaderboard, rows: int, width: int) -> Segments:
     records = shown_first(board.jobs.values())
     shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
     columns = _columns(board, shown, width)
-    widths = [column.width for column in columns]
-    pairs = list(zip(columns, widths, strict=True))
-    out = [Segment(GAP.join(each.fill(each.title, wide) for each, wide in pairs), HEADING), Segment.line()]
-    for at, record in enumerate(shown):
-        name, state, *others = (each.fill(each.cells[at], wide) for each, wide in pairs)
-        style = Style.parse(STYLES[record.state])
-        out += [Segment(name + GAP), Segment(state, style), Segment(GAP + GAP.join(others)), Segment.line()]
+    out = _segments(columns, [STYLES[record.state] for record in shown])
     if len(shown) < len(records):
         states = Counter(record.state for record in records[len(shown) :])
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
         more = f"… {len(records) - len(shown)} more"
-        out += [Segment(f"{more:<{widths[0]}}{GAP}"), Segment(counts, Style(dim=True)), Segment.line()]
+        out += [Segment(f"{more:<{columns[0].width}}{GAP}"), Segment(counts, Style(dim=True)), Segment.line()]
+    return Segments(out)
+
+
+def _segments(columns: Sequence[_Column], styles: Sequence[str]) -> list[Segment]:
+    """A heading and rows; ``styles`` are those of the second cell of each row."""
+    pairs = [(column, column.width) for column in columns]
+    out = [Segment(GAP.join(each.fill(each.title, wide) for each, wide in pairs), HEADING), Segment.line()]
+    for at, style in enumerate(styles):
+        name, state, *others = (each.fill(each.cells[at], wide) for each, wide in pairs)
+        out += [Segment(name + GAP), Segment(state, Style.parse(style))]
+        out += [Segment(GAP + GAP.join(others)), Segment.line()]
+    return out
+
+
+def processes_table(rows: Sequence[ProcessRow], width: int) -> Segments:
+    """At most ``MOST_PROCESSES`` processes in the order given, with what they do and what they have done so
+    far; columns that do not fit are not shown."""
+    shown = rows[:MOST_PROCESSES]
+    columns = [
+        _Column("process", [str(row.state.replica) for row in shown]),
+        _Column("doing", [row.doing for row in shown], right=False, least=DOING),
+        _Column("busy", [duration(row.totals.busy_seconds) for row in shown]),
+        _Column("waited", [duration(row.totals.waited_seconds) for row in shown]),
+        _Column("tokens", [f"{row.totals.tokens:,}" for row in shown]),
+        _Column("device", [row.state.device for row in shown], right=False),
+        _Column("host", [f"{row.state.host}, pid {row.state.pid}" for row in shown], right=False),
+    ]
+    while sum(column.width + len(GAP) for column in columns) - len(GAP) > width and columns[2:]:
+        columns.pop()
+    out = _segments(columns, ["red" if row.silent else "cyan" if row.state.doing else "dim" for row in shown])
+    if len(rows) > len(shown):
+        out += [Segment(f"… {len(rows) - len(shown)} more"), Segment.line()]
     return Segments(out)
 
 

@@ -29,6 +29,7 @@ from plait.core.messages import (
     SpansTaken,
 )
 from plait.core.objectives import Objective, pareto_front
+from plait.core.spans import ReplicaTotals
 from plait.tracking.names import OBJECTIVE, objective_name
 from plait.tracking.values import parameter_text
 
@@ -132,6 +133,7 @@ class Leaderboard:
         trials: trials that the search wants in all.
         others: the further objectives.
         rungs_of: the rungs of a trial, by its number; None if a search has none.
+        replicas: what each has done in this process's run, by its number.
     """
 
     direction: str
@@ -141,6 +143,7 @@ class Leaderboard:
     iterations: int = 0
     others: tuple[Objective, ...] = ()
     rungs_of: Callable[[int], TrialRungs] | None = None
+    replicas: dict[int, ReplicaTotals] = field(default_factory=dict)
     _varying: tuple[list[Mapping[str, Any]], list[str]] = field(
         default_factory=lambda: ([], []), init=False, repr=False, compare=False
     )
@@ -160,7 +163,12 @@ class Leaderboard:
             record.state, record.group = JobState.RUNNING, event.group
             record.step, record.steps, record.reason = event.step, event.steps, ""
             return
-        if isinstance(event, (Notice, ModelFitted, SpansTaken)):
+        if isinstance(event, SpansTaken):
+            for each in event.replicas:
+                before = self.replicas.get(each.replica, ReplicaTotals())
+                self.replicas[each.replica] = before.with_spans(each.spans)
+            return
+        if isinstance(event, (Notice, ModelFitted)):
             return
         record = self._record(event.job)
         match event:
