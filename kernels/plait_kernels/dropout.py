@@ -52,34 +52,39 @@ def keep_scale(threshold: int) -> float:
     return 65536.0 / (65536 - threshold)
 
 
-def _high_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a·b for 32-bit values held in int64, without overflowing int64."""
-    low = a * (b & 0xFFFF)
-    high = a * (b >> 16) + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | (low & 0xFFFF)
+def _constants(key: tuple[int, int], word: Tensor) -> tuple[Tensor, ...]:
+    """The multipliers of words 0 and 2, then each round's keys of words 2 and 0, for pairs of such words."""
+    pairs = [_MULTIPLIERS]
+    for turn in range(_ROUNDS):
+        first, second = ((each + turn * weyl) & _MASK32 for each, weyl in zip(key, _WEYL, strict=True))
+        pairs.append((second, first))
+    made = torch.tensor(pairs, dtype=torch.int64, device=word.device)
+    return made.view(len(pairs), 2, *[1] * word.dim()).unbind()
 
 
 def philox(key: tuple[int, int], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words and broadcast; returns four such tensors."""
-    k0, k1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(_ROUNDS):
-        high0, low0 = _high_low(_MULTIPLIERS[0], c0)
-        high1, low1 = _high_low(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
-    return c0, c1, c2, c3
+    """Philox4x32-10 on int64 tensors that hold 32-bit words and broadcast; returns four such tensors.
+
+    Two words go through each operation together. A product of two words may be 2**63 and more: int64 wraps
+    around, which leaves its 64 bits as they are.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)  # type: ignore[no-untyped-call]
+    factors, *keys = _constants(key, c0)
+    even, odd = torch.stack((c0, c2)), torch.stack((c3, c1))
+    for pair in keys:
+        product = even * factors
+        even = ((product >> 32 & _MASK32) ^ odd ^ pair).flip(0)
+        odd = product & _MASK32
+    return even[0], odd[1], even[1], odd[0]
 
 
 def keep_mask(key: tuple[int, int], words: Tensor, features: int, threshold: int) -> Tensor:
     """(rows, features) bool from (rows, 3) counter words, by eager int64 arithmetic."""
     calls = -(-features // 8)
     column = torch.arange(calls, dtype=torch.int64, device=words.device)
-    shape = (words.shape[0], calls)
-    counter = (words[:, 0:1], words[:, 1:2], words[:, 2:3], column)
-    four = [word.expand(shape) for word in philox(key, counter)]
-    halves = torch.stack([half for word in four for half in (word & 0xFFFF, word >> 16)], dim=2)
-    return halves.reshape(shape[0], 8 * calls)[:, :features] >= threshold
+    four = torch.stack(philox(key, (words[:, 0:1], words[:, 1:2], words[:, 2:3], column)), dim=2)
+    halves = torch.stack((four & 0xFFFF, four >> 16), dim=3)
+    return halves.reshape(words.shape[0], 8 * calls)[:, :features] >= threshold
 
 
 def dropout_mask(seed: int, module: int, counters: RowCounters, features: int, p: float) -> Tensor:
@@ -99,7 +104,6 @@ def dropout_mask(seed: int, module: int, counters: RowCounters, features: int, p
     return keep_mask(key, counters.words(), features, dropout_threshold(p))
 
 
-def apply_dropout(x: Tensor, seed: int, module: int, counters: Tensor, threshold: int) -> Tensor:
-    """D ∘ x: dropped values become zero, kept values are multiplied by `keep_scale(threshold)`."""
-    keep = keep_mask((seed % 2**32, module % 2**32), counters, x.shape[1], threshold)
+def drop_by(keep: Tensor, x: Tensor, threshold: int) -> Tensor:
+    """D ∘ x by its mask: dropped values become zero, kept ones are multiplied by `keep_scale(threshold)`."""
     return torch.where(keep, x * keep_scale(threshold), 0.0)

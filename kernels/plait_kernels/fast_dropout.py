@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait_kernels.compiled import dropout_library
-from plait_kernels.dropout import keep_mask, keep_scale
+from plait_kernels.dropout import drop_by, keep_mask, keep_scale
 
 # Eager Philox holds some twenty int64 tensors: on a CPU few rows keep them in the cache, elsewhere many keep
 # the device busy.
@@ -102,7 +102,7 @@ def _drop_by_masks(
     out = x.new_empty(len(modules), *x.shape)
     for index, module in enumerate(modules):
         kept = keep(seed, module, counters, x.shape[1], threshold)
-        out[index] = torch.where(kept, x * keep_scale(threshold), 0.0)
+        out[index] = drop_by(kept, x, threshold)
         if total is not None and part is not None:
             total += torch.where(kept, part[index] * (factor * keep_scale(threshold)), 0.0)
     return out

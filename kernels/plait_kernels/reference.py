@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 
 from torch import Tensor
 from torch.nn.functional import linear
 
 from plait_kernels.backends import Backend, register
 from plait_kernels.bank import COMPUTE, GRADIENTS, Site
-from plait_kernels.dropout import apply_dropout
+from plait_kernels.dropout import drop_by, keep_mask
 from plait_kernels.layer import LayerCall, Owners
 from plait_kernels.routing import Span
 from plait_kernels.variant import SiteRows, Variant
 
 
-def _dropped(call: LayerCall, span: Span, site: Site, values: Tensor) -> Tensor:
+def _drop(call: LayerCall, span: Span, site: Site) -> Callable[[Tensor], Tensor]:
+    """D ∘ a tensor of the segment's rows at a site; its mask is computed when it is first needed."""
     if span.threshold == 0:
-        return values
-    rows = call.routing.counters[span.start : span.stop]
-    return apply_dropout(values, span.block.seed, site.module, rows, span.threshold)
+        return lambda values: values
+    counters = call.routing.counters[span.start : span.stop]
+    keep = cache(
+        partial(keep_mask, (span.block.seed, site.module % 2**32), counters, site.in_features, span.threshold)
+    )
+    return lambda values: drop_by(keep(), values, span.threshold)
 
 
 def _parts(
@@ -37,7 +41,7 @@ def _parts(
                 tensors=block.at(site, COMPUTE),
                 gradients=block.at(site, GRADIENTS),
                 scale=block.scale,
-                drop=partial(_dropped, call, span, site),
+                drop=_drop(call, span, site),
             )
             yield block.variant, rows, own, columns
 
