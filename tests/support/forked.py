@@ -19,9 +19,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # libraries read it as the first 
 HANGS = 300.0  # seconds until something is taken to hang: no promise of how fast a loaded machine is
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
+FORKS.set_forkserver_preload(  # there is one such process, and one list: a second call would replace it
     [
         "mlflow.store.tracking.sqlalchemy_store",
+        "plait.distributed.process",
         "plait.engine.local_worker",
         "plait.search.launch",
         "plait_dashboards.figures",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forked import FORKS
 from laboratory import random_data
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
@@ -17,9 +17,6 @@ from plait.distributed.fleet import Fleet
 from plait.distributed.launch import launch_here
 from plait.distributed.process import serve
 from plait.engine.catalogue import DataCatalogue
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["plait.distributed.process", "transformers"])
 
 
 class ForkedProcess:
