@@ -1,10 +1,12 @@
 """The rules that keep the tree readable: where packages are, who imports whom, how long things get."""
 
 import ast
+from functools import cache
 
 import pytest
 from count_code import (
     ROOT,
+    Module,
     circles,
     import_graph,
     long_functions,
@@ -61,8 +63,14 @@ TORCH_ALLOWED = (
 )
 
 
-CODE = read_modules()
-MODULES = {module.path.relative_to(ROOT).as_posix(): module.tree for module in CODE.values()}
+@cache
+def code() -> dict[str, Module]:
+    return read_modules()
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {module.path.relative_to(ROOT).as_posix(): module.tree for module in code().values()}
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -101,7 +109,7 @@ def test_conf_and_sweeps_are_plain_yaml() -> None:
 
 def test_imports_point_one_way_between_the_roots() -> None:
     wrong = []
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         tops = {name.split(".")[0] for name in imports(tree)}
         if path.startswith("kernels/") and tops & {"plait", "plait_bench", "plait_dashboards"}:
             wrong.append(path)
@@ -113,7 +121,7 @@ def test_imports_point_one_way_between_the_roots() -> None:
 
 def test_imports_point_down_inside_plait() -> None:
     wrong = []
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         if not path.startswith("platform/plait/"):
             continue
         package = path.split("/")[2].removesuffix(".py")
@@ -132,7 +140,7 @@ def test_benchmarks_import_nothing_of_the_command_line() -> None:
     above = {"plait.cli", "plait.terminal"}
     strays = [
         path
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if path.startswith("platform/plait_bench/")
         and above & {".".join(name.split(".")[:2]) for name in imports(tree)}
     ]
@@ -142,7 +150,7 @@ def test_benchmarks_import_nothing_of_the_command_line() -> None:
 def test_every_module_of_plait_has_a_floor() -> None:
     unknown = {
         path
-        for path in MODULES
+        for path in modules()
         if path.startswith("platform/plait/")
         and path != "platform/plait/__init__.py"
         and floor_of(path.split("/")[2].removesuffix(".py")) is None
@@ -154,7 +162,7 @@ def test_every_module_of_plait_has_a_floor() -> None:
 def test_each_tool_is_met_in_one_place(tool: str) -> None:
     strays = [
         path
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if tool in {name.split(".")[0] for name in imports(tree)} and not path.startswith(HOMES[tool])
     ]
     assert strays == []
@@ -163,7 +171,7 @@ def test_each_tool_is_met_in_one_place(tool: str) -> None:
 def test_planner_and_simulator_import_no_torch() -> None:
     strays = [
         path
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         if path.startswith(NO_TORCH)
         and not path.startswith(TORCH_ALLOWED)
         and {"torch", "transformers", "plait_kernels"} & {name.split(".")[0] for name in imports(tree)}
@@ -172,13 +180,13 @@ def test_planner_and_simulator_import_no_torch() -> None:
 
 
 def test_functions_and_modules_stay_short() -> None:
-    assert long_functions(CODE.values()) == []
-    assert long_modules(CODE.values()) == []
+    assert long_functions(code().values()) == []
+    assert long_modules(code().values()) == []
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles(import_graph(CODE)) == []
+    assert circles(import_graph(code())) == []
 
 
 def test_a_module_with_one_importer_says_why_it_is_a_seam() -> None:
-    assert single_importers(CODE, import_graph(CODE)) == {}
+    assert single_importers(code(), import_graph(code())) == {}

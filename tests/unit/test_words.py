@@ -4,6 +4,7 @@ import ast
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,13 +51,13 @@ FOREIGN = {
 }
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
-
-
-MODULES = dict(modules())
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -135,7 +136,7 @@ def pages() -> list[Path]:
 def test_texts_in_code() -> None:
     assert [
         f"{path}:{line} {said}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for line, text in literals(tree)
         for said in found_in(text)
     ] == []
@@ -144,7 +145,7 @@ def test_texts_in_code() -> None:
 def test_docstrings_and_comments() -> None:
     assert [
         f"{path}:{line} {said}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for line, text in (*docstrings(tree), *comments(path))
         for said in found_in(text)
     ] == []
@@ -162,7 +163,7 @@ def test_configuration_and_pages() -> None:
 def test_names() -> None:
     given = [
         (path, line, name)
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for line, name in (*names(tree), (1, Path(path).stem), (1, Path(path).parent.name))
     ]
     assert [f"{path}:{line} {name}" for path, line, name in given if words_of(name) & NAMES] == []
@@ -171,7 +172,7 @@ def test_names() -> None:
 def test_a_docstring_begins_with_what_the_thing_is_or_does() -> None:
     assert [
         f"{path}:{line} {text.splitlines()[0]}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for line, text in docstrings(tree)
         if re.match(OPENINGS, text)
     ] == []
