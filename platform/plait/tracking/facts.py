@@ -62,8 +62,15 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def packages() -> str:
     """Installed distributions, one ``name==version`` a line, sorted."""
-    installed = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
+    installed = {_named(item) for item in metadata.distributions()}
     return "\n".join(sorted(installed, key=str.lower)) + "\n"
+
+
+def _named(item: metadata.Distribution) -> str:
+    """Its name and version, from the head of its metadata alone: below that stands a whole page."""
+    text = item.read_text("METADATA") or item.read_text("PKG-INFO") or ""
+    head = dict(line.partition(": ")[::2] for line in text.partition("\n\n")[0].splitlines())
+    return f"{head.get('Name')}=={head.get('Version')}"
 
 
 def hardware() -> dict[str, Any]:
