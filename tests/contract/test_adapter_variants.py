@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from frozen_a import FrozenA
-from laboratory import NARROW, Laboratory, random_texts
+from laboratory import NARROW, History, Laboratory, random_texts
 from peft import PeftModel
 from peft_folders import stored_tensors
 from torch import Tensor
@@ -96,10 +96,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     return load_model(MODEL, cache=tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[Any, History]:
+    """Undisturbed runs."""
+    return {}
+
+
 @pytest.fixture
-def lab(model: BaseModel, tmp_path: Path) -> Laboratory:
+def lab(model: BaseModel, tmp_path: Path, kept: dict[Any, History]) -> Laboratory:
     torch.set_num_threads(1)
-    return Laboratory("llama", model, tmp_path)
+    return Laboratory("llama", model, tmp_path, kept)
 
 
 def jobs_of(variant: Lora, *, dropout: float = 0.0) -> list[JobSpec]:
@@ -123,7 +129,7 @@ def test_it_trains_beside_plain_lora_as_alone(
     variant: Lora, lab: Laboratory, kernels: str, dropout: float
 ) -> None:
     jobs = jobs_of(variant, dropout=dropout)
-    joint = lab.run(jobs, kernels=kernels)
+    joint = lab.undisturbed(jobs, kernels=kernels)
     for job in jobs:
         solo = lab.run([job], kernels=kernels)
         assert joint.losses(job.name) == pytest.approx(solo.losses(job.name), rel=LOSS_TOLERANCE)
@@ -136,7 +142,7 @@ def test_it_trains_beside_plain_lora_as_alone(
 def test_what_does_not_train_keeps_every_bit(variant: Lora, lab: Laboratory) -> None:
     """Weight decay and clipping reach what trains, and nothing else."""
     jobs = jobs_of(variant)
-    joint = lab.run(jobs)
+    joint = lab.undisturbed(jobs, kernels="grouped")
     for job in jobs:
         kept = [spec.trains for spec in VARIANTS.get(job.adapter.variant).tensors(4, 4, 2)]
         for site, begun in joint.start[job.name].items():
@@ -146,7 +152,7 @@ def test_what_does_not_train_keeps_every_bit(variant: Lora, lab: Laboratory) -> 
 
 def test_its_folder_is_the_same_model_in_peft(variant: Lora, lab: Laboratory, tmp_path: Path) -> None:
     jobs = jobs_of(variant)
-    joint = lab.run(jobs)
+    joint = lab.undisturbed(jobs, kernels="grouped")
     for job in (jobs[0], jobs[2]):
         folder = joint.ended(job.name).adapter
         assert folder is not None

@@ -197,12 +197,16 @@ class Laboratory:
         family: of the tiny model.
         model: that model, frozen.
         folder: for what runs write.
+        kept: what :meth:`undisturbed` has made, which laboratories on the same model may share.
     """
 
-    def __init__(self, family: str, model: BaseModel, folder: Path) -> None:
+    def __init__(
+        self, family: str, model: BaseModel, folder: Path, kept: dict[Any, History] | None = None
+    ) -> None:
         self.model = model
         self.folder = folder
         self.family = family
+        self._kept = {} if kept is None else kept
 
     def group(self, *, dropout: float = 0.0, steps: int = 20) -> list[JobSpec]:
         """Seven jobs, each unlike the others."""
@@ -224,6 +228,7 @@ class Laboratory:
         before: Callable[[LocalWorker, Command], None] = lambda *_: None,
         max_jobs: int | None = None,
         worker: Worker | None = None,
+        folder: Path | None = None,
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration.
 
@@ -234,7 +239,7 @@ class Laboratory:
         recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
         planner = PlannerSettings(max_jobs=max_jobs)
         settings = RunSettings(engine=engine, planner=planner)
-        coordinator = Coordinator(worker or recorder, data, settings, folder=self.folder)
+        coordinator = Coordinator(worker or recorder, data, settings, folder=folder or self.folder)
         for job in jobs:
             coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))
         events: list[Event] = []
@@ -245,6 +250,14 @@ class Laboratory:
             events += coordinator.advance()
         raise AssertionError("the run never came to an end")
 
+    def undisturbed(self, jobs: Sequence[JobSpec], **options: Any) -> History:
+        """What :meth:`run` leaves; made once, for all that is compared with it."""
+        key = (self.family, tuple(jobs), tuple(sorted(options.items())))
+        if key not in self._kept:
+            folder = self.folder / f"undisturbed-{len(self._kept)}"
+            self._kept[key] = self.run(jobs, folder=folder, **options)
+        return self._kept[key]
+
     def solo(self, jobs: Sequence[JobSpec], **options: Any) -> dict[str, History]:
         """Each job in a run of its own."""
-        return {job.name: self.run([job], **options) for job in jobs}
+        return {job.name: self.undisturbed([job], **options) for job in jobs}

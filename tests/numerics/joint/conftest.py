@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from laboratory import Laboratory
+from laboratory import History, Laboratory
 
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
@@ -27,7 +28,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base
     return make
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[Any, History]:
+    """Undisturbed runs of one file of tests."""
+    return {}
+
+
 @pytest.fixture
-def laboratory(tiny_model: Callable[[str], BaseModel], tmp_path: Path) -> Callable[[str], Laboratory]:
+def laboratory(
+    tiny_model: Callable[[str], BaseModel], tmp_path: Path, kept: dict[Any, History]
+) -> Callable[[str], Laboratory]:
     torch.set_num_threads(1)
-    return lambda family: Laboratory(family, tiny_model(family), tmp_path)
+    return lambda family: Laboratory(family, tiny_model(family), tmp_path, kept)

@@ -41,7 +41,7 @@ def assert_same_losses(found: list[float], expected: list[float], what: str) -> 
 def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: float, steps: int) -> None:
     lab = laboratory(family)
     jobs = lab.group(dropout=dropout, steps=steps)
-    joint = lab.run(jobs, kernels=kernels)
+    joint = lab.undisturbed(jobs, kernels=kernels)
     for job in jobs:
         solo = lab.run([job], kernels=kernels)
         assert len(joint.losses(job.name)) == steps
@@ -54,7 +54,7 @@ def test_joint_equals_solo(laboratory: Any, family: str, kernels: str, dropout: 
 def test_joint_equals_peft(laboratory: Any, family: str, tmp_path: Path) -> None:
     lab = laboratory(family)
     jobs = lab.group()
-    runs = {kernels: lab.run(jobs, kernels=kernels) for kernels in ("reference", "grouped")}
+    runs = {kernels: lab.undisturbed(jobs, kernels=kernels) for kernels in ("reference", "grouped")}
     for job in jobs:
         base = transformers_model(
             ModelSettings(kind="tiny", family=family, dtype="float32", seed=3), cache=tmp_path

@@ -67,7 +67,7 @@ def test_weights_that_become_nan_end_their_job_only(laboratory: Any, kernels: st
     assert "nan" in together.ended(bad).reason
     for job in jobs:
         if job.name != bad:
-            assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+            assert_undisturbed(together, lab.undisturbed([job], kernels=kernels), job.name)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -82,7 +82,7 @@ def test_a_job_that_diverges_ends_alone(laboratory: Any, kernels: str) -> None:
     assert failed.state == "failed"
     assert failed.step < 8
     for job in (*jobs[:3], *jobs[4:]):
-        assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+        assert_undisturbed(together, lab.undisturbed([job], kernels=kernels), job.name)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -112,12 +112,12 @@ def test_one_that_finishes_one_that_joins_and_one_that_is_cancelled_change_nothi
     laboratory: Any, kernels: str
 ) -> None:
     lab = laboratory("llama")
-    jobs = lab.group(steps=12)
+    jobs = lab.group(steps=8)
     jobs[0] = with_steps(jobs[0], steps=4)  # ends early
     late, dropped = jobs[4], jobs[5]
 
     def between(turn: int, coordinator: Any) -> None:
-        if turn == 6:
+        if turn == 5:
             coordinator.submit(late)
         if turn == 3:
             coordinator.cancel(dropped.name, "pruned")
@@ -126,14 +126,15 @@ def test_one_that_finishes_one_that_joins_and_one_that_is_cancelled_change_nothi
     assert (together.ended(dropped.name).state, together.ended(dropped.name).step) == ("stopped", 3)
     for job in jobs:
         if job is not dropped:
-            assert_undisturbed(together, lab.run([job], kernels=kernels), job.name)
+            assert_undisturbed(together, lab.undisturbed([job], kernels=kernels), job.name)
 
 
 @pytest.mark.parametrize("capacity", [121, 200, 1000])
 def test_how_it_is_packed_does_not_matter(laboratory: Any, capacity: int) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=4)
-    here, there = lab.run(jobs, kernels="grouped", capacity=capacity), lab.run(jobs, kernels="grouped")
+    here = lab.run(jobs, kernels="grouped", capacity=capacity)
+    there = lab.undisturbed(jobs, kernels="grouped")
     for job in jobs:
         assert here.losses(job.name) == pytest.approx(there.losses(job.name), rel=TOLERANCE)
         assert here.difference(there, job.name) <= 1e-4

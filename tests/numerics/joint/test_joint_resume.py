@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from laboratory import Laboratory
 from safetensors.torch import load_file
 
 from plait.core.errors import CheckpointError
+from plait.core.jobs import JobSpec
 from plait.core.messages import Cursor, JobAdmitted, Notice
 from plait.engine.checkpoint_files import TENSORS, Origin, read_checkpoint
 from plait.engine.checkpoints import HEADER
@@ -107,25 +110,47 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(laboratory: Any, kind: str) -> None:
-    """And it is said; nobody else is touched, and the losses are those of a run without any interruption."""
-    lab = laboratory("llama")
+@dataclass(frozen=True)
+class Stopped:
+    """Two jobs that were stopped after two steps and after four, and what they would have come to."""
+
+    jobs: list[JobSpec]
+    whole: Any
+    first: dict[str, Path]
+    second: dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    torch.set_num_threads(1)
+    lab = Laboratory("llama", tiny_model("llama"), tmp_path_factory.mktemp("stopped"))
     jobs = lab.group(dropout=0.1, steps=5)[:2]
     whole = lab.run(jobs, kernels="grouped")
     _, first = interrupted(lab, jobs, after=2)
-    rest, states = interrupted(lab, jobs, after=2, resume_from=first)
-    assert {state.name for state in states.values()} == {"step-00000004"}
-    name, other = (job.name for job in jobs)
-    damage(kind, states[name])
-    again = lab.run(jobs, kernels="grouped", resume_from={name: first[name].parent, other: states[other]})
+    rest, second = interrupted(lab, jobs, after=2, resume_from=first)
+    assert {state.name for state in second.values()} == {"step-00000004"}
+    assert rest.losses(jobs[0].name) == whole.losses(jobs[0].name)[2:4]
+    return Stopped(jobs, whole, first, second)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
+    laboratory: Any, stopped: Stopped, tmp_path: Path, kind: str
+) -> None:
+    """And it is said; nobody else is touched, and the losses are those of a run without any interruption."""
+    name, other = (job.name for job in stopped.jobs)
+    states = tmp_path / "states"
+    shutil.copytree(stopped.second[name].parent, states)
+    assert {state.name for state in states.iterdir()} == {stopped.first[name].name, "step-00000004"}
+    damage(kind, states / "step-00000004")
+    resume_from = {name: states, other: stopped.second[other]}
+    again = laboratory("llama").run(stopped.jobs, kernels="grouped", resume_from=resume_from)
     assert {e.job.name: e.step for e in again.events if isinstance(e, JobAdmitted)} == {name: 2, other: 4}
     (notice,) = [event.text for event in again.events if isinstance(event, Notice)]
     assert "step-00000004" in notice
     assert "resumes from step 2" in notice
-    assert again.losses(name) == pytest.approx(whole.losses(name)[2:], rel=1e-5)
-    assert again.losses(other) == pytest.approx(whole.losses(other)[4:], rel=1e-5)
-    assert rest.losses(name) == whole.losses(name)[2:4]
+    assert again.losses(name) == pytest.approx(stopped.whole.losses(name)[2:], rel=1e-5)
+    assert again.losses(other) == pytest.approx(stopped.whole.losses(other)[4:], rel=1e-5)
 
 
 def test_without_any_whole_checkpoint_a_job_starts_afresh(laboratory: Any) -> None:
