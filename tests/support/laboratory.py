@@ -21,7 +21,7 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.samples import Sample, Split, TokenisedData
-from plait.core.settings import EngineSettings, PlannerSettings, RunSettings
+from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings, RunSettings
 from plait.core.spans import ReplicaSpans
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -229,6 +229,7 @@ class Laboratory:
         max_jobs: int | None = None,
         worker: Worker | None = None,
         folder: Path | None = None,
+        cluster: ClusterSettings | None = None,
     ) -> History:
         """Train the jobs together until none is left; ``between`` is called before each iteration.
 
@@ -238,7 +239,7 @@ class Laboratory:
         data = DataCatalogue(random_data)
         recorder = Recorder(LocalWorker(self.model, data, engine), before=before)
         planner = PlannerSettings(max_jobs=max_jobs)
-        settings = RunSettings(engine=engine, planner=planner)
+        settings = RunSettings(engine=engine, planner=planner, cluster=cluster or ClusterSettings())
         coordinator = Coordinator(worker or recorder, data, settings, folder=folder or self.folder)
         for job in jobs:
             coordinator.submit(job, resume_from=(resume_from or {}).get(job.name))

@@ -46,9 +46,11 @@ def _serve(address: Address, key: bytes, number: int, log: str) -> None:
 
 
 @contextmanager
-def fleet(count: int, model: ModelSettings, engine: EngineSettings, folder: Path) -> Iterator[Fleet]:
+def fleet(
+    count: int, model: ModelSettings, engine: EngineSettings, folder: Path, **cluster: Any
+) -> Iterator[Fleet]:
     """A fleet of forked processes on random data."""
-    settings = RunSettings(model=model, engine=engine, cluster=ClusterSettings(processes=count))
+    settings = RunSettings(model=model, engine=engine, cluster=ClusterSettings(processes=count, **cluster))
     made = launch_here(settings, DataCatalogue(random_data), folder, start=ForkedProcess)
     try:
         yield made

@@ -29,7 +29,8 @@ from plait.core.messages import (
     StepJob,
     WorkerEvent,
 )
-from plait.engine.iteration import Packer
+from plait.core.plans import Replica
+from plait.engine.packer import Packer
 from plait.engine.steps import DataOrder, training_batch, validation_batch
 from plait.engine.worker import Worker
 
@@ -51,7 +52,7 @@ def run(worker: Worker, jobs: Sequence[JobSpec], step: int) -> list[WorkerEvent]
     for each in jobs:
         split = random_data(each.data).train
         batches.append(training_batch(each, DataOrder.of(each.train, len(split)), split, step))
-    packer = Packer(CAPACITY, len(worker.facts.devices))
+    packer = Packer([Replica(number, capacity=CAPACITY) for number in range(len(worker.facts.devices))])
     steps = (StepJob(each.name, step, each.train.lr) for each in jobs)
     return list(worker.execute(RunSchedule((*packer.pack(batches), *steps))))
 
@@ -64,7 +65,7 @@ def losses(events: Sequence[WorkerEvent], name: str) -> float:
 
 def evaluation(jobs: Sequence[JobSpec], step: int) -> Evaluate:
     batches = [validation_batch(each, random_data(each.data).validation, step) for each in jobs]
-    return Evaluate(Packer(CAPACITY).pack(batches))
+    return Evaluate(Packer([Replica(capacity=CAPACITY)]).pack(batches))
 
 
 class WorkerContract:

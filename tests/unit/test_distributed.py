@@ -38,6 +38,7 @@ from plait.distributed.channel import (
     Build,
     Door,
     Hello,
+    Measure,
     Share,
     connect,
 )
@@ -171,7 +172,7 @@ class Told(Processes):
 
     def __init__(self, said: Mapping[type, Sequence[Answer]]) -> None:
         super().__init__(60.0, lambda _: Fate(None, ""))
-        self.said = dict(said) | {Build: [Answer(facts=FACTS)] * 2}
+        self.said = {Build: [Answer(facts=FACTS)] * 2} | dict(said)
         self.all = [Process(Hello(number, "host", number), Any) for number in range(2)]  # type: ignore[arg-type]
         self.asked: list[tuple[int, object]] = []
 
@@ -181,11 +182,33 @@ class Told(Processes):
         return {number: answers[number][number] for number in sorted(answers)}
 
 
-def told(said: Mapping[type, Sequence[Answer]]) -> tuple[Fleet, Told]:
+def told(
+    said: Mapping[type, Sequence[Answer]], cluster: ClusterSettings = SETTINGS.cluster
+) -> tuple[Fleet, Told]:
     processes = Told(said)
-    fleet = Fleet(processes, DataCatalogue(random_data), SETTINGS.engine, None)
+    fleet = Fleet(processes, DataCatalogue(random_data), SETTINGS.engine, None, cluster)
     processes.asked.clear()
     return fleet, processes
+
+
+def test_speeds_are_given_or_measured_where_devices_differ() -> None:
+    alike, _ = told({})
+    assert (alike.facts.speeds, alike.facts.replica_bytes) == ((1.0, 1.0), (2**20, 2**20))
+    unlike = [Answer(facts=replace(FACTS, kinds=(kind,))) for kind in ("slow", "fast")]
+    rates = [Answer(rate=rate) for rate in (100.0, 253.0)]
+    measured, _ = told({Build: unlike, Measure: rates})
+    assert measured.facts.speeds == (1.0, 2.5)
+    given, processes = told({Build: unlike}, replace(SETTINGS.cluster, speeds=(1.0, 4.0)))
+    assert given.facts.speeds == (1.0, 4.0)
+    assert processes.asked == []
+
+
+def test_each_process_is_built_with_its_own_capacity() -> None:
+    cluster = replace(SETTINGS.cluster, capacities=(64, 32))
+    processes = Told({})
+    Fleet(processes, DataCatalogue(random_data), SETTINGS.engine, None, cluster)
+    built = {number: request.engine.capacity for number, request in processes.asked}  # type: ignore[attr-defined]
+    assert built == {0: 64, 1: 32}
 
 
 def test_each_gets_its_own_microbatches_and_all_steps() -> None:

@@ -12,14 +12,14 @@ import pytest
 from plait.core.errors import CapacityError, StorageError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
 from plait.core.messages import ModelFitted, ObservedPeak
-from plait.core.plans import Microbatch
+from plait.core.plans import Microbatch, Replica
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import EngineSettings, RunSettings
 from plait.engine.admission import Admission
-from plait.engine.iteration import Packer
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
 from plait.engine.memory import ENOUGH, FIRST, PeakSampler
+from plait.engine.packer import Packer
 from plait.engine.predictions import FIRST_PEAKS, FIRST_SECONDS, PEAKS_FILE, TERMS, Predictions
 from plait.engine.steps import DataOrder
 from plait.engine.worker import ActivationShape, WorkerFacts
@@ -27,6 +27,7 @@ from plait.models.targets import LinearInfo
 from plait.tracking.tables import FIT_COLUMNS, MOST_FITS, fits_table
 
 CAPACITY, WEIGHTS = 64, 50_000
+PACKER = Packer([Replica(capacity=CAPACITY)])
 LINEARS = (LinearInfo("layers.0.q_proj", 8, 8),)
 SHAPE = ActivationShape(1, 8, 2, 16, 16, WEIGHTS, 4, logit_rows=1000, keep_up_to=256)
 
@@ -76,7 +77,7 @@ class Machine:
 
     def run(self, iterations: int) -> None:
         for iteration in range(1, iterations + 1):
-            batches = Packer(CAPACITY).pack([job.next_batch() for job in self.jobs.values()])
+            batches = PACKER.pack([job.next_batch() for job in self.jobs.values()])
             expected = self.predictions.expect(batches, self.jobs)
             peaks = {batch.index: self.peak(batch) for batch in batches}
             seconds = self.seconds(batches) * (50.0 if iteration == 1 else 1.0)  # the first one pays for all
@@ -130,7 +131,7 @@ def test_seconds_and_bytes_are_learnt_and_every_fit_tells_its_error(tmp_path: Pa
 
 def test_nothing_is_known_of_seconds_before_the_first_fit_and_bytes_are_estimated(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
-    batches = Packer(CAPACITY).pack([machine.jobs["a"].next_batch()])
+    batches = PACKER.pack([machine.jobs["a"].next_batch()])
     expected = machine.predictions.expect(batches, machine.jobs)
     assert expected.seconds is None
     assert expected.bytes > WEIGHTS
@@ -149,7 +150,7 @@ def test_admission_goes_by_what_was_learnt_and_a_restart_knows_it(tmp_path: Path
     again = admission()
     Predictions(facts(), again, None, tmp_path)
     assert again.predicted([demand]) == learnt
-    batches = Packer(CAPACITY).pack([machine.jobs["a"].next_batch()])
+    batches = PACKER.pack([machine.jobs["a"].next_batch()])
     assert not Predictions(facts(), again, None, tmp_path).expect(batches, machine.jobs).by_rule
     other = Admission(facts(), RunSettings(engine=EngineSettings(capacity=CAPACITY, checkpointing=True)))
     plain = other.predicted([demand])

@@ -48,6 +48,13 @@ def one_of(*names: str) -> Rule:
 
 FRACTION = Rule("in [0, 1)", lambda value: 0 <= value < 1)
 POSITIVE_SHARE = Rule("in (0, 1]", lambda value: 0 < value <= 1)
+
+
+def each(rule: Rule) -> Rule:
+    """A list all of whose entries keep a rule."""
+    return Rule(f"a list of numbers {rule.words}", lambda values: all(map(rule.holds, values)))
+
+
 NOT_EMPTY = Rule("non-empty", lambda value: len(value) > 0)
 _FINITE = Rule("finite", lambda value: all(map(math.isfinite, _numbers(value))))
 _NOT_ABSURD = Rule(

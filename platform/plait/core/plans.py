@@ -16,13 +16,21 @@ Choices = dict[str, str | int | float | bool | None]
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the base model on tp × pp devices; ``layer_split`` gives each stage's layer count."""
+    """One copy of the base model on tp × pp devices.
+
+    Attributes:
+        layer_split: layers of each stage.
+        capacity: most tokens of its microbatches; None if it is set elsewhere.
+        speed: how fast it is, relative to the others.
+    """
 
     id: int = 0
     tp: int = 1
     pp: int = 1
     layer_split: tuple[int, ...] = ()
     devices: tuple[str, ...] = ("cpu:0",)
+    capacity: int | None = None
+    speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ one of them is refused. ``plait.config.build`` builds these from Hydra's DictCon
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, one_of
+from plait.core.checks import POSITIVE_SHARE, Rule, above, at_least, between, check, each, one_of
 from plait.core.errors import ConfigError
 from plait.core.objectives import Constraint, Objective
 
@@ -114,6 +114,9 @@ class ClusterSettings:
     Attributes:
         processes: number of processes, each with a replica of the base model, on its own GPU if there are
             GPUs.
+        capacities: most tokens of a microbatch, by process; empty: ``engine.capacity``, less where a device
+            has less memory than others.
+        speeds: how fast each process is, relative to the others; empty: measured if their devices differ.
         join_seconds: longest wait for all processes to start and to connect to each other.
         silence_seconds: a process without a sign of life for this long counts as dead.
         price_per_device_hour: in any currency; None: money is not predicted.
@@ -123,6 +126,8 @@ class ClusterSettings:
     kind: str = "local"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     processes: Annotated[int, between(1, 1024)] = 1
+    capacities: Annotated[tuple[int, ...], each(at_least(2))] = ()
+    speeds: Annotated[tuple[float, ...], each(above(0))] = ()
     join_seconds: Annotated[float, above(0)] = 300.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
     price_per_device_hour: Annotated[float | None, at_least(0)] = None
@@ -130,6 +135,13 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check(self, "cluster")
+        for key in ("capacities", "speeds"):
+            if 0 < len(given := getattr(self, key)) < self.processes:
+                raise ConfigError(
+                    f"cluster.{key}={list(given)} with cluster.processes={self.processes}",
+                    "It has an entry for each process.",
+                    f"Give {self.processes} entries, or none.",
+                )
         if self.kind == "local" and self.kinds:
             raise ConfigError(
                 f"cluster.kinds with {len(self.kinds)} kinds of devices",
@@ -338,6 +350,17 @@ class RunSettings:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     tracking: TrackingSettings = field(default_factory=TrackingSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
+
+    def __post_init__(self) -> None:
+        if not (capacities := self.cluster.capacities):
+            return
+        if self.engine.capacity not in (None, max(capacities)):
+            raise ConfigError(
+                f"engine.capacity={self.engine.capacity} with cluster.capacities={list(capacities)}",
+                "The capacity of the run is that of the process with the largest.",
+                "Leave engine.capacity out.",
+            )
+        object.__setattr__(self, "engine", replace(self.engine, capacity=max(capacities)))
 
 
 Mode = Literal["train", "plan", "profile", "data", "simulate", "bench"]

@@ -20,6 +20,7 @@ from plait.cost.fitting import Fit, fit_relative
 _LAYER = ("fixed", "tokens", "squares")
 _HEAD = ("fixed", "labelled")
 T = TypeVar("T")
+ASSUMED_OVERHEAD = 16  # tokens whose time a microbatch takes beyond that of its own, where none was measured
 NotNegative = Annotated[float, at_least(0)]
 InnerShare = Annotated[float, Rule("between 0 and 1", lambda share: 0 < share < 1)]
 
@@ -176,6 +177,20 @@ class TimeModel:
     def microbatch(self, shape: MicrobatchShape, *, tp: int = 1) -> float:
         """Seconds of the whole model, forward and backward, without a pipeline."""
         return self.stage(shape, tp=tp, layers=self.layers, last=True).total
+
+
+def arithmetic_time(layers: int, *, weights: int, hidden: int, vocabulary: int) -> TimeModel:
+    """Microbatches by the arithmetic that they take, in 10¹² multiplications and additions a second.
+
+    Forward and backward are equally long: the frozen weights have no gradient. Attention is counted without
+    its masked half.
+
+    Args:
+        weights: of the linears of all layers.
+    """
+    token = 4e-12 * weights / layers
+    layer = LayerTime(ASSUMED_OVERHEAD * token, token, 6e-12 * hidden)
+    return TimeModel(layers, {1: layer}, {1: HeadTime(labelled=4e-12 * hidden * vocabulary)}, 0.5, 0.5)
 
 
 def fit_layer(observations: Iterable[tuple[MicrobatchShape, float]]) -> tuple[LayerTime, Fit]:

@@ -66,6 +66,11 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """Say how fast the device multiplies matrices: asked where devices differ."""
+
+
+@dataclass(frozen=True, slots=True)
 class Provide:
     """A data set, before the first job that asks for it is attached."""
 
@@ -104,6 +109,7 @@ class Answer:
     Attributes:
         seconds: by the clock, waiting for other processes included.
         facts: of a worker that was built.
+        rate: matrix products a second, if that was asked.
         began, ended: when the process took the request and was done, by its own clock.
         spans: what it did since its answer before.
     """
@@ -111,6 +117,7 @@ class Answer:
     events: tuple[WorkerEvent, ...] = ()
     seconds: float = 0.0
     facts: WorkerFacts | None = None
+    rate: float = 0.0
     began: float = 0.0
     ended: float = 0.0
     spans: tuple[Span, ...] = ()

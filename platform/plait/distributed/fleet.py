@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from plait.core.errors import ProcessError
 from plait.core.jobs import DataSpec
@@ -31,9 +32,9 @@ from plait.core.messages import (
     WorkerEvent,
 )
 from plait.core.plans import Microbatch
-from plait.core.settings import EngineSettings
+from plait.core.settings import ClusterSettings, EngineSettings
 from plait.core.spans import ProcessState, ReplicaSpans
-from plait.distributed.channel import Answer, Build, Provide, Share
+from plait.distributed.channel import Answer, Build, Measure, Provide, Share
 from plait.distributed.processes import Processes
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import WorkerFacts
@@ -44,24 +45,39 @@ class Fleet:
 
     Args:
         memory_bytes: of each process, on a processor that they share; None: each says what its device has.
+        cluster: with the capacity and speed of each process, if they are given.
     """
 
     def __init__(
-        self, processes: Processes, data: DataCatalogue, engine: EngineSettings, memory_bytes: int | None
+        self,
+        processes: Processes,
+        data: DataCatalogue,
+        engine: EngineSettings,
+        memory_bytes: int | None,
+        cluster: ClusterSettings,
     ) -> None:
         self.processes = processes
         self._data = data
         self._provided: set[DataSpec] = set()
         self._jobs: set[str] = set()
-        self.facts = self._build(engine, memory_bytes)
+        self.facts = self._build(engine, memory_bytes, cluster)
 
-    def _build(self, engine: EngineSettings, memory_bytes: int | None) -> WorkerFacts:
+    def _build(
+        self, engine: EngineSettings, memory_bytes: int | None, cluster: ClusterSettings
+    ) -> WorkerFacts:
         """Make all workers; the first one's choice of kernels holds for all. The facts that all share."""
-        answers = self.processes.ask({0: Build(engine)})
+        capacities = dict(enumerate(cluster.capacities))
+        own = {
+            number: Build(replace(engine, capacity=capacities.get(number, engine.capacity)))
+            for number in range(len(self.processes))
+        }
+        answers = self.processes.ask({0: own.pop(0)})
         chosen = answers[0].facts
         assert chosen is not None
-        same = Build(replace(engine, kernels=chosen.chosen["kernels"]))
-        answers |= self.processes.ask(dict.fromkeys(range(1, len(self.processes)), same))
+        kernels = chosen.chosen["kernels"]
+        answers |= self.processes.ask(
+            {number: Build(replace(each.engine, kernels=kernels)) for number, each in own.items()}
+        )
         built = [answer.facts for answer in answers.values() if answer.facts is not None]
         for process, facts in zip(self.processes.all, built, strict=True):
             if facts.model != chosen.model:
@@ -70,9 +86,30 @@ class Fleet:
                     "All processes train over the same base model.",
                     "Give model.revision, or wait until the model's files no longer change.",
                 )
-        least = min(facts.memory_bytes for facts in built)
-        devices = tuple(device for facts in built for device in facts.devices)
-        return replace(chosen, memory_bytes=memory_bytes or least, devices=devices)
+        memory = tuple(memory_bytes or facts.memory_bytes for facts in built)
+        kinds = tuple(kind for facts in built for kind in facts.kinds)
+        return replace(
+            chosen,
+            memory_bytes=min(memory),
+            devices=tuple(device for facts in built for device in facts.devices),
+            kinds=kinds,
+            replica_bytes=memory,
+            speeds=cluster.speeds[: len(built)] or self._speeds(kinds),
+        )
+
+    def _speeds(self, kinds: tuple[str, ...]) -> tuple[float, ...]:
+        """How fast the processes are, relative to the slowest; devices of one kind are alike.
+
+        Measured only if there are several kinds, and rounded, since it is recorded.
+        """
+        if len(set(kinds)) < 2:
+            return (1.0,) * len(self.processes)
+        answers = self.processes.ask_all(Measure())
+        of_kind = {
+            kind: median(answers[number].rate for number, own in enumerate(kinds) if own == kind)
+            for kind in kinds
+        }
+        return tuple(round(of_kind[kind] / min(of_kind.values()), 1) for kind in kinds)
 
     def take_spans(self) -> Sequence[ReplicaSpans]:
         """What each replica did since the last call."""

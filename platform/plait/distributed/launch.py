@@ -87,7 +87,7 @@ def launch_here(
         )  # the coordinator gives up first
         processes.ask_all(Join(str(here.store), cluster.processes, wait_seconds))
         threads = engine.threads or max(1, usual_threads() // cluster.processes)
-        return Fleet(processes, data, replace(engine, threads=threads), memory)
+        return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
     except BaseException as error:
         processes.close(lost=isinstance(error, ProcessError))
         raise

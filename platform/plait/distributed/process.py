@@ -29,6 +29,7 @@ from plait.distributed.channel import (
     Hello,
     Join,
     Load,
+    Measure,
     Provide,
     Refusal,
     Share,
@@ -36,7 +37,7 @@ from plait.distributed.channel import (
 )
 from plait.distributed.exchange import Exchange
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_device
+from plait.engine.devices import choose_device, product_rate
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.load import load_model
@@ -45,7 +46,7 @@ from plait.utils.paths import cache_dir
 ADDRESS, KEY, NUMBER = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS"  # variables of the environment
 BEATS = 1.0  # seconds between two signs of life
 
-Request = Load | Join | Build | Provide | Share | Command
+Request = Load | Join | Build | Measure | Provide | Share | Command
 
 
 class Replica:
@@ -90,6 +91,8 @@ class Replica:
                 exchange, recorder = self._exchange, self._recorder
                 self._worker = LocalWorker(self._model, data, engine, recorder=recorder, peers=exchange)
                 return Answer(facts=self.worker.facts)
+            case Measure():
+                return Answer(rate=product_rate(self._device, self._model.dtype))
             case Provide(spec, data):
                 self._data[spec] = data
                 return Answer()

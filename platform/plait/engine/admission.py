@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec
+from plait.core.plans import Replica
 from plait.core.settings import USUAL_CAPACITY, RunSettings
 from plait.cost.memory import FEATURES, MemoryModel
 from plait.cost.profile_store import Profile
@@ -56,6 +57,7 @@ class Admission:
         self._engine = settings.engine
         self._capacity = settings.engine.capacity_or_usual
         self._memory_share = settings.planner.memory_share
+        self._rooms = {(self._capacity, 0)}  # of replicas: capacity, and bytes beyond the least one's budget
         self._profile = profile
         self._learnt: MemoryModel | None = None
         self._overhead = 1.0  # static bytes for each byte of the adapters themselves
@@ -86,6 +88,15 @@ class Admission:
             )
         return demand
 
+    def take_replicas(self, replicas: Sequence[Replica]) -> None:
+        """Count with these replicas, whose capacities and memory may differ, from now on."""
+        memory = self._facts.replica_bytes or (self._facts.memory_bytes,) * len(replicas)
+        least = self._facts.memory_bytes
+        self._rooms = {
+            (each.capacity or self._capacity, int(self._memory_share * max(0, memory[each.id] - least)))
+            for each in replicas
+        }
+
     @property
     def valid_for(self) -> str:
         """Model, device and options that observed peaks are valid for, in words."""
@@ -109,13 +120,18 @@ class Admission:
         return self.predicted(demands) <= self.budget
 
     def predicted(self, demands: Sequence[Demand]) -> int:
-        """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come."""
+        """Bytes of the base model and these jobs at the peak of the heaviest microbatch that may come: on the
+        replica with the least memory, or on another, less the memory that it has more.
+        """
         longest = max((demand.longest for demand in demands), default=0) or self._capacity
         rank = max((demand.rank for demand in demands), default=0)
         model = self.model_for(demands)
         key = (model is None, longest, rank)
         if key not in self._activations:  # asked again for every slot
-            self._activations[key] = self._activation(model, longest, rank)
+            self._activations[key] = max(
+                self._activation(model, capacity, min(longest, capacity), rank) - spare
+                for capacity, spare in self._rooms
+            )
         return self.static(demands) + self._activations[key]
 
     def static(self, demands: Iterable[Demand]) -> int:
@@ -123,11 +139,11 @@ class Admission:
         adapters = sum(demand.adapter_bytes for demand in demands)
         return self._facts.shape.weight_bytes + int(self._overhead * adapters)
 
-    def _activation(self, model: MemoryModel | None, longest: int, rank: int) -> int:
+    def _activation(self, model: MemoryModel | None, capacity: int, longest: int, rank: int) -> int:
         """Bytes that a microbatch takes at the most."""
         if model is None:
-            return self.estimate(self._capacity, longest)
-        memory = GroupMemory(model, 0, self._capacity, longest, self._facts.shape.keep_up_to)
+            return self.estimate(capacity, longest)
+        memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)
         return int(memory([Demand(0, longest, rank)]))
 
     def estimate(self, tokens: int, longest: int) -> int:

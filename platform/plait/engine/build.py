@@ -14,7 +14,7 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
-from plait.core.settings import AUTO, ModelSettings, RunSettings
+from plait.core.settings import AUTO, ClusterSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
@@ -226,7 +226,8 @@ def build_coordinator(
         device, dtype = choose_device(settings.engine.device), getattr(torch, settings.model.dtype)
         kernels = _same_kernels(kernels, device, dtype, folder)
     engine = replace(settings.engine, kernels=kernels)
-    worker = (make_worker or _local_worker)(replace(settings, engine=engine), data)
+    settings = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
+    worker = (make_worker or _local_worker)(settings, data)
     parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
@@ -238,6 +239,16 @@ def build_coordinator(
         commit=commit,
         profile=stored_profile(settings, worker.facts.model),
     )
+
+
+def _same_speeds(settings: RunSettings, folder: Path) -> ClusterSettings:
+    """The cluster with the speeds that the search was started with, if they are left to be measured."""
+    cluster = settings.cluster
+    before = {} if settings.search.fresh else _recorded_choices(folder)
+    recorded = tuple(map(float, str(before.get("speeds", "")).split()))
+    if cluster.speeds or cluster.processes == 1 or len(recorded) != cluster.processes:
+        return cluster
+    return replace(cluster, speeds=recorded)
 
 
 def _local_worker(settings: RunSettings, data: DataCatalogue) -> Worker:

@@ -29,18 +29,20 @@ from plait.core.messages import (
     SpansTaken,
     StepJob,
 )
-from plait.core.plans import Choices, Group, Plan, Prediction, Replica
+from plait.core.plans import Choices, Group, Plan, Prediction
 from plait.core.settings import RunSettings
 from plait.core.spans import ReplicaSpans, ReplicaTime
 from plait.cost.profile_store import Profile
 from plait.engine.admission import Admission
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.checkpoints import Checkpointer, checkpoint_name
-from plait.engine.iteration import Finishing, Packer, evaluate
+from plait.engine.iteration import Finishing, evaluate
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome, Tally
+from plait.engine.packer import Packer
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.replica_times import on_one_clock, times_between
+from plait.engine.replicas import dispatch_time, replicas_of
 from plait.engine.schedules import by_completion
 from plait.engine.steps import DataOrder
 from plait.engine.worker import Worker
@@ -83,8 +85,9 @@ class Coordinator:
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock)
         self._capacity = settings.engine.capacity_or_usual
-        self._devices = worker.facts.devices
-        self._packer = Packer(self._capacity, len(self._devices))
+        self._replicas = replicas_of(worker.facts, settings, profile)
+        self._admission.take_replicas(self._replicas)
+        self._packer = Packer(self._replicas, dispatch_time(worker.facts, profile))
         self._clock = clock
         self.checkpointer = Checkpointer(
             settings.engine, checkpoints or folder / "checkpoints", self._send, clock, commit
@@ -174,14 +177,14 @@ class Coordinator:
         live = [job.demand for job in self._live.values()]
         expected = Prediction(bytes=self._admission.predicted(live))
         group = Group(tuple(self._joined), self._capacity, predicted=expected)
-        replicas = tuple(Replica(number, devices=(name,)) for number, name in enumerate(self._devices))
         choices: Choices = {
             **self._chosen,
             "capacity": self._capacity,
-            "processes": len(self._devices),
+            "processes": len(self._replicas),
+            "speeds": " ".join(str(each.speed) for each in self._replicas),
             "packing repeats": self._packer.repeats,
         }
-        return Plan(replicas, (group,), choices=choices)
+        return Plan(self._replicas, (group,), choices=choices)
 
     @property
     def idle(self) -> bool:
@@ -333,6 +336,8 @@ class Coordinator:
             expected = self._predictions.expect(microbatches, self._live)
             order = by_completion(jobs, microbatches)
             steps = [StepJob(name, jobs[name].step + 1, jobs[name].next_rate()) for name in order]
+            later = [job.later_batch() for job in jobs.values()]
+            self._packer.prepare(batch for batch in later if batch is not None)
             run = self._send(RunSchedule((*microbatches, *steps)))
             if run.out_of_memory is None:
                 return [*events, *self._stepped(jobs, run, started, expected)]
@@ -371,7 +376,7 @@ class Coordinator:
         spans = on_one_clock(self._worker.take_spans())
         times = _predicted(times_between(spans, started, ended), expected)
         events += [self._group_step(number, jobs, run, expected, seconds, times), *_traced(spans)]
-        return [*events, *self._predictions.learn(expected, run, seconds, number)]
+        return [*events, *self._predictions.learn(expected, run, seconds, number, times)]
 
     def _group_step(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -115,6 +116,17 @@ def device_kind(device: str) -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine() or "cpu")
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, *, size: int = 1024) -> float:
+    """Products of two square matrices a second, as in a decoder layer: of the quickest of some."""
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    seconds = []
+    for _ in range(8):
+        started = time.perf_counter()
+        float((left @ right)[0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - started)
+    return 1.0 / min(seconds)
 
 
 def device_bytes(device: torch.device) -> int:

@@ -1,15 +1,9 @@
-"""The steps of a group's iteration: packing, validation, and what follows a job's last step.
-
-An engine of one stage gains nothing from a least full microbatch that is emptier, so only the number of
-microbatches counts. The lower bound settles almost every packing at once; the exact packer is asked for the
-others, with limits that count rounds and nodes: the same batches make the same microbatches on every machine,
-in every run and after a restart.
-"""
+"""What comes after the steps of a group's iteration: validation, and the end of a job after its last step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from plait.core.errors import StorageError
@@ -25,65 +19,14 @@ from plait.core.messages import (
     KeepWeights,
     Notice,
 )
-from plait.core.plans import GlobalBatch, Microbatch
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
-from plait.planner.dispatch_step import by_load
-from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
-from plait.planner.packing_exact import PackingLimits, packed_batches
-from plait.planner.subset_sums import bins_bound
+from plait.engine.packer import Packer
 
-# A step takes a tenth of a second at the least; what may be spent on saving one microbatch is a few
-# milliseconds. ``gap=1``: the least full microbatch is good as it is.
-STEP_LIMITS = PackingLimits(exact_samples=0, nodes=20, gap=1.0, seconds=2.0, variables=400)
 RETRY_SECONDS = 10.0  # until an adapter that could not be written is tried again
 SPENT = "budget spent"
 Send = Callable[[Command], Outcome]
-
-
-class Packer:
-    """Packs global batches of different jobs into microbatches: as few as the exact packer finds.
-
-    Args:
-        capacity: most tokens of a microbatch. It bounds memory, and no engine stores padding rows: the
-            kernels' partial tiles cost none, so that P is 1 here.
-        replicas: to which the samples are shared out first, by tokens; each is packed by itself.
-
-    Attributes:
-        repeats: whether packing the same again gives the same; False once the clock stopped the solver.
-    """
-
-    def __init__(self, capacity: int, replicas: int = 1) -> None:
-        self.repeats = True
-        self._capacity = capacity
-        self._replicas = replicas
-
-    def pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
-        """Microbatches that hold all samples of these batches.
-
-        Raises:
-            CapacityError: a sample alone is longer than the capacity.
-        """
-        check_fits(batches, capacity=self._capacity)
-        if self._replicas == 1:
-            return self._pack(batches)
-        speeds = dict.fromkeys(range(self._replicas), 1.0)
-        parts = by_load(batches, speeds, capacities=dict.fromkeys(speeds, self._capacity))
-        packed = [(replica, each) for replica, own in parts.items() if own for each in self._pack(own)]
-        return tuple(
-            replace(each, replica=replica, index=index) for index, (replica, each) in enumerate(packed)
-        )
-
-    def _pack(self, batches: Sequence[GlobalBatch]) -> tuple[Microbatch, ...]:
-        lengths = [batch.lengths for batch in batches]
-        simple = first_fit_decreasing(lengths, capacity=self._capacity)
-        first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))
-        if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=self._capacity):
-            return first.microbatches()
-        better = packed_batches(batches, capacity=self._capacity, limits=STEP_LIMITS)
-        self.repeats = self.repeats and better.limit_hit != "time"
-        return (better if len(better.bins) < len(simple) else first).microbatches()
 
 
 def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:

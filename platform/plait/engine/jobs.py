@@ -99,7 +99,18 @@ class LiveJob:
 
     def next_batch(self) -> GlobalBatch:
         """The global batch of the step to come."""
-        return training_batch(self.spec, self.order, self.data.train, self.step + 1)
+        return self._batch(self.step + 1)
+
+    def later_batch(self) -> GlobalBatch | None:
+        """The global batch of the step after the one to come; None if the job will probably not take it at
+        once, because it is done or at a rung by then.
+        """
+        if self.step + 1 >= self.order.steps or self.step + 1 in self.rungs:
+            return None
+        return self._batch(self.step + 2)
+
+    def _batch(self, step: int) -> GlobalBatch:
+        return training_batch(self.spec, self.order, self.data.train, step)
 
     def validation_batch(self) -> GlobalBatch:
         """The validation split, after the steps done."""

@@ -44,7 +44,7 @@ from plait.core.spans import ReplicaSpans, SpanKind
 from plait.cost.peaks import PhasePeaks
 from plait.engine.adapter_store import AdapterStore
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_kernels, device_bytes, usual_threads
+from plait.engine.devices import choose_kernels, device_bytes, device_kind, usual_threads
 from plait.engine.memory import SAMPLED_EVERY, PeakObserver, PeakSampler, attempt, release_unused
 from plait.engine.microbatches import LoadedMicrobatch, load_microbatch
 from plait.engine.schedules import Round, rounds
@@ -120,6 +120,7 @@ class LocalWorker:
             inputs=tuple((frozenset(group.names), group.sites[0].in_features) for group in model.groups),
             outside=model.outside,
             devices=(str(model.device),),
+            kinds=(device_kind(model.device.type),),
             model=model.identity.digest,
         )
 

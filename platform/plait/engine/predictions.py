@@ -23,6 +23,7 @@ import numpy as np
 from plait.core.errors import StorageError
 from plait.core.messages import ModelFitted
 from plait.core.plans import Microbatch
+from plait.core.spans import ReplicaTime
 from plait.cost.fitting import Fit, fit_undisturbed
 from plait.cost.memory import FEATURES, KEPT_OBSERVATIONS, MemoryModel, MemoryObservation, MemoryShape
 from plait.cost.profile_store import Profile
@@ -49,7 +50,7 @@ class Expected:
         seconds: None if nothing is known yet.
         bytes: highest peak, weights and adapters included.
         by_rule: ``bytes`` are an upper bound from the model's shape, for want of observations.
-        terms: the sums that seconds depend on, in the order of ``TERMS``.
+        terms: the sums that seconds depend on, in the order of ``TERMS``, by replica.
         shapes: what the memory of each microbatch depends on, by its index.
         busy_seconds: of each replica by its number; they differ by its microbatches. Empty where nothing is
             known yet.
@@ -57,7 +58,7 @@ class Expected:
 
     seconds: float | None
     bytes: int
-    terms: tuple[float, ...]
+    terms: Mapping[int, tuple[float, ...]]
     shapes: Mapping[int, MemoryShape]
     by_rule: bool = False
     busy_seconds: Mapping[int, float] = field(default_factory=dict)
@@ -99,9 +100,9 @@ class Predictions:
             replica: [_time_shape(each, jobs) for each in part]
             for replica, part in _parts(microbatches).items()
         }
-        busy = {replica: self._expect_seconds(_terms(own, adapters), own) for replica, own in parts.items()}
-        longest = max(parts.values(), key=lambda own: sum(shape.tokens for shape in own))
-        terms = _terms(longest, adapters)
+        terms = {replica: _terms(own, adapters) for replica, own in parts.items()}
+        busy = {replica: self._expect_seconds(replica, terms[replica], own) for replica, own in parts.items()}
+        known = {replica: seconds for replica, seconds in busy.items() if seconds is not None}
         memory = {each.index: self._memory_shape(each, jobs) for each in microbatches}
         model = self._admission.model_for([job.demand for job in jobs.values()])
         if model is not None:
@@ -110,20 +111,25 @@ class Predictions:
             activation = max(self._admission.estimate(each.tokens, _longest(each)) for each in microbatches)
         static = self._admission.static([job.demand for job in jobs.values()])
         return Expected(
-            self._expect_seconds(terms, longest),
+            max(known.values(), default=None),
             int(static + activation),
             terms,
             memory,
             by_rule=model is None,
-            busy_seconds={replica: seconds for replica, seconds in busy.items() if seconds is not None},
+            busy_seconds=known,
         )
 
-    def _expect_seconds(self, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]) -> float | None:
+    def _expect_seconds(
+        self, replica: int, terms: tuple[float, ...], shapes: Sequence[MicrobatchShape]
+    ) -> float | None:
         if self._time is not None:
-            return float(np.dot(self._time.coefficients, terms))
+            return float(np.dot(self._time.coefficients, terms)) / self._speed(replica)
         if self._profile is not None and self._profile.time is not None:
-            return sum(self._profile.time.microbatch(shape) for shape in shapes)
+            return sum(self._profile.time.microbatch(shape) for shape in shapes) / self._speed(replica)
         return None
+
+    def _speed(self, replica: int) -> float:
+        return self._facts.speeds[replica] if self._facts.speeds else 1.0
 
     def _memory_shape(self, microbatch: Microbatch, jobs: Mapping[str, LiveJob]) -> MemoryShape:
         linears = {each.job: jobs[each.job].demand.linears for each in microbatch.segments}
@@ -146,14 +152,24 @@ class Predictions:
     # ---- after it --------------------------------------------------------------------------------------
 
     def learn(
-        self, expected: Expected, outcome: Outcome, seconds: float, iteration: int
+        self,
+        expected: Expected,
+        outcome: Outcome,
+        seconds: float,
+        iteration: int,
+        replicas: Sequence[ReplicaTime] = (),
     ) -> list[ModelFitted]:
-        """Take in what an iteration took; the fits that came of it."""
+        """Take in what an iteration took; the fits that came of it.
+
+        Args:
+            replicas: of several, each one's own seconds count.
+        """
         if seconds > 0:
-            self._take_seconds(expected, seconds)
+            own = {each.replica: each.busy_seconds for each in replicas}
+            self._take_seconds(expected, seconds, own if len(own) > 1 else dict.fromkeys(own or [0], seconds))
         if outcome.peak_bytes is not None:
             static = max(peak.static for peak in outcome.peaks.values())
-            self._admission.learn_overhead(static, adapters=int(expected.terms[-1]))
+            self._admission.learn_overhead(static, adapters=int(next(iter(expected.terms.values()))[-1]))
             error = (expected.bytes - outcome.peak_bytes) / (outcome.peak_bytes - static)
             self._ahead["bytes"].append(abs(error))
         self._take_peaks(
@@ -169,10 +185,15 @@ class Predictions:
             fitted.append(self._fitted_bytes(model, iteration))
         return fitted
 
-    def _take_seconds(self, expected: Expected, seconds: float) -> None:
+    def _take_seconds(self, expected: Expected, seconds: float, busy: Mapping[int, float]) -> None:
         self._seen["seconds"] += 1
         if self._seen["seconds"] > 0:
-            self._timed = [*self._timed[1 - KEPT :], (expected.terms, seconds)]
+            new = [
+                (terms, busy[replica] * self._speed(replica))
+                for replica, terms in expected.terms.items()
+                if busy.get(replica, 0.0) > 0
+            ]
+            self._timed = [*self._timed, *new][-KEPT:]
         if expected.seconds is not None:
             self._ahead["seconds"].append(abs(expected.seconds / seconds - 1.0))
 

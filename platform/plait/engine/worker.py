@@ -78,6 +78,9 @@ class WorkerFacts:
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
         model: digest of the base model.
         devices: of its replicas of the base model, by their number.
+        kinds: what these devices are.
+        replica_bytes: what each of them has; empty: ``memory_bytes``.
+        speeds: how fast they are, relative to each other; empty: all alike.
         inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
             known to be shared.
     """
@@ -90,6 +93,9 @@ class WorkerFacts:
     inputs: tuple[tuple[frozenset[str], int], ...] = ()
     outside: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu",)
+    kinds: tuple[str, ...] = ()
+    replica_bytes: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
     model: str = ""
 
     def inputs_read(self, names: Collection[str]) -> float:

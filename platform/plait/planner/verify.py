@@ -43,13 +43,28 @@ def verify(
     Raises:
         ScheduleError: it does not; the message has all violations found.
     """
-    faults = violations(schedule, batches, stages=stages, capacity=capacity, tile=tile)
+    _raise_if(violations(schedule, batches, stages=stages, capacity=capacity, tile=tile))
+
+
+def _raise_if(faults: Sequence[str]) -> None:
     if faults:
         more = f"\n... and {len(faults) - 10} more" if len(faults) > 10 else ""
         raise ScheduleError(
             "\n".join(faults[:10]) + more,
             "A schedule trains every sample once, in order, on current weights.",
         )
+
+
+def verify_contents(
+    microbatches: Sequence[Microbatch], batches: Sequence[GlobalBatch], capacities: Mapping[int, int]
+) -> None:
+    """Raise if the microbatches of all replicas do not hold every sample of ``batches`` exactly once.
+
+    Raises:
+        ScheduleError: with all violations found.
+    """
+    faults = _wrong_sizes(microbatches, capacities, 1) + _wrong_samples(microbatches, batches)
+    _raise_if(faults)
 
 
 def violations(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,48 +13,131 @@ from laboratory import History, distance
 from peft_folders import stored_pairs
 from processes import fleet
 
-from plait.core.messages import JobProgress, RunSchedule
-from plait.core.settings import EngineSettings, ModelSettings
+from plait.core.jobs import JobSpec
+from plait.core.messages import GroupStep, JobProgress, RunSchedule
+from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.engine.coordinator import INTERRUPTED, Coordinator
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 STEPS = 6
 LOSS_TOLERANCE = 1e-5  # relative, every step
 WEIGHT_TOLERANCE = 1e-4  # of the norm of the adapter's update
+ALIKE: dict[str, Any] = {}
+UNLIKE: dict[str, Any] = {"capacities": (160, 128, 96, 64), "speeds": (2.0, 0.5, 1.0, 1.0)}
+ENGINE = EngineSettings(kernels="grouped", capacity=160, threads=1)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("count", "cluster"), [(1, ALIKE), (2, UNLIKE), (3, ALIKE), (4, UNLIKE)])
 def test_replicas_train_as_one_process_does(
-    laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    laboratory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, cluster: dict[str, Any]
 ) -> None:
     lab = laboratory("llama")
     jobs = lab.group(dropout=0.1, steps=STEPS)
     alone = lab.run(jobs, kernels="grouped")
-    engine = EngineSettings(kernels="grouped", capacity=160, threads=1)
-    with fleet(count, TINY, engine, tmp_path / "processes") as worker:
-        ran: list[int] = []
-        monkeypatch.setattr(worker, "execute", partial(noting, worker.execute, ran))
-        first = lab.run(jobs, worker=worker)
-        assert set(ran) == set(range(count))
+    with fleet(count, TINY, ENGINE, tmp_path / "processes", **cluster) as worker:
+        run = partial(lab.run, jobs, worker=worker, cluster=ClusterSettings(processes=count, **cluster))
+        largest: dict[int, int] = {}
+        monkeypatch.setattr(worker, "execute", partial(noting, worker.execute, largest))
+        first = run()
         weights = {job.name: stored_pairs(first.ended(job.name).adapter) for job in jobs}
-        second = lab.run(jobs, worker=worker)
+        second = run()
+    assert largest.keys() == set(range(count))
+    assert all(
+        tokens <= (cluster or {"capacities": [160] * 4})["capacities"][r] for r, tokens in largest.items()
+    )
     assert losses(first) == losses(second)
+    assert tokens(first) == tokens(alone)
     for job in jobs:
         assert len(first.losses(job.name)) == STEPS
-        assert first.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         assert first.norms(job.name) == pytest.approx(alone.norms(job.name), rel=1e-4)
         assert first.evaluations(job.name) == pytest.approx(alone.evaluations(job.name), rel=LOSS_TOLERANCE)
-        assert alone.difference_from(weights[job.name], job.name) <= WEIGHT_TOLERANCE
+        assert_same(first, alone, job, weights)
         again = stored_pairs(second.ended(job.name).adapter)
         assert distance(weights[job.name], again) == 0.0
 
 
-def noting(execute: Any, ran: list[int], command: Any) -> Any:
-    """Carry out a command, and note which replicas have microbatches."""
+def test_jobs_that_join_finish_and_diverge_leave_the_others_as_they_were(
+    laboratory: Any, tmp_path: Path
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)
+    jobs[0] = with_steps(jobs[0], steps=2)
+    huge = with_steps(jobs[3], lr=9e15, lora_plus_ratio=9e15, clip_norm=None)
+    jobs[3] = replace(huge, adapter=replace(huge.adapter, alpha=9e15))
+    late = jobs[4]
+
+    def between(turn: int, coordinator: Coordinator) -> None:
+        if turn == 3:
+            coordinator.submit(late)
+
+    alone = lab.run([*jobs[:3], *jobs[4:]], kernels="grouped")
+    with fleet(2, TINY, ENGINE, tmp_path / "processes") as worker:
+        cluster = ClusterSettings(processes=2)
+        found = lab.run(
+            [job for job in jobs if job is not late], worker=worker, between=between, cluster=cluster
+        )
+    failed = found.ended(jobs[3].name)
+    assert (failed.state, failed.step < STEPS) == ("failed", True)
+    weights = {job.name: stored_pairs(found.ended(job.name).adapter) for job in jobs if job is not jobs[3]}
+    for job in (*jobs[:3], *jobs[4:]):
+        assert_same(found, alone, job, weights)
+
+
+def test_interrupted_and_resumed_on_another_number_of_processes(laboratory: Any, tmp_path: Path) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(dropout=0.1, steps=STEPS)[:4]
+    alone = lab.run(jobs, kernels="grouped")
+    parts: list[History] = []
+    resume: dict[str, Path] = {}
+    for count, stop in ((2, 3), (3, None)):
+        with fleet(count, TINY, ENGINE, tmp_path / str(count)) as worker:
+            cluster = ClusterSettings(processes=count)
+            parts.append(
+                lab.run(jobs, worker=worker, resume_from=resume, between=stopping(stop), cluster=cluster)
+            )
+        ends = {job.name: parts[-1].ended(job.name) for job in jobs}
+        resume = {name: end.checkpoint for name, end in ends.items() if end.reason == INTERRUPTED}
+    first, second = parts
+    for job in jobs:
+        assert len(first.losses(job.name)) == 3
+        found = [*first.losses(job.name), *second.losses(job.name)]
+        assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+        weights = stored_pairs(second.ended(job.name).adapter)
+        assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
+    """Before this turn, interrupt."""
+
+    def between(now: int, coordinator: Coordinator) -> None:
+        if now == turn:
+            coordinator.stop()
+
+    return between
+
+
+def with_steps(job: JobSpec, **train: Any) -> JobSpec:
+    return replace(job, train=replace(job.train, **train))
+
+
+def assert_same(found: History, alone: History, job: JobSpec, weights: dict[str, Any]) -> None:
+    assert found.losses(job.name) == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
+    assert alone.difference_from(weights[job.name], job.name) <= WEIGHT_TOLERANCE
+
+
+def noting(execute: Any, largest: dict[int, int], command: Any) -> Any:
+    """Carry out a command, and note the largest microbatch of each replica."""
     if isinstance(command, RunSchedule):
-        ran += [each.replica for each in command.microbatches]
+        for each in command.microbatches:
+            largest[each.replica] = max(each.tokens, largest.get(each.replica, 0))
     return execute(command)
 
 
 def losses(history: History) -> list[float]:
     """Of all jobs, in the order in which they came."""
     return [each.loss for each in history.events if isinstance(each, JobProgress)]
+
+
+def tokens(history: History) -> list[tuple[int, ...]]:
+    """Of all jobs in each iteration."""
+    return [each.job_tokens for each in history.events if isinstance(each, GroupStep)]

@@ -1,0 +1,126 @@
+"""Packs the global batches of a step into microbatches; of several replicas, says which takes which samples.
+
+An engine of one stage gains nothing from a least full microbatch that is emptier, so only the number of
+microbatches counts. The lower bound settles almost every packing at once; the exact packer is asked for the
+others, with limits that count rounds and nodes: the same batches make the same microbatches on every machine,
+in every run and after a restart. For the same reason, samples are dispatched to replicas by the arithmetic
+that they take or by a stored profile, never by what was measured in this run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+
+from plait.core.plans import GlobalBatch, Microbatch, Replica
+from plait.cost.replica import Configuration
+from plait.cost.time import LayerTime, TimeModel
+from plait.planner.dispatch_step import Replicas, by_dispatch, plan_step
+from plait.planner.packing import PackedBatches, check_fits, first_fit_decreasing
+from plait.planner.packing_exact import PackingLimits, packed_batches
+from plait.planner.subset_sums import bins_bound
+from plait.planner.verify import verify_contents
+
+# A step takes a tenth of a second at the least; what may be spent on saving one microbatch is a few
+# milliseconds. ``gap=1``: the least full microbatch is good as it is.
+STEP_LIMITS = PackingLimits(exact_samples=0, nodes=20, gap=1.0, seconds=2.0, variables=400)
+
+_BY_TOKENS = TimeModel(1, {1: LayerTime(0.0, 1e-6)})
+Batches = tuple[GlobalBatch, ...]
+Microbatches = tuple[Microbatch, ...]
+
+
+class Packer:
+    """Packs global batches of different jobs into microbatches: as few as the exact packer finds.
+
+    Args:
+        replicas: with their capacities, which bound memory. No engine stores padding rows, and the kernels'
+            partial tiles cost none, so P is 1 here.
+        time: seconds of a microbatch on a replica of speed 1; None: by tokens.
+
+    Attributes:
+        repeats: whether packing the same again gives the same; False once the clock stopped the solver.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], time: TimeModel | None = None) -> None:
+        self.repeats = True
+        self._capacities = {each.id: each.capacity or 0 for each in replicas}
+        self._dispatcher = _Dispatcher(replicas, time or _BY_TOKENS) if len(replicas) > 1 else None
+        self._ahead: tuple[Batches, Future[Microbatches]] | None = None
+        self._thread = ThreadPoolExecutor(1, "packer")  # starts none before it is used
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a microbatch on any replica."""
+        return max(self._capacities.values())
+
+    def prepare(self, batches: Iterable[GlobalBatch]) -> None:
+        """Begin to pack what probably comes next, if there are several replicas: one is as soon done."""
+        asked = tuple(batches)
+        if self._dispatcher is not None and asked:
+            self._ahead = asked, self._thread.submit(self._pack, asked)
+
+    def pack(self, batches: Iterable[GlobalBatch]) -> Microbatches:
+        """Microbatches that hold all samples of these batches: those prepared, if they are of the same.
+
+        Raises:
+            CapacityError: a sample alone is longer than the capacity of all replicas.
+        """
+        asked, ahead = tuple(batches), self._ahead
+        self._ahead = None
+        if ahead is not None:
+            wait([ahead[1]])  # two at a time gain nothing
+            if ahead[0] == asked:
+                return ahead[1].result()
+        return self._pack(asked)
+
+    def _pack(self, batches: Batches) -> Microbatches:
+        check_fits(batches, capacity=self.capacity)
+        if self._dispatcher is None:
+            return self._packed(batches, self.capacity)
+        parts = self._dispatcher.parts(batches)
+        packed = [
+            (replica, each)
+            for replica, own in parts.items()
+            if own
+            for each in self._packed(own, self._capacities[replica])
+        ]
+        made = tuple(
+            replace(each, replica=replica, index=index) for index, (replica, each) in enumerate(packed)
+        )
+        verify_contents(made, batches, self._capacities)
+        return made
+
+    def _packed(self, batches: Sequence[GlobalBatch], capacity: int) -> Microbatches:
+        lengths = [batch.lengths for batch in batches]
+        simple = first_fit_decreasing(lengths, capacity=capacity)
+        first = PackedBatches(tuple(batches), tuple(map(tuple, simple)))
+        if len(simple) <= 1 or len(simple) == bins_bound(lengths, capacity=capacity):
+            return first.microbatches()
+        better = packed_batches(batches, capacity=capacity, limits=STEP_LIMITS)
+        self.repeats = self.repeats and better.limit_hit != "time"
+        return (better if len(better.bins) < len(simple) else first).microbatches()
+
+
+class _Dispatcher:
+    """Which replica takes which samples of a step (LobRA Eq. 3): alike ones are of one kind."""
+
+    def __init__(self, replicas: Sequence[Replica], time: TimeModel) -> None:
+        alike: dict[tuple[int, float], list[int]] = {}
+        for each in replicas:
+            alike.setdefault((each.capacity or 0, each.speed), []).append(each.id)
+        self._ids = [number for numbers in alike.values() for number in numbers]
+        self._kinds = tuple(
+            (Configuration(1, 1, capacity, kind=f"{speed}×"), time.at_speed(speed), len(numbers))
+            for (capacity, speed), numbers in alike.items()
+        )
+
+    def parts(self, batches: Batches) -> dict[int, Batches]:
+        """Each replica's part of the global batches, by the replica's number in ascending order."""
+        lengths = [length for batch in batches for length in batch.lengths]
+        labelled = sum(1.0 / batch.loss_weight for batch in batches if batch.loss_weight)
+        share = labelled / sum(lengths)
+        plan = plan_step(lengths, Replicas(self._kinds, labelled_share=share))
+        parts = by_dispatch(batches, plan.replica_of, self._ids)
+        return {number: parts[number] for number in sorted(parts)}

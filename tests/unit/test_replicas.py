@@ -1,0 +1,80 @@
+"""Replicas that differ: their capacities, what memory allows, and by what samples are dispatched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from curve_worker import LINEARS, SHAPE, CurveWorker
+
+from plait.core.errors import ConfigError
+from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
+from plait.cost.time import MicrobatchShape
+from plait.engine.admission import Admission
+from plait.engine.replicas import dispatch_time, replicas_of
+from plait.engine.worker import WorkerFacts
+
+ROOM = 2**26
+
+
+def facts(*memory: int) -> WorkerFacts:
+    return replace(
+        CurveWorker().facts,
+        memory_bytes=min(memory),
+        devices=tuple(f"cpu:{number}" for number in range(len(memory))),
+        replica_bytes=memory,
+    )
+
+
+def run(*, capacity: int | None = 4096, **cluster: object) -> RunSettings:
+    engine = EngineSettings(capacity=capacity)
+    return RunSettings(engine=engine, cluster=ClusterSettings(processes=2, **cluster))  # type: ignore[arg-type]
+
+
+def test_capacities_that_are_given_hold_and_the_largest_is_the_run_s() -> None:
+    settings = run(capacity=None, capacities=(256, 512), speeds=(1.0, 3.0))
+    assert settings.engine.capacity == 512
+    found = replicas_of(replace(facts(ROOM, ROOM), speeds=(1.0, 3.0)), settings, None)
+    assert [(each.capacity, each.speed) for each in found] == [(256, 1.0), (512, 3.0)]
+
+
+def test_a_device_with_less_memory_takes_smaller_microbatches() -> None:
+    alike = replicas_of(facts(ROOM, ROOM), run(), None)
+    assert [each.capacity for each in alike] == [4096, 4096]
+    unlike = replicas_of(facts(ROOM, 2**22), run(), None)
+    assert unlike[0].capacity == 4096
+    assert unlike[1].capacity is not None
+    assert 128 <= unlike[1].capacity < 4096
+
+
+def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
+    wide, short = facts(ROOM, ROOM), facts(ROOM, ROOM // 2)
+    settings = run(capacity=None, capacities=(4096, 128))
+    admission = Admission(short, settings)
+    admission.take_replicas(replicas_of(short, settings, None))
+    usual = [admission.usual]
+    # Its microbatches are so small that the other one, which has more memory, needs more of what it has.
+    large, small = (admission.static(usual) + admission.estimate(tokens, tokens) for tokens in (4096, 128))
+    assert admission.predicted(usual) == max(large - int(0.8 * ROOM / 2), small)
+    alike = Admission(wide, settings)
+    alike.take_replicas(replicas_of(wide, settings, None))
+    assert alike.predicted(usual) == large
+
+
+def test_without_a_profile_the_arithmetic_of_the_model_says_what_a_sample_takes() -> None:
+    time = dispatch_time(CurveWorker().facts, None)
+    one, two = (time.microbatch(MicrobatchShape.of([length])) for length in (1000, 2000))
+    weights = sum(each.in_features * each.out_features for each in LINEARS)
+    head = SHAPE.hidden * SHAPE.vocabulary
+    square = 6e-12 * SHAPE.layers * SHAPE.hidden * 1000**2
+    assert one == pytest.approx(4e-12 * (1016 * weights + 1000 * head) + square)
+    assert two > 2 * one - 4e-12 * 16 * weights
+
+
+def test_lists_that_do_not_belong_to_the_run_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.speeds=\[1.0\] with cluster.processes=2"):
+        run(speeds=(1.0,))
+    with pytest.raises(ConfigError, match=r"engine.capacity=4096 with cluster.capacities=\[256, 512\]"):
+        run(capacities=(256, 512))
+    with pytest.raises(ConfigError, match="a list of numbers above 0"):
+        run(speeds=(1.0, 0.0))
