@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,12 @@ class SpanLog:
 
     def add(self, event: SpansTaken) -> None:
         """Append an event."""
+        jobs: dict[str, int] = {}
         rows = [
-            [*(getattr(each, name) for name in _HEAD), [_row(span) for span in each.spans]]
+            [*(getattr(each, name) for name in _HEAD), [_row(span, jobs) for span in each.spans]]
             for each in event.replicas
         ]
-        line = {"spans": rows, "worker": self._worker, "zero": self._zero}
+        line = {"spans": rows, "jobs": list(jobs), "worker": self._worker, "zero": self._zero}
         with suppress(OSError, StorageError):
             if self._path.exists() and self._path.stat().st_size > MOST_BYTES:
                 self._path.replace(self._before)
@@ -60,9 +61,10 @@ class SpanLog:
 _HEAD = ("replica", "host", "pid", "device", "offset", "error")
 
 
-def _row(span: Span) -> list[Any]:
-    kind, start, end, *others = astuple(span)
-    return [kind, round(start, DIGITS), round(end, DIGITS), *others]
+def _row(span: Span, jobs: dict[str, int]) -> list[Any]:
+    """A span as it is kept; ``jobs`` numbers the names of its line's jobs."""
+    work = [[jobs.setdefault(job, len(jobs)), step] for job, step in span.work]
+    return [span.kind, round(span.start, DIGITS), round(span.end, DIGITS), work, span.tokens, span.bytes]
 
 
 @dataclass(slots=True)
@@ -77,6 +79,14 @@ class _Track:
     offset: float = 0.0
     error: float = 0.0
     spans: list[Span] = field(default_factory=list)
+
+    def take(self, rows: list[Any], jobs: Sequence[str], zero: float) -> None:
+        """Add spans as a line has them, with the names of its jobs and the beginning of its clock."""
+        for kind, start, end, numbered, tokens, received in rows:
+            # An offset that is measured again differs by microseconds: spans do not overlap by these.
+            begun = max(start + zero, self.spans[-1].end if self.spans else 0.0)
+            work = tuple((jobs[number], step) for number, step in numbered)
+            self.spans.append(Span(kind, begun, max(end + zero, begun), work, tokens, received))
 
 
 def write_trace(folder: Path) -> str | None:
@@ -110,9 +120,10 @@ def write_trace(folder: Path) -> str | None:
 def _read(path: Path, tracks: dict[tuple[Any, ...], _Track]) -> None:
     try:
         for line in _lines(path):
-            for head, rows in ((row[:-1], row[-1]) for row in line["spans"]):
-                _take(tracks, line["worker"], line["zero"], dict(zip(_HEAD, head, strict=True)), rows)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+            for *head, rows in line["spans"]:
+                track = _track(tracks, line["worker"], dict(zip(_HEAD, head, strict=True)))
+                track.take(rows, line["jobs"], line["zero"])
+    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
         raise StorageError(
             f"{path}: {error}", "Plait keeps the timeline of a search in this file.", "Remove the file."
         ) from error
@@ -125,19 +136,11 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             yield from (json.loads(line) for line in file if line.endswith(b"\n"))
 
 
-def _take(
-    tracks: dict[tuple[Any, ...], _Track], worker: str, zero: float, head: Mapping[str, Any], rows: list[Any]
-) -> None:
-    key = worker, head["replica"], head["host"], head["pid"]
+def _track(tracks: dict[tuple[Any, ...], _Track], worker: str, head: Mapping[str, Any]) -> _Track:
     named = f"replica {head['replica']} on {head['device']} ({head['host']}, pid {head['pid']})"
-    track = tracks.setdefault(key, _Track(named))
+    track = tracks.setdefault((worker, head["replica"], head["host"], head["pid"]), _Track(named))
     track.offset, track.error = head["offset"], head["error"]
-    for kind, start, end, work, tokens, received in rows:
-        # An offset that is measured again differs by microseconds: then spans must not overlap by these.
-        last = track.spans[-1].end if track.spans else 0.0
-        begun = max(start + zero, last)
-        jobs = tuple((str(job), int(step)) for job, step in work)
-        track.spans.append(Span(kind, begun, max(end + zero, begun), jobs, tokens, received))
+    return track
 
 
 def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None:
