@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ from forked import FORKS
 from laboratory import random_data
 
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
-from plait.distributed.channel import Address
 from plait.distributed.fleet import Fleet
-from plait.distributed.launch import launch_here
+from plait.distributed.launch import Launcher
+from plait.distributed.places import Address
 from plait.distributed.process import serve
 from plait.engine.catalogue import DataCatalogue
 
 
 class ForkedProcess:
-    """A process of a run, as ``launch_here`` wants one started."""
+    """A process of a run, as ``Launcher`` wants one started."""
 
     def __init__(self, address: Address, key: bytes, number: int, log: Path) -> None:
         self._process: Any = FORKS.Process(target=_serve, args=(address, key, number, str(log)))
@@ -51,8 +51,6 @@ def fleet(
 ) -> Iterator[Fleet]:
     """A fleet of forked processes on random data."""
     settings = RunSettings(model=model, engine=engine, cluster=ClusterSettings(processes=count, **cluster))
-    made = launch_here(settings, DataCatalogue(random_data), folder, start=ForkedProcess)
-    try:
-        yield made
-    finally:
-        made.close()
+    launcher = Launcher(settings.cluster, start=ForkedProcess)
+    with closing(launcher):
+        yield launcher.fleet(folder, settings, DataCatalogue(random_data))

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from pathlib import Path
@@ -32,7 +33,6 @@ from plait.core.messages import (
 from plait.core.plans import Microbatch
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.distributed.channel import (
-    Address,
     Answer,
     Beat,
     Build,
@@ -43,8 +43,10 @@ from plait.distributed.channel import (
     connect,
 )
 from plait.distributed.fleet import Fleet
-from plait.distributed.launch import Start, launch_here
+from plait.distributed.launch import Launcher
+from plait.distributed.places import Address
 from plait.distributed.processes import Fate, Process, Processes
+from plait.distributed.start import Start
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.worker import ActivationShape, WorkerFacts
 
@@ -86,9 +88,11 @@ def test_who_has_another_key_does_not_come_in(door: Door) -> None:
     known.join()
 
 
-def launched(folder: Path, start: Start, **cluster: float) -> Fleet:
+@contextmanager
+def launched(folder: Path, start: Start, **cluster: float) -> Iterator[Fleet]:
     settings = replace(SETTINGS, cluster=replace(SETTINGS.cluster, **cluster))
-    return launch_here(settings, DataCatalogue(random_data), folder, start=start)
+    with closing(Launcher(settings.cluster, start=start)) as launcher:
+        yield launcher.fleet(folder, settings, DataCatalogue(random_data))
 
 
 class Silent:
@@ -119,20 +123,23 @@ class Dying(Silent):
 
 
 def test_a_process_that_does_not_come_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match=r"process . did not come within 1 s"):
-        launched(tmp_path, Silent, join_seconds=1.0)
+    named = pytest.raises(ProcessError, match=r"process . did not come within 1 s")
+    with named, launched(tmp_path, Silent, join_seconds=1.0):
+        pass
 
 
 def test_a_process_that_ends_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(ProcessError, match=r"process . ended with status 7") as caught:
-        launched(tmp_path, Dying)
+    named = pytest.raises(ProcessError, match=r"process . ended with status 7")
+    with named as caught, launched(tmp_path, Dying):
+        pass
     assert "what it said last" in caught.value.rule
 
 
 def test_a_model_that_cannot_be_loaded_is_the_error_of_the_run(tmp_path: Path) -> None:
     settings = replace(SETTINGS, model=ModelSettings(kind="hf", id="/no/such/folder", dtype="float32"))
-    with pytest.raises(ModelError, match="no such folder"):
-        launch_here(settings, DataCatalogue(random_data), tmp_path, start=ForkedProcess)
+    launcher = Launcher(settings.cluster, start=ForkedProcess)
+    with closing(launcher), pytest.raises(ModelError, match="no such folder"):
+        launcher.fleet(tmp_path, settings, DataCatalogue(random_data))
 
 
 @pytest.mark.parametrize(
@@ -147,20 +154,24 @@ def test_a_process_that_is_killed_or_hangs_is_named_and_ends_the_others(
         started.append(ForkedProcess(address, key, process, log))
         return started[-1]
 
-    fleet = launched(tmp_path, start)
-    fleet.execute(Attach(JOB))
-    if number == signal.SIGSTOP:
-        fleet.processes.silence = 2.0
-    os.kill(started[1].pid, number)
-    with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(RunSchedule\)") as caught:
-        fleet.execute(RunSchedule((StepJob("a", 1, 1e-3),)))
-    assert "same command" in caught.value.remedy
-    assert started[1].poll() == -9
-    assert started[0].poll() is not None
+    with launched(tmp_path, start) as fleet:
+        fleet.execute(Attach(JOB))
+        if number == signal.SIGSTOP:
+            fleet.processes.silence = 2.0
+        os.kill(started[1].pid, number)
+        step = RunSchedule((StepJob("a", 1, 1e-3),))
+        with pytest.raises(ProcessError, match=rf"process 1 .*{said}.* \(RunSchedule\)") as caught:
+            fleet.execute(step)
+        assert "same command" in caught.value.remedy
+        assert started[1].poll() == -9
+        assert started[0].poll() is not None
+        with pytest.raises(ProcessError, match="process 1"):  # the same error again
+            fleet.execute(step)
 
 
 def test_processes_that_end_leave_nothing_behind(tmp_path: Path) -> None:
-    launched(tmp_path, ForkedProcess).close()
+    with launched(tmp_path, ForkedProcess):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,7 @@ import copy
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from plait.config.overrides import is_sweep, read_request
 from plait.core.errors import ConfigError, StorageError, choices
 from plait.core.jobs import JobSpec
 from plait.core.space import Space
+from plait.distributed.places import find_place
 from plait.search.objective import check_objectives
 from plait.search.points import read_enqueued
 from plait.search.samplers import check_sampler
@@ -150,10 +152,7 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
                 "What runs is a search, which has no report of figures.",
                 f"Leave {' and '.join(flags)} out; `plait leaderboard` prints the results.",
             )
-        screen = _screen()
-        from plait.search.launch import run_search
-
-        return run_search(command, screen).exit_status
+        return _launched(command)
     from plait.cli.bench import run_benchmark
 
     return run_benchmark(command, composed, flags)
@@ -204,10 +203,34 @@ def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -
         overrides=tuple(arguments),
         directory=directory,
     )
-    screen = _screen()
-    from plait.search.launch import run_training
+    return _launched(command, one_job=True)
 
-    return run_training(command, screen).exit_status
+
+def _launched(command: SearchCommand, *, one_job: bool = False) -> int:
+    """Run a search or one job, or be one of its processes if a launcher says so; the exit status.
+
+    Raises:
+        InputError: anything that is wrong with it.
+    """
+    cluster, place = command.settings.cluster, find_place()
+    if place is not None:
+        if cluster.processes not in (1, place.processes):
+            raise ConfigError(
+                f"cluster.processes={cluster.processes} in {place.processes} launched processes",
+                "The launcher says how many there are.",
+                "Leave cluster.processes out.",
+            )
+        cluster = replace(cluster, processes=place.processes, per_host=place.here)
+        command = replace(command, settings=replace(command.settings, cluster=cluster), place=place)
+    if place is not None and place.number > 0:
+        from plait.distributed.join import join_run
+
+        return join_run(place, cluster)
+    screen = _screen()
+    from plait.search.launch import run_search, run_training
+
+    run = run_training if one_job else run_search
+    return run(command, screen).exit_status
 
 
 def _screen() -> Screen:

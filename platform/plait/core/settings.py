@@ -114,11 +114,17 @@ class ClusterSettings:
     Attributes:
         processes: number of processes, each with a replica of the base model, on its own GPU if there are
             GPUs.
+        per_host: how many of them are on this host; None: all. Launchers say it.
         capacities: most tokens of a microbatch, by process; empty: ``engine.capacity``, less where a device
             has less memory than others.
         speeds: how fast each process is, relative to the others; empty: measured if their devices differ.
+        address: of the first process's host, as the others reach it; None: as the launcher says.
+        port: the first of two TCP ports there, if the processes are on several hosts.
+        interface: network interface for gradients; None: the one that leads to the first process's host.
+        key_file: file with the key that lets processes of other hosts in; None: PLAIT_KEY has it.
         join_seconds: longest wait for all processes to start and to connect to each other.
         silence_seconds: a process without a sign of life for this long counts as dead.
+        restarts: most losses of processes within an hour that a search makes up for by itself.
         price_per_device_hour: in any currency; None: money is not predicted.
         kinds: kinds of devices, if a described cluster has several: entries of ``plait.cost.clusters.Kind``.
     """
@@ -126,10 +132,16 @@ class ClusterSettings:
     kind: str = "local"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     processes: Annotated[int, between(1, 1024)] = 1
+    per_host: Annotated[int | None, between(1, 1024)] = None
     capacities: Annotated[tuple[int, ...], each(at_least(2))] = ()
     speeds: Annotated[tuple[float, ...], each(above(0))] = ()
-    join_seconds: Annotated[float, above(0)] = 300.0
+    address: str | None = None
+    port: Annotated[int, between(1, 65534)] = 29610
+    interface: str | None = None
+    key_file: str | None = None
+    join_seconds: Annotated[float, above(0)] = 60.0
     silence_seconds: Annotated[float, at_least(5)] = 60.0
+    restarts: Annotated[int, at_least(0)] = 5
     price_per_device_hour: Annotated[float | None, at_least(0)] = None
     kinds: tuple[dict[str, Any], ...] = field(default=(), hash=False)
 

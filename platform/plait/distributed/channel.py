@@ -28,19 +28,20 @@ from plait.core.messages import WorkerEvent
 from plait.core.samples import TokenisedData
 from plait.core.settings import EngineSettings, ModelSettings
 from plait.core.spans import Span
+from plait.core.version import __version__
+from plait.distributed.places import Address
 from plait.engine.worker import WorkerFacts
-
-Address = tuple[str, int]
 
 # ---- what the coordinator sends, besides the commands of plait.core.messages ---------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the base model."""
+    """Load the base model, as this one of the processes."""
 
     model: ModelSettings
     device: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,20 @@ class Join:
     """Join the other processes, once all have loaded their model.
 
     Attributes:
-        store: file in which the processes find each other.
+        port: of the store in which they find each other, on the coordinator's host.
+        generation: how often the processes of this run have come together.
         processes: how many there are.
         seconds: longest wait for another process.
+        address: of the network by which the others reach this one; "": that of its link.
+        interface: of that network, if it was given.
     """
 
-    store: str
+    port: int
+    generation: int
     processes: int
     seconds: float
+    address: str = ""
+    interface: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +97,33 @@ class Share:
     best: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """The run is over, or the process is not let in: why; "" if all is well."""
+
+    reason: str = ""
+
+
 # ---- what a process sends ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A process is there."""
+    """A process is there.
+
+    Attributes:
+        process: its number, as it was launched.
+        cores: processor threads that it would use alone on its host.
+        memory_bytes: of its host's processors, that it may count on.
+        version: of Plait.
+    """
 
     process: int
     host: str
     pid: int
+    cores: int = 1
+    memory_bytes: int = 0
+    version: str = __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +159,42 @@ class Beat:
     """The process lives and carries out a request."""
 
 
+# A host that is gone without a word is noticed after a minute, by those who wait for it without a limit.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
+
+
 class Channel:
     """One end of a link. Any thread may send; one receives.
 
     Args:
         send_seconds: longest wait for the other end to take a message; None: no limit.
+
+    Attributes:
+        near, far: addresses of this end and of the other; "" for one that is closed already.
     """
+
+    near = far = ""
 
     def __init__(self, connection: Connection, send_seconds: float | None = None) -> None:
         self.connection = connection
         self._sending = threading.Lock()
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
+            self.near, self.far = str(link.getsockname()[0]), str(link.getpeername()[0])
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms for a small message
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in KEEP_ALIVE.items():
+                if hasattr(socket, name):
+                    link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             if send_seconds is not None:
                 limit = struct.pack("ll", int(send_seconds), 0)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the other end is there and has said nothing; only its end makes it readable before."""
+        with suppress(OSError):
+            return not self.connection.poll(0)
+        return False
 
     def send(self, message: object) -> None:
         """Send a message.
@@ -189,6 +234,9 @@ class Door:
 
     Args:
         send_seconds: as :class:`Channel`.
+
+    Attributes:
+        refused: addresses of those who had another key.
     """
 
     def __init__(self, address: Address, key: bytes, send_seconds: float | None = None) -> None:
@@ -197,6 +245,7 @@ class Door:
         self._send_seconds = send_seconds
         self._came: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._open = True
+        self.refused: set[str] = set()
         threading.Thread(target=self._accept, daemon=True, name="door").start()
 
     @property
@@ -208,17 +257,20 @@ class Door:
     def _accept(self) -> None:
         while self._open:
             with suppress(OSError):
-                connection = self._listener.accept()
-                threading.Thread(target=self._check, args=(connection,), daemon=True).start()
+                channel = Channel(self._listener.accept(), self._send_seconds)
+                threading.Thread(target=self._check, args=(channel,), daemon=True).start()
 
-    def _check(self, connection: Connection) -> None:
+    def _check(self, channel: Channel) -> None:
         """Let a process in that has the key, as ``multiprocessing``'s own listener does."""
         try:
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            self._came.put(Channel(connection, self._send_seconds))
-        except (AuthenticationError, EOFError, OSError):
-            connection.close()
+            deliver_challenge(channel.connection, self._key)
+            answer_challenge(channel.connection, self._key)
+            self._came.put(channel)
+        except AuthenticationError:
+            self.refused.add(channel.far)
+            channel.close()
+        except (EOFError, OSError):
+            channel.close()
 
     def next(self, seconds: float) -> Channel | None:
         """The next process that comes in; None where none does in time."""

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import Store
 
 from plait.core.errors import ProcessError
 
@@ -29,7 +29,7 @@ class Exchange:
     begun, which is the same in all processes.
 
     Args:
-        store: file in which they find each other; a new one for each group.
+        store: in which they find each other; a part of its own for each group.
         seconds: longest wait for the others.
 
     Attributes:
@@ -37,11 +37,11 @@ class Exchange:
     """
 
     def __init__(
-        self, store: str, process: int, processes: int, device: torch.device, seconds: float
+        self, store: Store, process: int, processes: int, device: torch.device, seconds: float
     ) -> None:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(store, processes),
+            store=store,
             rank=process,
             world_size=processes,
             timeout=timedelta(seconds=seconds),

@@ -1,4 +1,5 @@
-"""Starts the processes of a run on this machine and waits until each has loaded its model.
+"""Brings the processes of a run together: starts those of this host, lets in those of others, and says who
+is missing.
 
 A seam: the one place that knows how processes start; loaded only where a run has several.
 """
@@ -7,133 +8,258 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
-from plait.core.errors import ProcessError
+from torch._C._distributed_c10d import TCPStore
+
+from plait.core.errors import ConfigError, ProcessError
 from plait.core.settings import ClusterSettings, RunSettings
-from plait.distributed.channel import Address, Channel, Door, Hello, Join, Load
+from plait.core.version import __version__
+from plait.distributed.channel import Channel, Door, Goodbye, Hello, Join, Load
 from plait.distributed.fleet import Fleet
-from plait.distributed.process import ADDRESS, KEY, NUMBER
+from plait.distributed.places import Meeting, Place, announce, random_key, shared_key
 from plait.distributed.processes import Fate, Process, Processes
+from plait.distributed.start import Start, Started, start_process
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_device, device_bytes, usual_threads
+from plait.engine.devices import choose_device, usual_threads
 
-HERE = ("127.0.0.1", 0)
+HERE, ANYWHERE = "127.0.0.1", "0.0.0.0"
 LOG_LINES = 5  # of a process that died, shown
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LINGER_SECONDS = 15.0  # in which a process that was launched with this one may come to a run that is over
+HELLO_SECONDS = 10.0  # that a process which has the key may take to say who it is
 
 
-class Started(Protocol):
-    """What was started: it can be looked at and ended."""
+class Launcher:
+    """The processes of a run on its coordinator's side: from the first to the last time they come together.
 
-    def poll(self) -> int | None:
-        """Its exit status; None while it lives."""
-
-    def kill(self) -> None:
-        """End it."""
-
-    def wait(self) -> object:
-        """Wait for its end."""
-
-
-Start = Callable[[Address, bytes, int, Path], Started]
-
-
-def start_process(address: Address, key: bytes, number: int, log: Path) -> Started:
-    """Start a process of a run, with its output in a file."""
-    variables = {ADDRESS: f"{address[0]}:{address[1]}", KEY: key.hex(), NUMBER: str(number)}
-    if sys.platform == "linux":  # all are here; the address of the host's name may lead elsewhere
-        variables |= {name: os.environ.get(name, "lo") for name in INTERFACES}
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "plait.distributed.process"],
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
-def launch_here(
-    settings: RunSettings, data: DataCatalogue, folder: Path, *, start: Start | None = None
-) -> Fleet:
-    """Start the run's processes on this machine, as one worker.
+    Processes from elsewhere may come from the beginning, and wait for the model to be known.
 
     Args:
-        folder: for what the processes print; it is kept where one dies.
+        place: of this process among those that a launcher started; None: it starts all itself.
         start: starts one; None: as a Python process of its own.
 
     Raises:
-        ProcessError: one did not come, or died.
-        ModelError: the model cannot be loaded.
+        ConfigError: hosts differ and share no key; the port is taken.
     """
-    cluster, engine = settings.cluster, settings.engine
-    device = choose_device(engine.device)
-    memory = device_bytes(device) // cluster.processes if device.type == "cpu" else None
-    here = _Here(folder, cluster.processes)
-    processes = Processes(cluster.silence_seconds, here.fate, here.end)
-    try:
-        processes.all = here.start(start or start_process, cluster)
-        processes.ask_all(Load(settings.model, engine.device))
-        wait_seconds = max(
-            cluster.join_seconds, 2 * cluster.silence_seconds
-        )  # the coordinator gives up first
-        processes.ask_all(Join(str(here.store), cluster.processes, wait_seconds))
-        threads = engine.threads or max(1, usual_threads() // cluster.processes)
+
+    def __init__(
+        self, cluster: ClusterSettings, place: Place | None = None, *, start: Start | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._start = start or start_process
+        self._count = cluster.processes if place is None else place.processes
+        self._own = range(self._count if place is None else 1)
+        self._from_elsewhere = set(range(self._count)) - set(self._own)
+        self._one_host = place is None or place.one_host
+        key = random_key() if self._one_host else shared_key(cluster)
+        with _port_named(cluster):
+            host, port = (HERE, 0) if self._one_host else (ANYWHERE, cluster.port)
+            self._door = Door((host, port), key, cluster.silence_seconds)
+        self._meeting = Meeting((HERE, self._door.address[1]), key)
+        self._announced = announce(place, self._meeting) if place is not None and self._one_host else None
+        self._store: TCPStore | None = None
+        self._store_port = 0
+        self._generation = 0
+        self._waiting: dict[int, Process] = {}  # from elsewhere, by the number that they were launched with
+        self._here: _Here | None = None
+        self._processes: Processes | None = None
+
+    def fleet(self, folder: Path, settings: RunSettings, data: DataCatalogue) -> Fleet:
+        """The processes as one worker: all of them the first time; later those of this host and whichever
+        come from elsewhere in time.
+
+        Args:
+            folder: for what the processes of this host print; it is kept where one dies.
+
+        Raises:
+            ProcessError: one did not come, or died.
+            ModelError: the model cannot be loaded.
+        """
+        self._generation += 1
+        here = self._here = _Here(folder, self._own)
+        processes = self._processes = Processes(self._cluster.silence_seconds, here.fate, here.end)
+        try:
+            processes.all = self._gather(here)
+            return self._load(processes, settings, data)
+        except BaseException as error:
+            processes.close(lost=isinstance(error, ProcessError))
+            raise
+
+    def close(self) -> None:
+        """End all processes; tell those that are still to come that there is nothing to do."""
+        ended: set[int] = set()
+        if self._processes is not None:
+            self._processes.close()
+            ended |= {each.hello.process for each in self._processes.all}
+        end = time.monotonic() + min(LINGER_SECONDS, self._cluster.join_seconds)
+        while self._from_elsewhere - ended and time.monotonic() < end:
+            if (channel := self._door.next(0.2)) is not None:
+                self._welcome(channel)
+            for number in list(self._waiting):
+                ended.add(number)
+                _refuse(self._waiting.pop(number).channel, "")
+        self._door.close()
+        self._store = None
+        if self._announced is not None:
+            self._announced.unlink(missing_ok=True)
+
+    # ---- who is there ----------------------------------------------------------------------------------
+
+    def _gather(self, here: _Here) -> list[Process]:
+        """Start the processes of this host and wait for all; those from elsewhere may stay away later on.
+
+        Raises:
+            ProcessError: one did not come.
+        """
+        seconds = self._cluster.join_seconds
+        end = time.monotonic() + seconds
+        for number in self._own:
+            here.start(self._start, self._meeting, number)
+        while True:
+            self._waiting = {number: each for number, each in self._waiting.items() if each.channel.idle}
+            missing = set(range(self._count)) - set(self._waiting)
+            late = time.monotonic() > end
+            if not missing or (late and self._generation > 1 and missing.isdisjoint(self._own)):
+                came, self._waiting = self._waiting, {}
+                return [came[number] for number in sorted(came)]
+            for number in sorted(missing & set(self._own)):
+                here.check_coming(number, seconds, late=late)
+            if late:
+                raise self._missing(sorted(missing), seconds)
+            if (channel := self._door.next(0.2)) is not None:
+                self._welcome(channel)
+
+    def _welcome(self, channel: Channel) -> None:
+        """Take in a process that says who it is; one that came before under its number is gone."""
+        with suppress(EOFError, OSError, AttributeError):  # one that died at once is named by its exit status
+            hello = channel.receive() if channel.connection.poll(HELLO_SECONDS) else None
+            if not isinstance(hello, Hello) or hello.version != __version__:
+                version = getattr(hello, "version", "another")
+                _refuse(channel, f"it has Plait {version}, the coordinator {__version__}: use one for all")
+            elif not 0 <= hello.process < self._count:
+                _refuse(channel, f"the coordinator waits for {self._count} processes, from 0 on")
+            else:
+                if (before := self._waiting.pop(hello.process, None)) is not None:
+                    before.channel.close()
+                self._waiting[hello.process] = Process(hello, channel)
+
+    def _missing(self, numbers: Sequence[int], seconds: float) -> ProcessError:
+        there = ", ".join(str(self._waiting[number]) for number in sorted(self._waiting))
+        refused = ", ".join(sorted(self._door.refused))
+        wrong = f" From {refused} a process came with another key." if refused else ""
+        return ProcessError(
+            f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
+            f"not come within {seconds:.0f} s",
+            f"All processes must come before the model is loaded. Here: {there}.{wrong}",
+            "Look at what they printed. They must reach this host (cluster.address, cluster.port) with its "
+            "key; cluster.join_seconds is the longest wait.",
+        )
+
+    # ---- what they load --------------------------------------------------------------------------------
+
+    def _load(self, processes: Processes, settings: RunSettings, data: DataCatalogue) -> Fleet:
+        """Have all load the model and join each other."""
+        engine, all_processes = settings.engine, processes.all
+        requests = (Load(settings.model, engine.device, number) for number in range(len(processes)))
+        processes.ask(dict(enumerate(requests)))
+        processes.ask({number: self._join(number, all_processes) for number in range(len(processes))})
+        beside = Counter(each.hello.host for each in all_processes)
+        memory = None
+        if choose_device(engine.device).type == "cpu":
+            memory = min(each.hello.memory_bytes // beside[each.hello.host] for each in all_processes)
+        threads = engine.threads or _threads(all_processes, beside)
+        cluster = _left(settings.cluster, [each.hello.process for each in all_processes])
         return Fleet(processes, data, replace(engine, threads=threads), memory, cluster)
-    except BaseException as error:
-        processes.close(lost=isinstance(error, ProcessError))
-        raise
+
+    def _join(self, number: int, processes: Sequence[Process]) -> Join:
+        outward = next((each.channel.near for each in processes if each.channel.far != HERE), "")
+        cluster = self._cluster
+        return Join(
+            self._served(),
+            self._generation,
+            len(processes),
+            max(cluster.join_seconds, 2 * cluster.silence_seconds),  # the coordinator gives up first
+            outward if processes[number].channel.far == HERE else "",
+            cluster.interface,
+        )
+
+    def _served(self) -> int:
+        """The port of the store in which the processes find each other."""
+        if self._store is None:
+            host, port = (HERE, 0) if self._one_host else (ANYWHERE, self._cluster.port + 1)
+            with _port_named(self._cluster):
+                listener = socket.create_server((host, port), backlog=1024)
+            self._store_port = int(listener.getsockname()[1])
+            self._store = TCPStore(
+                HERE,
+                self._store_port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._cluster.join_seconds),
+                master_listen_fd=listener.detach(),
+            )
+        return self._store_port
+
+
+def _left(cluster: ClusterSettings, numbers: Sequence[int]) -> ClusterSettings:
+    """The settings of those processes that are there, by the numbers that they were launched with."""
+    capacities = tuple(cluster.capacities[number] for number in numbers if cluster.capacities)
+    speeds = tuple(cluster.speeds[number] for number in numbers if cluster.speeds)
+    return replace(cluster, processes=len(numbers), capacities=capacities, speeds=speeds)
+
+
+def _threads(processes: Sequence[Process], beside: Counter[str]) -> int:
+    """Threads of every process: the same for all, or their sums would round differently."""
+    cores = usual_threads()
+    return max(1, min(min(each.hello.cores, cores) // beside[each.hello.host] for each in processes))
+
+
+def _refuse(channel: Channel, reason: str) -> None:
+    with suppress(OSError):
+        channel.send(Goodbye(reason))
+    channel.close()
+
+
+@contextmanager
+def _port_named(cluster: ClusterSettings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.port={cluster.port}: {error.strerror}",
+            "The processes of other hosts come in at this port and the next one.",
+            "Set cluster.port to another one, the same for all.",
+        ) from error
 
 
 class _Here:
-    """What was started on this machine: processes, their logs, and the file in which they find each other."""
+    """What was started on this host: processes and what they print."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, numbers: range) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         run = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self.store = folder / f"{run}.store"
-        self._logs = [folder / f"{run}-{number}.log" for number in range(count)]
-        self._started: list[Started] = []
+        self._logs = {number: folder / f"{run}-{number}.log" for number in numbers}
+        self._started: dict[int, Started] = {}
 
-    def start(self, start: Start, cluster: ClusterSettings) -> list[Process]:
-        """Start the processes and wait until all have come.
+    def start(self, start: Start, meeting: Meeting, number: int) -> None:
+        """Start the process of a number."""
+        self._started[number] = start(meeting.address, meeting.key, number, self._logs[number])
+
+    def check_coming(self, number: int, seconds: float, *, late: bool) -> None:
+        """See whether a process may still come.
 
         Raises:
-            ProcessError: one did not.
+            ProcessError: it has ended, or it is ``late``.
         """
-        key = secrets.token_bytes(32)
-        door = Door(HERE, key, cluster.silence_seconds)
-        came: dict[int, Process] = {}
-        end = time.monotonic() + cluster.join_seconds
-        try:
-            for number, log in enumerate(self._logs):
-                self._started.append(start(door.address, key, number, log))
-            while len(came) < len(self._logs):
-                if (channel := door.next(0.2)) is not None:
-                    self._welcome(channel, came)
-                for number in set(range(len(self._logs))) - set(came):
-                    self._check_coming(number, cluster.join_seconds, late=time.monotonic() > end)
-        finally:
-            door.close()
-        return [came[number] for number in sorted(came)]
-
-    @staticmethod
-    def _welcome(channel: Channel, came: dict[int, Process]) -> None:
-        with suppress(EOFError, OSError):  # one that died at once is named by its exit status
-            hello = channel.receive()
-            assert isinstance(hello, Hello)
-            came[hello.process] = Process(hello, channel)
-
-    def _check_coming(self, number: int, seconds: float, *, late: bool) -> None:
         fate = self.fate(number)
+        assert fate is not None
         if fate.status is not None or late:
             how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
             raise ProcessError(
@@ -142,8 +268,10 @@ class _Here:
                 "Start the search again; cluster.join_seconds is the longest wait.",
             )
 
-    def fate(self, number: int) -> Fate:
-        """How a process stands, with the last lines of what it printed."""
+    def fate(self, number: int) -> Fate | None:
+        """How a process stands, with the last lines of what it printed; None if it was started elsewhere."""
+        if number not in self._started:
+            return None
         log = self._logs[number]
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         lines = "\n".join(text.splitlines()[-LOG_LINES:])
@@ -151,8 +279,8 @@ class _Here:
 
     def end(self, lost: bool) -> None:
         """End all processes; what they printed is kept where one was lost."""
-        for each in self._started:
+        for each in self._started.values():
             each.kill()
             each.wait()
-        for file in [self.store, *(() if lost else self._logs)]:
+        for file in () if lost else self._logs.values():
             file.unlink(missing_ok=True)

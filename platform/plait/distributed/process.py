@@ -1,6 +1,6 @@
 """One process of a run: it holds a replica of the base model and does what the coordinator sends.
 
-Started as ``python -m plait.distributed.process`` with its address in the environment.
+Started as ``python -m plait.distributed.process`` with the coordinator's address in the environment.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import AuthenticationError
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from plait.core.errors import PlaitError
+from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, PlaitError
 from plait.core.jobs import DataSpec
 from plait.core.messages import Attach, Command
 from plait.core.samples import TokenisedData
 from plait.distributed.channel import (
-    Address,
     Answer,
     Beat,
     Build,
     Channel,
+    Goodbye,
     Hello,
     Join,
     Load,
@@ -36,28 +39,36 @@ from plait.distributed.channel import (
     connect,
 )
 from plait.distributed.exchange import Exchange
+from plait.distributed.places import ADDRESS, KEY, LOCAL, NUMBER, Address, interface_of
+from plait.distributed.start import AGAIN
 from plait.engine.catalogue import DataCatalogue
-from plait.engine.devices import choose_device, product_rate
+from plait.engine.devices import choose_device, device_bytes, product_rate, usual_threads
 from plait.engine.local_worker import LocalWorker
 from plait.engine.span_recorder import SpanRecorder
 from plait.models.load import load_model
 from plait.utils.paths import cache_dir
 
-ADDRESS, KEY, NUMBER = "PLAIT_COORDINATOR", "PLAIT_KEY", "PLAIT_PROCESS"  # variables of the environment
 BEATS = 1.0  # seconds between two signs of life
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Request = Load | Join | Build | Measure | Provide | Share | Command
 
 
 class Replica:
-    """The base model of this process, its worker and its link to the other processes."""
+    """The base model of this process, its worker and its link to the other processes.
 
-    def __init__(self, number: int, request: Load, recorder: SpanRecorder) -> None:
-        self.number = number
+    Args:
+        channel: to the coordinator.
+        local: its number on its host, which says which GPU it takes.
+    """
+
+    def __init__(self, channel: Channel, local: int, request: Load, recorder: SpanRecorder) -> None:
         self._recorder = recorder
+        self.number = request.number
+        self._channel = channel
         self._device = choose_device(request.device)
         if self._device.type == "cuda":
-            self._device = torch.device("cuda", number % torch.cuda.device_count())
+            self._device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
         self._model = load_model(request.model, cache=cache_dir(), device=self._device)
         self._data: dict[DataSpec, TokenisedData] = {}
@@ -83,8 +94,8 @@ class Replica:
         """
         started = time.perf_counter()
         match request:
-            case Join(store, count, seconds):
-                self._made_exchange = Exchange(store, self.number, count, self._device, seconds)
+            case Join():
+                self._made_exchange = self._join(request)
                 return Answer()
             case Build(engine):
                 data = DataCatalogue(self._data.__getitem__)
@@ -109,14 +120,29 @@ class Replica:
         events = self.worker.execute(request)
         return Answer(tuple(events), time.perf_counter() - started)
 
+    def _join(self, request: Join) -> Exchange:
+        """Enter the group by the network that leads to the coordinator; earlier groups do not matter."""
+        interface = request.interface or interface_of(request.address or self._channel.near)
+        if interface is not None:
+            for name in INTERFACES:
+                os.environ.setdefault(name, interface)
+        limit = timedelta(seconds=request.seconds)
+        store = TCPStore(self._channel.far, request.port, is_master=False, timeout=limit)
+        own = PrefixStore(str(request.generation), store)
+        return Exchange(own, self.number, request.processes, self._device, request.seconds)
+
     def close(self) -> None:
         """Leave the group."""
         if self._made_exchange is not None:
             self._made_exchange.close()
 
 
-def serve(address: Address, key: bytes, number: int) -> None:
-    """Do what the coordinator sends until it closes the link.
+def serve(address: Address, key: bytes, number: int, local: int | None = None) -> int:
+    """Do what the coordinator sends until it ends the link; the exit status.
+
+    Args:
+        number: as it was launched.
+        local: its number on its host; None: the same.
 
     Raises:
         OSError: the coordinator is not there.
@@ -125,22 +151,27 @@ def serve(address: Address, key: bytes, number: int) -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # sent to all processes of a terminal: the coordinator answers
     channel = connect(address, key)
-    channel.send(Hello(number, socket.gethostname(), os.getpid()))
+    memory = device_bytes(torch.device("cpu"))
+    channel.send(Hello(number, socket.gethostname(), os.getpid(), usual_threads(), memory))
     recorder = SpanRecorder()
     busy = threading.Event()
     threading.Thread(target=_beat, args=(channel, busy), daemon=True, name="beat").start()
     replica: Replica | None = None
+    status = AGAIN
     while True:
         try:
-            request: Request = channel.receive()
+            request: Request | Goodbye = channel.receive()
         except (EOFError, OSError):
+            break
+        if isinstance(request, Goodbye):
+            status = _end(number, request)
             break
         busy.set()
         began = recorder.clock()
         try:
             with recorder.request():
                 if isinstance(request, Load):
-                    replica = Replica(number, request, recorder)
+                    replica = Replica(channel, number if local is None else local, request, recorder)
                     answer = Answer()
                 else:
                     assert replica is not None
@@ -150,9 +181,24 @@ def serve(address: Address, key: bytes, number: int) -> None:
         except PlaitError as error:
             reply = Refusal(error)
         busy.clear()
-        channel.send(reply)
+        try:
+            channel.send(reply)
+        except OSError:
+            break
     if replica is not None:
         replica.close()
+    return status
+
+
+def _end(number: int, goodbye: Goodbye) -> int:
+    if not goodbye.reason:
+        return EXIT_DONE
+    _say(number, goodbye.reason)
+    return EXIT_BAD_INPUT
+
+
+def _say(number: int, text: str) -> None:
+    print(f"plait: process {number} ({socket.gethostname()}): {text}", file=sys.stderr, flush=True)
 
 
 def _beat(channel: Channel, busy: threading.Event) -> None:
@@ -164,14 +210,21 @@ def _beat(channel: Channel, busy: threading.Event) -> None:
             if busy.is_set():
                 channel.send(Beat())
         except OSError:
-            os._exit(1)  # it may be waiting for processes that are dead, too
+            os._exit(AGAIN)  # it may be waiting for processes that are dead, too
 
 
 def main(environment: Mapping[str, str] = os.environ) -> int:
     """Serve the coordinator that the environment names."""
     host, _, port = environment[ADDRESS].rpartition(":")
-    serve((host, int(port)), bytes.fromhex(environment[KEY]), int(environment[NUMBER]))
-    return 0
+    number = int(environment[NUMBER])
+    try:
+        return serve((host, int(port)), environment[KEY].encode(), number, int(environment[LOCAL]))
+    except AuthenticationError:
+        _say(number, f"the coordinator at {host}:{port} has another key ({KEY} or cluster.key_file)")
+        return EXIT_BAD_INPUT
+    except (EOFError, OSError) as error:
+        _say(number, f"the coordinator at {host}:{port} does not answer ({error})")
+        return AGAIN
 
 
 if __name__ == "__main__":

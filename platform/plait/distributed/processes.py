@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from plait.core.errors import PlaitError, ProcessError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
-from plait.distributed.channel import Answer, Beat, Channel, Hello, Refusal
+from plait.distributed.channel import Answer, Beat, Channel, Goodbye, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
 from plait.engine.span_recorder import MOST_KEPT
 
@@ -39,13 +40,16 @@ ASLEEP = 5.0  # seconds that such a wait takes where this process was stopped, t
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How a process stands: its exit status, None while it lives, and where its output is."""
+    """How a process of this host stands: its exit status, None while it lives, and where its output is."""
 
     status: int | None
     log: str
 
 
-@dataclass(slots=True)
+GOOD = Fate(None, "")  # as far as is known
+
+
+@dataclass(slots=True, eq=False)
 class Process:
     """A process of the run.
 
@@ -90,7 +94,7 @@ class Processes:
 
     Args:
         silence: seconds without a sign of life after which a process counts as dead.
-        fate: says how a process stands, by its number.
+        fate: says how a process stands, by the number it was launched with; None: it is not known here.
         ended: called at the end, to see that all have ended; with whether one was lost.
 
     Attributes:
@@ -98,13 +102,17 @@ class Processes:
     """
 
     def __init__(
-        self, silence: float, fate: Callable[[int], Fate], ended: Callable[[bool], None] = lambda _: None
+        self,
+        silence: float,
+        fate: Callable[[int], Fate | None],
+        ended: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.all: list[Process] = []
         self.watch: Callable[[], None] = lambda: None
         self.silence = silence
         self._fate = fate
         self._ended = ended
+        self._error: ProcessError | None = None  # since one was lost
 
     def __len__(self) -> int:
         return len(self.all)
@@ -120,42 +128,50 @@ class Processes:
             ProcessError: a process died, or was silent for too long: then all are ended.
             PlaitError: what a process says cannot be done, once all have answered.
         """
-        pending: dict[object, Process] = {}
+        if self._error is not None:
+            raise self._error
+        pending: dict[object, tuple[int, Process]] = {}
         for number, request in requests.items():
             process = self.all[number]
             process.doing, process.asked = type(request).__name__, time.monotonic()
             process.heard, process.busy = process.asked, True
-            pending[process.channel.connection] = process
+            pending[process.channel.connection] = number, process
             try:
                 process.channel.send(request)
             except OSError as error:
-                raise self._lost(process, "does not take what is sent to it") from error
+                full = isinstance(error, BlockingIOError)
+                raise self._lost(process, "does not take what is sent to it" if full else "died") from error
         answers: dict[int, Answer] = {}
         refused: dict[int, PlaitError] = {}
         while pending:
             self.watch()
-            for process in self._ready(pending):
+            for number, process in self._ready(pending):
                 match self._receive(process):
                     case Answer() as answer:
-                        answers[process.hello.process] = answer
+                        answers[number] = answer
                         del pending[process.channel.connection]
                     case Refusal() as refusal:
-                        refused[process.hello.process] = refusal.error
+                        refused[number] = refusal.error
                         del pending[process.channel.connection]
-        for number in sorted(refused):
-            raise refused[number]
+        if refused:
+            first = min(refused)
+            raise self._named(first, refused[first]) if answers else refused[first]
         return {number: answers[number] for number in sorted(answers)}
 
-    def _ready(self, pending: Mapping[object, Process]) -> list[Process]:
+    def _named(self, number: int, error: PlaitError) -> PlaitError:
+        """What one could not do and others could: then it matters which."""
+        return type(error)(f"{self.all[number]}: {error.value}", error.rule, error.remedy)
+
+    def _ready(self, pending: Mapping[object, tuple[int, Process]]) -> list[tuple[int, Process]]:
         """The processes that have sent something, of those that are to answer.
 
         Raises:
             ProcessError: one was silent for too long.
         """
         began = time.monotonic()
-        links = wait([each.channel.connection for each in pending.values()], timeout=TURN)
+        links = wait([each.channel.connection for _, each in pending.values()], timeout=TURN)
         now = time.monotonic()
-        for process in pending.values():
+        for _, process in pending.values():
             if now - began > ASLEEP:  # stopped with the others, by Ctrl-Z
                 process.heard = now
             if (silent := now - process.heard) > self.silence:
@@ -177,8 +193,11 @@ class Processes:
         return message
 
     def close(self, *, lost: bool = False) -> None:
-        """End all processes."""
+        """End all processes; where one was lost, those from outside may come again."""
         for process in self.all:
+            if not lost:
+                with suppress(OSError):
+                    process.channel.send(Goodbye())
             process.channel.close()
         self._ended(lost)
 
@@ -188,17 +207,22 @@ class Processes:
         Where one was killed, others may have ended because of it: then it is the one to name.
         """
         end = time.monotonic() + TURN
-        while how == "died" and self._fate(process.hello.process).status is None and time.monotonic() < end:
+        while how == "died" and _lives(self._fate(process.hello.process)) and time.monotonic() < end:
             time.sleep(0.01)
-        fates = {each.hello.process: self._fate(each.hello.process) for each in self.all}
-        killed = [number for number, fate in fates.items() if (fate.status or 0) < 0]
-        if how == "died" and killed and process.hello.process not in killed:
-            process = self.all[killed[0]]
-        fate = fates[process.hello.process]
+        fates = {each: self._fate(each.hello.process) or GOOD for each in self.all}
+        killed = [each for each, fate in fates.items() if (fate.status or 0) < 0]
+        if how == "died" and killed and process not in killed:
+            process = killed[0]
+        fate = fates[process]
         status = "" if fate.status is None else f" with status {fate.status}"
         self.close(lost=True)
-        return ProcessError(
+        self._error = ProcessError(
             f"{process} {how}{status} ({process.doing})",
             f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
             "The same command resumes the search.",
         )
+        return self._error
+
+
+def _lives(fate: Fate | None) -> bool:
+    return fate is not None and fate.status is None

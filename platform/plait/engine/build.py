@@ -86,7 +86,8 @@ def free_memory(settings: RunSettings) -> int:
     from plait.engine.devices import choose_device, device_bytes
 
     device = choose_device(settings.engine.device)
-    return device_bytes(device) // (settings.cluster.processes if device.type == "cpu" else 1)
+    beside = settings.cluster.per_host or settings.cluster.processes
+    return device_bytes(device) // (beside if device.type == "cpu" else 1)
 
 
 def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
@@ -107,7 +108,7 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
     check_kernels(settings.engine.kernels, device, getattr(torch, dtype))
     check_variants(engine.kernels, {job.adapter.variant for job in jobs})
     there = torch.cuda.device_count() if device.type == "cuda" else cores()
-    if processes > there:
+    if settings.cluster.per_host is None and processes > there:  # launchers may show each its own alone
         kind = "GPU" if device.type == "cuda" else "processor core"
         raise ConfigError(
             f"cluster.processes={processes}",

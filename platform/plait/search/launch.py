@@ -12,8 +12,8 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from plait.core.errors import StorageError
 from plait.core.jobs import DataSpec
 from plait.core.lifecycle import JobState
 from plait.core.messages import Notice
-from plait.core.settings import AUTO, RunSettings, TrackingSettings
+from plait.core.settings import AUTO, TrackingSettings
 from plait.engine.build import PLAN_FILE, build_coordinator, write_plan
 from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import Coordinator
@@ -57,7 +57,7 @@ from plait.utils.addresses import redact
 from plait.utils.paths import search_folder
 
 if TYPE_CHECKING:
-    from plait.distributed.fleet import Fleet
+    from plait.distributed.launch import Launcher
 
 LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
 
@@ -89,20 +89,35 @@ def run_search(
     Raises:
         InputError: anything that is wrong, before the model loads wherever it can be known by then.
     """
-    check_command(command)
-    screen.say("Opening the tracking store ...")
-    away = ask_store(command.settings)
-    identity = identify(command.space, command.base, command.settings)
-    name = command.settings.search.name or identity.name
-    began, tracked = find_search(command, name, away)
-    prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
-    interrupts = Interrupts(screen.announce, signals)
-    source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
-    try:
-        end = _Launch(command, source, screen, tracked, interrupts).go(prepared)
+    with _processes(command) as processes:
+        check_command(command)
+        screen.say("Opening the tracking store ...")
+        away = ask_store(command.settings)
+        identity = identify(command.space, command.base, command.settings)
+        name = command.settings.search.name or identity.name
+        began, tracked = find_search(command, name, away)
+        prepared = _prepare(command, name, screen) if command.settings.search.fresh or not began else None
+        interrupts = Interrupts(screen.announce, signals)
+        source = _open_study(command, identity, Patience(screen.say, lambda: interrupts.requested))
+        with closing(source):
+            end = _Launch(command, source, screen, tracked, interrupts, processes).go(prepared)
         return replace(end, name=source.name)
-    finally:
-        source.close()
+
+
+@contextmanager
+def _processes(command: SearchCommand) -> Iterator[Launcher | None]:
+    """The run's processes, if it has several: from now on they may come, while this one prepares.
+
+    Raises:
+        ConfigError: as ``Launcher``.
+    """
+    if command.settings.cluster.processes == 1:
+        yield None
+        return
+    from plait.distributed.launch import Launcher
+
+    with closing(Launcher(command.settings.cluster, command.place)) as launcher:
+        yield launcher
 
 
 def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
@@ -186,8 +201,10 @@ class _Launch:
         screen: Screen,
         tracked: Tracked,
         interrupts: Interrupts,
+        processes: Launcher | None,
     ) -> None:
         self._command = command
+        self._processes = processes
         self._settings = command.settings
         self._source = source
         self._screen = screen
@@ -262,25 +279,23 @@ class _Launch:
 
     def _run(self, prepared: Prepared, stopper: Stopper | None) -> tuple[SearchEnd, bool]:
         """Train, record and report; whether the search's run says all of the search now."""
-        settings, source, data = self._settings, self._source, prepared.data
+        settings, source, data, many = self._settings, self._source, prepared.data, self._processes
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
         watch = ProcessWatch(folder, lambda: tracker.board.replicas)
         self._say("Loading the model ...")
-        with tracker, closing(watch), ExitStack() as ending:
+        with tracker, closing(watch):
             coordinator = build_coordinator(
                 settings,
                 data.catalogue,
                 folder,
                 source.states_folder,
                 tracker.commit,
-                watch.following(partial(_processes, folder, ending))
-                if settings.cluster.processes > 1
-                else None,
+                None if many is None else watch.following(partial(many.fleet, folder / "processes")),
             )
             chosen = "Engine: {device}, {dtype}, kernels {kernels}, microbatches of up to {capacity} tokens"
-            many = ", {processes} processes" if settings.cluster.processes > 1 else ""
-            self._say((chosen + many).format(**coordinator.plan().choices))
+            chosen += "" if many is None else ", {processes} processes"
+            self._say(chosen.format(**coordinator.plan().choices))
             run_id = self._start(tracker, stopper)
             self._say(f"View with: {self._view(tracker)}")
             tracker.use_data(self._data_facts(data.catalogue))
@@ -461,17 +476,3 @@ class Attend:
             if away
             else f"{self.store} answers again; buffered records are being sent."
         )
-
-
-def _processes(folder: Path, ending: ExitStack, settings: RunSettings, data: DataCatalogue) -> Fleet:
-    """Start the run's processes, to be ended with ``ending``.
-
-    Raises:
-        ProcessError: one does not come.
-        ModelError: the model cannot be loaded.
-    """
-    from plait.distributed.launch import launch_here
-
-    fleet = launch_here(settings, data, folder / "processes")
-    ending.callback(fleet.close)
-    return fleet

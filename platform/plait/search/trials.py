@@ -9,6 +9,7 @@ from pathlib import Path
 from plait.core.jobs import JobSpec
 from plait.core.settings import RunSettings
 from plait.core.space import Space, Value
+from plait.distributed.places import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class SearchCommand:
         config: resolved configuration as YAML.
         command: the command line, program first.
         directory: Hydra's folder of this run.
+        place: of this process among those that a launcher started; None if it started none.
     """
 
     settings: RunSettings
@@ -59,3 +61,4 @@ class SearchCommand:
     overrides: tuple[str, ...]
     directory: Path
     verb: str = "sweep"
+    place: Place | None = None

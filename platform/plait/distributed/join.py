@@ -1,0 +1,118 @@
+"""What a launched process does that does not coordinate: it keeps a process of the run going until the run
+ends.
+
+A seam: the run's process is a child of this one, so that one that is killed, or whose link was closed since
+another was lost, comes again by itself, whatever the launcher does. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from plait.core.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, ProcessError
+from plait.core.settings import ClusterSettings
+from plait.distributed.places import Meeting, Place, read_meeting
+from plait.distributed.start import AGAIN, start_process
+from plait.engine.losses import Losses
+
+LOOK_SECONDS = 0.2
+REACH_SECONDS = 5.0  # for one attempt to reach the coordinator
+GRACE_SECONDS = 20.0  # that a run has to end in order after a signal; launchers kill after 30
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Asked:
+    """Whether a signal asked this process to end, and since when."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if self.since is None:
+            self.since = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether the run had its time to end."""
+        return self.since is not None and time.monotonic() - self.since > GRACE_SECONDS
+
+
+def join_run(place: Place, cluster: ClusterSettings) -> int:
+    """Be process ``place.number`` of a run until its coordinator ends it; the exit status.
+
+    Raises:
+        ProcessError: the coordinator does not come or is gone, or the process died too often.
+        ConfigError: hosts differ and share no key.
+    """
+    losses = Losses(cluster.restarts)
+    with _signals() as asked:
+        while (meeting := _meet(place, cluster, asked)) is not None:
+            status = _live(place, meeting, asked)
+            if status in (EXIT_DONE, EXIT_BAD_INPUT):
+                return status
+            if status not in (AGAIN, None) and not losses.another():
+                raise ProcessError(
+                    f"process {place.number} ({socket.gethostname()}) ended with status {status}, for the "
+                    f"{cluster.restarts + 1}th time within an hour",
+                    "It is started again so often (cluster.restarts).",
+                    "Look at what it printed.",
+                )
+    return EXIT_INTERRUPTED
+
+
+def _live(place: Place, meeting: Meeting, asked: _Asked) -> int | None:
+    """One life of the run's process; its exit status, None if it outlived a signal for too long."""
+    child = start_process(meeting.address, meeting.key, place.number, None, place.local)
+    try:
+        while (status := child.poll()) is None and not asked.over:
+            time.sleep(LOOK_SECONDS)
+        return status
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _meet(place: Place, cluster: ClusterSettings, asked: _Asked) -> Meeting | None:
+    """Wait until the coordinator can be reached; None once a signal came.
+
+    Raises:
+        ProcessError: it cannot.
+    """
+    end = time.monotonic() + cluster.join_seconds
+    where, why = place.host, "has not said yet where it listens"
+    while asked.since is None:
+        if (meeting := read_meeting(place, cluster)) is not None:
+            where = ":".join(map(str, meeting.address))
+            try:
+                socket.create_connection(meeting.address, timeout=REACH_SECONDS).close()
+            except OSError as error:
+                why = f"does not answer ({error})"
+            else:
+                return meeting
+        if time.monotonic() > end:
+            raise ProcessError(
+                f"process {place.number} ({socket.gethostname()}): the coordinator at {where} {why}",
+                f"It was waited for {cluster.join_seconds:.0f} s (cluster.join_seconds).",
+                "If it runs, cluster.address and cluster.port must lead to it.",
+            )
+        time.sleep(LOOK_SECONDS)
+    return None
+
+
+@contextmanager
+def _signals() -> Iterator[_Asked]:
+    """Inside, signals are noted: launchers send them to all, and the coordinator ends the run in order."""
+    asked = _Asked()
+    before = {}
+    with suppress(ValueError):  # not in the main thread
+        before = {number: signal.signal(number, asked) for number in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

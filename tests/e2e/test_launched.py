@@ -1,0 +1,117 @@
+"""The same command in several processes that a launcher has started: torchrun, DeepSpeed's, srun by their
+variables."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+
+from plait.cli.main import main
+
+SEARCH = ("adapter.rank=1,2,3", "search.sampler=grid", "search.name=mine", "adapter.dropout=0.1")
+KEY = "a key that both hosts share"
+
+
+def objectives(leaderboard: Any) -> dict[str, float]:
+    return {row["trial"]: row["objective"] for row in leaderboard()}
+
+
+def alone(folder: Path, command: list[str], leaderboard: Any) -> dict[str, float]:
+    """What one process trains; nothing of it stays."""
+    assert main(command) == 0
+    found = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    assert len(found) == 3
+    return found
+
+
+def hosts(number: int, port: int, **more: str) -> Mapping[str, str]:
+    """Variables of one of two hosts, as DeepSpeed's launcher sets them."""
+    own = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    return own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PLAIT_KEY": KEY} | more
+
+
+@pytest.fixture
+def port() -> int:
+    """The first of two ports that no other test uses."""
+    return 20000 + os.getpid() * 2 % 10000
+
+
+@pytest.mark.slow
+def test_torchrun_starts_three_processes_that_train_what_one_does(
+    folder: Path, short: tuple[str, ...], leaderboard: Any
+) -> None:
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    expected = alone(folder, command, leaderboard)
+    words = ["--nproc-per-node", "3", "--max-restarts", "0", "-m", "plait", *command, "search.fresh=true"]
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True, timeout=280
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "3 processes" in run.stdout
+    assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_hosts_with_a_key_train_what_one_does(
+    folder: Path, short: tuple[str, ...], leaderboard: Any, port: int
+) -> None:
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1"]
+    expected = alone(folder, command, leaderboard)
+    command += ["search.fresh=true", f"cluster.port={port}"]
+    runs = [Forked(command, folder, f"host-{number}", hosts(number, port)) for number in range(2)]
+    assert [run.end() for run in runs] == [0, 0], [run.output for run in runs]
+    assert objectives(leaderboard) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_wrong_key_is_refused_and_both_sides_say_so(short: tuple[str, ...], port: int) -> None:
+    command = ["sweep", *short, *SEARCH, f"cluster.port={port}", "cluster.join_seconds=25"]
+    keys = (KEY, "another key of another run")
+    runs = [
+        Forked(command, log=f"host-{number}", environment=hosts(number, port, PLAIT_KEY=key))
+        for number, key in enumerate(keys)
+    ]
+    assert [run.end() for run in runs] == [2, 2]
+    assert "process 1 of 2 did not come within 25 s" in runs[0].output
+    assert "From 127.0.0.1 a process came with another key" in runs[0].output
+    assert (
+        f"process 1 ({os.uname().nodename}): the coordinator at 127.0.0.1:{port} has another key"
+        in runs[1].output
+    )
+
+
+@pytest.mark.usefixtures("folder")
+def test_hosts_without_a_key_are_refused_before_anything_else(
+    short: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    for number in range(2):
+        for name, value in hosts(number, port).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("PLAIT_KEY")
+        assert main(["sweep", *short, *SEARCH]) == 2
+        said = capsys.readouterr().err
+        assert "processes on several hosts, and no key" in said
+        assert "openssl rand -hex 32" in said
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_process_whose_coordinator_does_not_come_says_where_it_looked(
+    short: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], port: int
+) -> None:
+    for name, value in hosts(1, port).items():
+        monkeypatch.setenv(name, value)
+    assert main(["sweep", *short, *SEARCH, "cluster.join_seconds=1", f"cluster.port={port}"]) == 2
+    said = capsys.readouterr().err
+    assert f"process 1 ({os.uname().nodename}): the coordinator at 127.0.0.1:{port} does not answer" in said
+    assert main(["sweep", *short, *SEARCH, "cluster.processes=3"]) == 2
+    assert "cluster.processes=3 in 2 launched processes" in capsys.readouterr().err
