@@ -143,8 +143,29 @@ def compare(found: Path, expected: Path) -> int:
             count += len(left)
         steps = [step for step, _ in curve(client, run, "train/loss")]
         assert steps == list(range(1, len(steps) + 1)), "a step is missing or double"
+        costs = curve(client, run, "cost/device_seconds")
+        assert {step for step, _ in costs} == set(steps), "the cost of a step is missing"
+        assert len(set(costs)) == len(costs) <= len(steps) + len(trial.intermediate_values) + 1
+    count += check_own_curves(client, parents[0], list(runs.values()))
     assert not list((found / "plait-runs" / "searches" / "mine" / "checkpoints").glob("*/*"))
     return count
+
+
+def check_own_curves(client: MlflowClient, search: Any, jobs: Sequence[Any]) -> int:
+    """The search's own curves have every step once, and end with what its jobs add up to; their points."""
+    curves = {metric: curve(client, search, metric) for metric in search.data.metrics}
+    for metric, points in curves.items():
+        steps = [step for step, _ in points]
+        assert len(set(steps)) == len(steps), f"{metric}: a step is double"
+    steps = [step for step, _ in curves["search/seconds"]]
+    assert steps == list(range(1, len(steps) + 1)), "a step is missing"
+    for metric in ("search/seconds", "search/ended"):  # sums fall back to the last checkpoints after a kill
+        values = [value for _, value in curves[metric]]
+        assert values == sorted(values), f"{metric} falls"
+    for metric in ("train/tokens", "cost/device_seconds"):
+        assert math.isclose(curves[metric][-1][1], sum(job.data.metrics[metric] for job in jobs)), metric
+    assert curves["search/ended"][-1][1] == len(jobs)
+    return sum(map(len, curves.values()))
 
 
 def window(start: float, training: float, kills: int) -> float:

@@ -228,6 +228,7 @@ def test_a_swept_key_with_quotes_is_still_an_override() -> None:
         (["sweep", "adapter=[nan]"], ["Hydra cannot compose"]),
         (["sweep", "cluster.options=NaN"], ["cluster.options=nan", "group of keys"]),
         (["sweep", "engine.checkpoint_keep=http://u:secret@h"], ["http://u:***@h", "whole number"]),
+        (["sweep", "adapter=http://u:secret@h"], ["adapter=http://u:***@h", "Available: lora"]),
         (["sweep", "engine=default,default"], ["engine is swept", "applies to the whole run"]),
         (["sweep", "search.metric=loss"], ["search.metric='loss'", "eval/loss"]),
         (["sweep", "search.sampler=sobol"], ["search.sampler=sobol", "Did you mean qmc?"]),

@@ -20,7 +20,7 @@ from studies import space_of, study_of
 from plait.core.errors import SearchError, StorageError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.settings import RunSettings, SearchSettings
+from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.search.checks import find_search
 from plait.search.launch import _Launch
 from plait.search.trials import SearchCommand
@@ -214,3 +214,11 @@ def test_others_train_until_the_study_says_that_none_does(answers: int, known: P
         set(known.ended),
         set(known.orphaned),
     )
+
+
+def test_where_a_search_is_to_be_seen_shows_no_password(tmp_path: Path) -> None:
+    """A password may stand in any key."""
+    settings = RunSettings(tracking=TrackingSettings(root=tmp_path, experiment="mssql://u:secret@h/x"))
+    blank = cast(Any, SimpleNamespace(settings=settings))
+    launch = _Launch(blank, cast(Any, SimpleNamespace(name="s")), blank, blank, blank)
+    assert "experiment=mssql://u:***@h/x" in launch._view(cast(Any, SimpleNamespace(page="")))

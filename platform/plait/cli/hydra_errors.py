@@ -111,7 +111,11 @@ def _unknown_function(override: str) -> ConfigError | None:
 
 
 def _unknown_choice(error: MissingConfigException) -> ConfigError:
-    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    head, mark, address = str(error.missing_cfg_file).partition(
+        "://"
+    )  # an address stays whole, to be redacted
+    group, _, name = head.rpartition("/")
+    name += mark + address
     options = list(error.options or ())
     meant = did_you_mean(name, options, before=f"{group}=", cutoff=0.5)
     remedy = f"{meant}Available: {choices(options)}."

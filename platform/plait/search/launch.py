@@ -397,10 +397,10 @@ class _Launch:
         tracking, usual = self._settings.tracking, TrackingSettings()
         words = ["plait", "ui", self._source.name]
         words += [f"tracking.root={tracking.root}"] if tracking.root != usual.root else []
-        words += [f"tracking.uri={redact(tracking.uri)}"] if tracking.uri else []
+        words += [f"tracking.uri={tracking.uri}"] if tracking.uri else []
         if tracking.experiment != usual.experiment:
             words.append(f"tracking.experiment={tracking.experiment}")
-        return tracker.page or shlex.join(words)
+        return tracker.page or redact(shlex.join(words))
 
     def _report(self, result: SearchEnd, tracker: Tracker, trouble: str) -> None:
         facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
