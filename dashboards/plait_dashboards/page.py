@@ -13,7 +13,7 @@ from importlib.resources import files
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from plait.core.lifecycle import JobState
+from plait.core.objectives import Objective, best_of
 from plait_dashboards.costs import seconds_by_outcome
 from plait_dashboards.figures import Shown
 from plait_dashboards.style import themes
@@ -50,10 +50,9 @@ def facts(sweep: Sweep) -> dict[str, str]:
         if count := sum(outcome(item) == how for item in sweep.records):
             word = "finished" if how == OUTCOMES[0] else how
             found[f"adapters {word}"] = str(count)
-    done = [item for item in sweep.records if item.state == JobState.FINISHED and item.feasible]
-    best = next(iter(done), None)
+    best = best_of(sweep.records, Objective(sweep.metric, sweep.direction))
     if len(sweep.objectives) > 1:
-        found["Pareto front (measured)"] = _front([item.trial for item in done if item.on_front])
+        found["Pareto front (measured)"] = _front([item.trial for item in sweep.records if item.on_front])
     elif best is not None and best.objective is not None:
         found[f"best {sweep.metric or 'objective'} (measured)"] = f"{best.objective:.6g}, trial {best.trial}"
     totals = seconds_by_outcome(sweep.records)

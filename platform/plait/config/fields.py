@@ -167,7 +167,7 @@ def _dict(members: tuple[Any, ...], value: object, key: str) -> dict[Any, Any]:
 
 
 def _scalar(hint: Any, value: object, key: str) -> Any:
-    if hint is Path and isinstance(value, (str, Path)) and str(value).strip():
+    if hint is Path and isinstance(value, (str, Path)) and str(value).strip() and "://" not in str(value):
         return Path(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) <= MOST:
@@ -179,7 +179,8 @@ def _scalar(hint: Any, value: object, key: str) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    words[Path] = "a path, not an address"
     return words.get(hint) or ("a list" if get_origin(hint) is tuple else str(hint))
 
 

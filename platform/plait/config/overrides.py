@@ -159,7 +159,9 @@ def _check_scope(name: str, data_keys: Iterable[str]) -> None:
 def _domain(override: Override, *, whole: bool) -> Domain:
     value = override.value()
     if not isinstance(value, Sweep):  # glob(...): the names of a group's files
-        return _choice(list(override.sweep_iterator()))
+        if not (files := list(override.sweep_iterator())):
+            raise SearchError("glob(...)", "It stands for files of a config group, and there are none.")
+        return _choice(files)
     log = "log" in value.tags
     if unknown := sorted(value.tags - {"log"}):
         raise SearchError(f"tag({unknown[0]},...)", "The only tag is log.")

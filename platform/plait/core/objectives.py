@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from plait.core.errors import ConfigError
+from plait.core.lifecycle import JobState
 
 MINIMISE = "minimize"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
@@ -69,6 +71,53 @@ def _likely(text: str) -> str:
     """The comparison that was most likely meant."""
     number = _NUMBER.search(text)
     return f"{'>=' if '>' in text else '<='} {number[0] if number else 32}"
+
+
+class Entry(Protocol):
+    """A trial as far as it is compared with others."""
+
+    @property
+    def trial(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def state(self) -> JobState:
+        """Its state now."""
+        ...
+
+    @property
+    def feasible(self) -> bool:
+        """It breaks no constraint."""
+        ...
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The objectives; empty if they were not measured."""
+        ...
+
+
+AnEntry = TypeVar("AnEntry", bound=Entry)
+
+
+def best_of(entries: Iterable[AnEntry], objective: Objective) -> AnEntry | None:
+    """The finished trial with the best objective that keeps every constraint, ties by number; None if there
+    is none. The one rule for what is called best."""
+    complete = [each for each in entries if _complete(each, 1)]
+    return min(complete, key=lambda each: (objective.badness(each.values[0]), each.trial), default=None)
+
+
+def front_of(entries: Iterable[AnEntry], objectives: Sequence[Objective]) -> list[AnEntry]:
+    """Finished trials that keep every constraint and that no other such trial dominates, best in the first
+    objective first, ties by number."""
+    complete = sorted(
+        (each for each in entries if _complete(each, len(objectives))), key=lambda each: each.trial
+    )
+    return [complete[at] for at in pareto_front([each.values for each in complete], objectives)]
+
+
+def _complete(entry: Entry, objectives: int) -> bool:
+    return entry.state == JobState.FINISHED and entry.feasible and len(entry.values) == objectives
 
 
 def pareto_front(points: Sequence[Sequence[float]], objectives: Sequence[Objective]) -> list[int]:

@@ -10,7 +10,7 @@ import yaml
 
 from plait.core.errors import EXIT_DONE, EXIT_FAILED_JOBS, EXIT_INTERRUPTED, StorageError
 from plait.core.lifecycle import JobResult, JobState
-from plait.core.objectives import Objective, pareto_front
+from plait.core.objectives import Objective, best_of, front_of
 from plait.core.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
@@ -62,23 +62,12 @@ class SearchEnd:
         return EXIT_FAILED_JOBS if self.failed else EXIT_DONE
 
     def best(self, direction: str) -> JobResult | None:
-        """The finished trial with the best objective that keeps every constraint, ties by number; None if
-        there is none."""
-        front = self.front((Objective("objective", direction),))
-        return front[0] if front else None
+        """The best finished trial; None if there is none."""
+        return best_of(self.finished, Objective("objective", direction))
 
     def front(self, objectives: Sequence[Objective]) -> list[JobResult]:
-        """Finished trials that keep every constraint and that no other such trial dominates, best in the
-        first objective first, ties by number."""
-        scored = sorted(
-            (
-                item
-                for item in self.finished
-                if item.state == JobState.FINISHED and item.values and item.feasible
-            ),
-            key=lambda item: item.trial,
-        )
-        return [scored[at] for at in pareto_front([item.values for item in scored], objectives)]
+        """The Pareto front; of one objective, the best trials."""
+        return front_of(self.finished, objectives)
 
 
 def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:

@@ -215,7 +215,8 @@ class Standing:
         parts += [f"{number} {state} on host {host}" for (host, state), number in away.items()]
         lines = [f"{len(self.trials)} trial{'s' if len(self.trials) > 1 else ''}: {', '.join(parts)}."]
         if front := self.result.front(self.objectives):
-            lines.append(f"Best: {describe_point(front[0], self.objectives)}")
+            which = "Best" if len(self.objectives) == 1 else f"First of {len(front)} on the Pareto front"
+            lines.append(f"{which}: {describe_point(front[0], self.objectives)}")
         live = [trial for trial in self.trials if not trial.state.ended and trial.state != JobState.QUEUED]
         lines += [f"  {trial}" for trial in live[:MOST_LINES]]
         return [*lines, f"  and {len(live) - MOST_LINES} more"] if len(live) > MOST_LINES else lines

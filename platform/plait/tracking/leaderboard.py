@@ -28,7 +28,7 @@ from plait.core.messages import (
     Notice,
     SpansTaken,
 )
-from plait.core.objectives import Objective, pareto_front
+from plait.core.objectives import Objective, best_of, front_of
 from plait.core.spans import ReplicaTotals
 from plait.tracking.names import OBJECTIVE, objective_name
 from plait.tracking.values import parameter_text
@@ -83,6 +83,11 @@ class JobRecord:
     def live(self) -> bool:
         """It trains now."""
         return self.state == JobState.RUNNING
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """All objectives; empty if they were not measured."""
+        return () if self.objective is None else (self.objective, *self.others)
 
     @property
     def was_better(self) -> bool:
@@ -196,10 +201,9 @@ class Leaderboard:
         self.handle(result)
 
     def best(self) -> JobRecord | None:
-        """The finished job with the best objective that breaks no constraint, ties by trial number; None
-        before there is one, and if several objectives are optimised: they have a front."""
-        done = [] if self.others else [job for job in self.jobs.values() if _counts(job)]
-        return min(done, key=self.rank, default=None)
+        """The best finished job; None before there is one, and if several objectives are optimised: they have
+        a front."""
+        return None if self.others else best_of(self.jobs.values(), self.objectives[0])
 
     def front(self) -> list[JobRecord]:
         """The finished jobs that break no constraint and that no other dominates, best in the first objective
@@ -208,12 +212,7 @@ class Leaderboard:
             record.on_front = False
         if not self.others:
             return []
-        done = sorted(
-            (job for job in self.jobs.values() if _counts(job) and len(job.others) == len(self.others)),
-            key=lambda job: job.trial,
-        )
-        points = [(job.objective, *job.others) for job in done if job.objective is not None]
-        front = [done[at] for at in pareto_front(points, self.objectives)]
+        front = front_of(self.jobs.values(), self.objectives)
         for record in front:
             record.on_front = True
         return front
@@ -302,11 +301,6 @@ def orphan(records: Iterable[JobRecord], names: Collection[str]) -> None:
     for record in records:
         if record.name in names and record.state in (JobState.RUNNING, JobState.PAUSED):
             record.state = JobState.ORPHANED
-
-
-def _counts(job: JobRecord) -> bool:
-    """It may be called best."""
-    return job.state == JobState.FINISHED and job.feasible and job.objective is not None
 
 
 # ---- rows --------------------------------------------------------------------------------------

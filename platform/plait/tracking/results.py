@@ -13,7 +13,7 @@ from mlflow.entities import Run
 
 from plait.core.errors import SearchError, StorageError
 from plait.core.lifecycle import JobState
-from plait.core.objectives import Objective
+from plait.core.objectives import Objective, best_of
 from plait.core.settings import TrackingSettings
 from plait.tracking import names
 from plait.tracking.connection import open_store, storage_errors
@@ -47,10 +47,8 @@ class SearchResult:
 
     @property
     def best(self) -> JobRecord | None:
-        """The finished job with the best objective that breaks no constraint; None if there are several
-        objectives, of which no single job is best."""
-        finished = (item for item in self.records if item.state == JobState.FINISHED and item.feasible)
-        return None if self.others else next(finished, None)
+        """The best finished job; None if there is none, and of several objectives, which have a front."""
+        return None if self.others else best_of(self.records, self.objectives[0])
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
