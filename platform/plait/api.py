@@ -251,7 +251,7 @@ def override_words(overrides: Overrides) -> list[str]:
     """Overrides as command-line arguments.
 
     Raises:
-    ConfigError: they are neither a list of text nor a mapping, or a value cannot be written there.
+        ConfigError: they are neither a list of text nor a mapping, or a value cannot be written there.
     """
     if isinstance(overrides, Mapping):
         return [f"{key}={_word(str(key), value)}" for key, value in overrides.items()]

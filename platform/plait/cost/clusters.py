@@ -28,9 +28,9 @@ class Kind:
     """An entry of ``cluster.kinds``; keys that it leaves out are those of the cluster's options.
 
     Attributes:
-    profile: another described cluster, whose devices, times and table are used.
-    speed: its speed relative to the profile's.
-    memory_gib: memory of one device.
+        profile: another described cluster, whose devices, times and table are used.
+        speed: its speed relative to the profile's.
+        memory_gib: memory of one device.
     """
 
     name: Annotated[str, NAME]

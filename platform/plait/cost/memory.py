@@ -236,7 +236,7 @@ class MemoryModel:
         stage.
 
         Args:
-        static: bytes of this stage.
+            static: bytes of this stage.
         """
         if shape.tokens == 0:
             return static

@@ -60,8 +60,8 @@ class ProbeOptions:
     """Options of the engine that affect memory.
 
     Attributes:
-    targets: last parts of the names of the linears with adapters.
-    backend: kernel backend of the adapters' part.
+        targets: last parts of the names of the linears with adapters.
+        backend: kernel backend of the adapters' part.
     """
 
     dtype: torch.dtype = torch.bfloat16

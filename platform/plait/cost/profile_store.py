@@ -27,9 +27,9 @@ class ProfileKey:
     """What a profile applies to; equal keys mean equal profiles.
 
     Attributes:
-    model: :attr:`Identity.digest`, of configuration, source and dtype.
-    device: kind of device, as named by ``plait.engine.devices.device_kind``.
-    threads: CPU threads; 0 on other devices.
+        model: :attr:`Identity.digest`, of configuration, source and dtype.
+        device: kind of device, as named by ``plait.engine.devices.device_kind``.
+        threads: CPU threads; 0 on other devices.
     """
 
     model: str

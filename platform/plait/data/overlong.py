@@ -37,8 +37,8 @@ class LengthLimit:
     """The longest sample, in tokens.
 
     Attributes:
-    model: the model's limit; longer samples are overlong.
-    capacity: the microbatch's capacity, which every sample must fit into; None: unlimited.
+        model: the model's limit; longer samples are overlong.
+        capacity: the microbatch's capacity, which every sample must fit into; None: unlimited.
         cluster: described cluster whose devices set the capacity; "": engine.capacity does.
     """
 

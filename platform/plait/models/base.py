@@ -202,7 +202,7 @@ class BaseModel:
         """Weighted loss of labelled rows of ``hidden``, and the loss of each row, never holding all logits.
 
         Args:
-        hidden: (tokens, hidden), after the last layer.
+            hidden: (tokens, hidden), after the last layer.
             rows, targets, weights: (labelled,), the rows, the tokens that follow them and their weights.
         """
         head = self._parts.head

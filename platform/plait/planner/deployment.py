@@ -247,10 +247,10 @@ class _Search:
     """The search for the optimum, with the bracket around it.
 
     Attributes:
-    low: proved lower bound.
-    open: below it no candidate was found, whether proved or not.
-    reached: least makespan with a candidate.
-    high: least makespan of a deployment.
+        low: proved lower bound.
+        open: below it no candidate was found, whether proved or not.
+        reached: least makespan with a candidate.
+        high: least makespan of a deployment.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class Patterns:
         """Choose a pattern for each replica so that little stays uncovered.
 
         Returns:
-        The patterns (replicas in order, R), or None if the solver finds nothing; the limit that ended it.
+            The patterns (replicas in order, R), or None if the solver finds nothing; the limit that ended it.
         """
         patterns = [each for each in self._within(tau) if replicas[each.cost] and any(each.counts)]
         program = Program()

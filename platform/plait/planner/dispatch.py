@@ -125,7 +125,7 @@ def check_coverage(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> None:
     """Check that every non-empty bucket fits into some replica.
 
     Raises:
-    CapacityError: one does not; the message gives its length and the most that fits.
+        CapacityError: one does not; the message gives its length and the most that fits.
     """
     for j, count in enumerate(counts):
         if count and not any(kind.cost.batch[j] for kind in kinds):

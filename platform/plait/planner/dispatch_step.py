@@ -53,7 +53,7 @@ def by_dispatch(
         replica_of: the number of each sample's replica, batch by batch in their order.
         replicas: ids of the replicas, by that number.
 
-        Raises:
+    Raises:
         ValueError: there are not as many entries as samples.
     """
     chosen: dict[int, list[Place]] = {replica: [] for replica in replicas}
@@ -121,7 +121,7 @@ class StepPlan:
     """The replica of each sample of a step.
 
     Attributes:
-    replica_of: the number of each sample's replica.
+        replica_of: the number of each sample's replica.
     """
 
     replica_of: tuple[int, ...]

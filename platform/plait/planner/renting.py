@@ -33,7 +33,7 @@ class Tried:
     """A set of devices with the best deployment on it.
 
     Attributes:
-    value: the objective of one step.
+        value: the objective of one step.
     """
 
     devices: Devices
@@ -51,7 +51,7 @@ class Rented:
     """The chosen devices.
 
     Attributes:
-    bound: proved lower bound of the objective for any number of these devices.
+        bound: proved lower bound of the objective for any number of these devices.
     """
 
     chosen: Tried
@@ -124,9 +124,9 @@ class _Box:
     """Numbers of devices that are decided together: those up to ``most`` and above the previous box.
 
     Attributes:
-    rate: cost of a second on ``most`` devices; 1 for time.
-    least_rate: the same on the fewest devices of the box.
-    value: lower bound of the objective for all numbers of devices in the box.
+        rate: cost of a second on ``most`` devices; 1 for time.
+        least_rate: the same on the fewest devices of the box.
+        value: lower bound of the objective for all numbers of devices in the box.
     """
 
     most: Devices

@@ -174,8 +174,8 @@ class _Room(NamedTuple):
     """How much a turn may move into the previous microbatch.
 
     Attributes:
-    capacity: tokens that the previous microbatch may have afterwards: at most an even share for the
-    microbatches that must remain to keep the distance.
+        capacity: tokens that the previous microbatch may have afterwards: at most an even share for the
+            microbatches that must remain to keep the distance.
     """
 
     most: int
@@ -294,9 +294,9 @@ def build_schedule(
     """The schedule of all turns; those of a job are in the order of its steps.
 
     Args:
-    capacity: most padded tokens of a microbatch, for all replicas or for each.
-    merging: whether work moves forward into the previous microbatch.
-    filling: whether parts of a microbatch move if the whole does not fit.
+        capacity: most padded tokens of a microbatch, for all replicas or for each.
+        merging: whether work moves forward into the previous microbatch.
+        filling: whether parts of a microbatch move if the whole does not fit.
     """
     builder = _Builder(stages, capacity=capacity, tile=tile, merging=merging, filling=filling)
     for number in range(len(turn_list)):

@@ -108,10 +108,10 @@ class Solution:
     """The solver's result.
 
     Attributes:
-    status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
-    but stopped early; "infeasible" is proved; "unknown" stopped early without values, or its values
-    are not feasible once integers are rounded.
-    bound: proved lower bound of all solutions; -inf if nothing is known.
+        status: "optimal" is proved (within ``Limits.gap`` if that is above 0); "feasible" has values
+            but stopped early; "infeasible" is proved; "unknown" stopped early without values, or its values
+            are not feasible once integers are rounded.
+        bound: proved lower bound of all solutions; -inf if nothing is known.
         values: one for each variable, integers exact; empty without a solution.
     """
 

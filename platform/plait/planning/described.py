@@ -98,8 +98,8 @@ def plan_described(
     then plan and simulate all waves.
 
     Args:
-    numbers: numbers of devices to plan for; the best one by the objective is shown in full. If empty,
-    devices are chosen by the first wave's mean step.
+        numbers: numbers of devices to plan for; the best one by the objective is shown in full. If empty,
+            devices are chosen by the first wave's mean step.
 
     Raises:
         CapacityError: a sample fits into no replica that the cluster has devices and memory for.

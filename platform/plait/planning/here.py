@@ -47,12 +47,12 @@ def plan_here(
     """Plan waves of jobs that fit into memory, and their microbatches.
 
     Args:
-    profile: stored profile of the model on this machine; without its seconds, the plan has none.
-    number: number of devices, all of which are paid for.
+        profile: stored profile of the model on this machine; without its seconds, the plan has none.
+        number: number of devices, all of which are paid for.
 
     Raises:
-    CapacityError: a job does not fit even alone.
-    ModelError: the model does not have a target or rank.
+        CapacityError: a job does not fit even alone.
+        ModelError: the model does not have a target or rank.
     """
     most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
     demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}

@@ -30,9 +30,9 @@ class ModelMemory:
     """Memory of the whole model on one device, from which that of its parts is computed.
 
     Attributes:
-    model: model of peaks above static bytes.
-    keep_up_to: longest sample that keeps its attention probabilities.
-    adapters: the search's adapters, with which microbatches of unknown jobs are estimated.
+        model: model of peaks above static bytes.
+        keep_up_to: longest sample that keeps its attention probabilities.
+        adapters: the search's adapters, with which microbatches of unknown jobs are estimated.
     """
 
     model: MemoryModel
@@ -57,7 +57,7 @@ class ModelMemory:
         Tensor parallelism is assumed to divide weights and activations alike.
 
         Args:
-        held: bytes of all adapters; None means only the search's largest.
+            held: bytes of all adapters; None means only the search's largest.
         """
         rank = max(self._rank(adapter) for adapter in self.adapters)
         if held is None:
@@ -104,7 +104,7 @@ def model_memory(
     """Memory of the cluster's model with these jobs' adapters; None if its sizes are not given.
 
     Raises:
-    ModelError: the model lacks one of their targets.
+        ModelError: the model lacks one of their targets.
     """
     if profile.shape is None:
         return None
@@ -195,10 +195,10 @@ def fitting(
     devices on which nothing fits are left out.
 
     Args:
-    memory: memory of the model; None assumes that the tables' capacities fit.
+        memory: memory of the model; None assumes that the tables' capacities fit.
 
     Raises:
-    CapacityError: there are too few devices for any configuration, or the longest sample fits into none.
+        CapacityError: there are too few devices for any configuration, or the longest sample fits into none.
     """
     allowed = [each for each in cluster.kinds if each.allowed]
     if not allowed:

@@ -15,10 +15,10 @@ class GroupOutlook:
     """Jobs that train together.
 
     Attributes:
-    wave: its wave, from 1; jobs of a wave start when the previous wave is done.
-    microbatches: number of microbatches, over the whole budget, in which its jobs have samples.
-    predicted_seconds: seconds from the start of its wave to the group's last step.
-    predicted_bytes: peak bytes on one device while it trains, with weights and everything else.
+        wave: its wave, from 1; jobs of a wave start when the previous wave is done.
+        microbatches: number of microbatches, over the whole budget, in which its jobs have samples.
+        predicted_seconds: seconds from the start of its wave to the group's last step.
+        predicted_bytes: peak bytes on one device while it trains, with weights and everything else.
     """
 
     wave: int
@@ -70,11 +70,11 @@ class ObjectiveOutlook:
     """The objective by which devices were chosen among the available ones.
 
     Attributes:
-    available: number of devices of the cluster.
-    slack: share of the objective that may be given up for time or, if that is the objective, for cost.
-    value: the objective of the first wave's mean step.
-    bound: proved lower bound of the value for all numbers of devices.
-    gap: relative distance of the value to the bound; 0 if both are 0, because devices are free.
+        available: number of devices of the cluster.
+        slack: share of the objective that may be given up for time or, if that is the objective, for cost.
+        value: the objective of the first wave's mean step.
+        bound: proved lower bound of the value for all numbers of devices.
+        gap: relative distance of the value to the bound; 0 if both are 0, because devices are free.
     """
 
     objective: str
@@ -90,8 +90,8 @@ class DevicesOutlook:
     """The search on a given number of devices.
 
     Attributes:
-    refused: why the search cannot run on them; "" if it can.
-    error: error of the predicted seconds, as in :class:`Outlook`, but on these devices.
+        refused: why the search cannot run on them; "" if it can.
+        error: error of the predicted seconds, as in :class:`Outlook`, but on these devices.
     """
 
     devices: str
@@ -126,12 +126,12 @@ class ChangeOutlook:
     """Whether a later wave, which trains other jobs, gets a new deployment.
 
     Attributes:
-    step_seconds: expected seconds on the deployment so far; None if one of its samples fits into none
-    of the replicas, so that it must change.
-    replicas: replicas planned for the wave; None if not even the bound of all deployments pays off.
-    new_step_seconds: expected seconds on ``replicas``, or that bound.
-    saved: seconds saved over the wave's steps, minus the restart; None if it must change.
-    break_even: steps after which the restart has paid for itself; None if never, or if it must change.
+        step_seconds: expected seconds on the deployment so far; None if one of its samples fits into none
+            of the replicas, so that it must change.
+        replicas: replicas planned for the wave; None if not even the bound of all deployments pays off.
+        new_step_seconds: expected seconds on ``replicas``, or that bound.
+        saved: seconds saved over the wave's steps, minus the restart; None if it must change.
+        break_even: steps after which the restart has paid for itself; None if never, or if it must change.
     """
 
     wave: int

@@ -55,8 +55,8 @@ class Candidate:
     """One configuration and its predictions.
 
     Attributes:
-    predicted_bytes: peak bytes on one device; None if the model's sizes are not known.
-    published: whether its capacity is in the cluster's published table.
+        predicted_bytes: peak bytes on one device; None if the model's sizes are not known.
+        published: whether its capacity is in the cluster's published table.
     """
 
     configuration: Configuration
@@ -80,8 +80,8 @@ def compare(
     """Every configuration at every capacity, best throughput first, unusable ones last.
 
     Args:
-    memory: memory of the model; None assumes that the capacities of the cluster's table fit.
-    most_tokens: largest capacity to try (engine.capacity); None means the usual ones.
+        memory: memory of the model; None assumes that the capacities of the cluster's table fit.
+        most_tokens: largest capacity to try (engine.capacity); None means the usual ones.
 
     Raises:
         CapacityError: no configuration fits and accepts the longest sample.
@@ -121,8 +121,8 @@ def configurations(
     """The table's configurations that fit on the cluster, or every one that the time profile covers.
 
     Args:
-    every: whether to combine each tensor-parallel degree of the profile with each power of two of stages.
-    most_tokens: capacity of the configurations that are added to the table's.
+        every: whether to combine each tensor-parallel degree of the profile with each power of two of stages.
+        most_tokens: capacity of the configurations that are added to the table's.
     """
     most, table = profile.devices.count, profile.configurations
     found = {each for each in table if each.devices <= most}

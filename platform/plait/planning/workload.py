@@ -113,7 +113,7 @@ class Workload:
         """Check that every sample fits into a microbatch of ``capacity`` tokens.
 
         Raises:
-        CapacityError: one does not; the message names job, length and ``where`` it should fit.
+            CapacityError: one does not; the message names job, length and ``where`` it should fit.
         """
         for name, length in self.longest.items():
             if length > capacity:

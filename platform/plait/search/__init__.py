@@ -1,1 +1,1 @@
-"""The search: Optuna suggests trials, they fill the slots of the running group, results are reported."""
+"""The search: Optuna suggests trials, these fill the slots of the running group, and results are reported."""

@@ -21,28 +21,28 @@ from plait.search.results import MOST_REJECTED
 from plait.search.trials import Trial
 from plait.utils.files import new_folder
 
-STATE = "plait.state"  # trial: its state, of which Optuna has fewer
+STATE = "plait.state"  # trial: its state; Optuna has fewer states
 REASON = "plait.reason"  # trial: why it ended as it did
 RUN_ID = "mlflow.run_id"  # study and trial: the MLflow run
 TRACKED = "plait.tracked"  # study: that run, and the address of its store without a password
-CHECKPOINT = "plait.checkpoint"  # trial: where its states are
+CHECKPOINT = "plait.checkpoint"  # trial: where its checkpoints are
 OWNER = "plait.owner"  # trial: who trains it
-BEYOND = "plait.beyond"  # trial: it comes on top of search.trials
+BEYOND = "plait.beyond"  # trial: it is in addition to search.trials
 REQUEST = "plait.request"  # trial: the request that it answers
-WARM = "plait.warm_from"  # trial: folder of the weights that it begins with
+WARM = "plait.warm_from"  # trial: folder of the weights that it starts with
 RETRY_OF = "plait.retry_of"  # trial: the failed one whose values it tries again
-PRIORITY = "plait.priority"  # trial: its own, if that is not searched
+PRIORITY = "plait.priority"  # trial: its priority, if that is not searched
 PRIORITY_KEY = "train.priority"
 ADAPTER = "adapter_model.safetensors"
 WARM_WEIGHTS = "warm"  # folder of a search with the weights that its warm clones start with
 PROBLEM = "plait.problem"  # study: what is searched, as JSON
 MATERIAL = "plait.material"  # study: digests of data and model, as JSON
 CURVES = "plait.curves"  # study: a worker of the folder whose processes write the search's own curves
-TOKEN = "plait.study"  # study: tells it from an earlier one of its name
+TOKEN = "plait.study"  # study: distinguishes it from an earlier one of the same name
 
 
 def priority_of(item: FrozenTrial, usual: int) -> int:
-    """The priority of its job, as far as it is known: a sampler may suggest another for a queued trial."""
+    """The priority of its job, as far as known: a sampler may suggest another one for a queued trial."""
     if PRIORITY in item.user_attrs:
         return int(item.user_attrs[PRIORITY])
     enqueued = item.system_attrs.get("fixed_params", {})
@@ -50,8 +50,8 @@ def priority_of(item: FrozenTrial, usual: int) -> int:
 
 
 def total_of(trials: Sequence[FrozenTrial], settings: SearchSettings, space: Space) -> int:
-    """How many trials there are to be: as asked for, those beyond and one more for each that was rejected, as
-    long as there are points that none of them has and not all suggestions are rejected.
+    """How many trials there will be: the requested ones, those beyond them, and one more for each that was
+    rejected, as long as untried points remain and not all suggestions are rejected.
     """
     rejected = [_rejected(item) for item in trials]
     extra = (bool(item.user_attrs.get(BEYOND)) or no for item, no in zip(trials, rejected, strict=True))
@@ -71,12 +71,12 @@ def _rejected(item: FrozenTrial) -> bool:
 
 
 def state_of(item: FrozenTrial) -> JobState:
-    """A trial's state as the study has it: of a running one whose worker died, RUNNING."""
+    """A trial's state in the study; RUNNING also if its worker has died."""
     return state_from_optuna(item.state.name, item.user_attrs.get(STATE))
 
 
 def result_of(item: FrozenTrial) -> JobResult:
-    """How a trial that has ended did so, as far as the study knows."""
+    """The result of a trial that has ended, as far as the study knows."""
     complete = item.state == TrialState.COMPLETE
     return JobResult(
         Trial(item.number).name,
@@ -101,16 +101,16 @@ def enqueue(
     priority: int | None = None,
     outside: Mapping[str, OutsideValue] = MappingProxyType({}),
 ) -> int:
-    """Let a trial with these values come next; its number. Call it under the study's lock.
+    """Enqueue a trial with these values and return its number. Call it under the study's lock.
 
     Args:
-        values: of some or all searched keys; the sampler suggests the others.
-        beyond: it comes on top of ``search.trials``.
-        request: what it answers: a second call for the same one enqueues nothing.
-        retry_of: a failed trial.
+        values: values of some or all searched keys; the sampler suggests the others.
+        beyond: whether it is in addition to ``search.trials``.
+        request: the request that it answers; a second call for the same request enqueues nothing.
+        retry_of: the failed trial that it tries again.
         warm_from: folder of the weights that it starts with.
-        priority: of its own, if that is not searched.
-        outside: settings outside of what is searched, by key: the sampler suggests none for these keys and
+        priority: its priority, if that is not searched.
+        outside: settings outside the search space, by key; the sampler suggests none for these keys and
             does not learn from the trial.
     """
     known = (
@@ -133,13 +133,13 @@ def enqueue(
 
 
 class Kept:
-    """What lies on disk for the trials of one study.
+    """Files on disk of the trials of one study.
 
     Args:
-        folder: of the search on disk; None if nothing is kept.
+        folder: the search's folder; None if nothing is kept.
 
     Attributes:
-        states: where the states lie; None without a folder.
+        states: folder of the checkpoints; None without a folder.
     """
 
     def __init__(self, folder: Path | None, token: str) -> None:
@@ -147,27 +147,27 @@ class Kept:
         self._warm = None if folder is None else (folder / WARM_WEIGHTS).absolute()
 
     def resume_from(self, item: FrozenTrial) -> Path | None:
-        """Where a state of the trial is, here or where an earlier run left it."""
+        """The path of the trial's checkpoint, here or where an earlier run left it."""
         places = [] if self.states is None else [self.states / Trial(item.number).name]
         if saved := item.user_attrs.get(CHECKPOINT):
             places.append(Path(saved))
         return next((place for place in places if checkpoints(place)), None)
 
     def warm_from(self, item: FrozenTrial) -> Path | None:
-        """The weights that it begins with; None for fresh ones."""
+        """The weights that it starts with; None for fresh ones."""
         warm = item.user_attrs.get(WARM)
         return None if warm is None else Path(warm)
 
     def clear(self, trial: Trial, *, failed: bool) -> None:
-        """Deletes what was kept for an ended trial. The weights that a failed one started with stay, since
-        it may be tried again. Nothing is raised."""
+        """Delete the files of an ended trial, except the weights that a failed one started with, because it
+        may be tried again. Raises nothing."""
         if self.states is not None:
             remove_checkpoints(self.states / trial.name)
         if not failed and trial.warm_from is not None and trial.warm_from.parent == self._warm:
             shutil.rmtree(trial.warm_from, ignore_errors=True)
 
     def tidy_up(self, trials: Iterable[FrozenTrial]) -> None:
-        """As :meth:`clear`, for all that are over: a process may have been killed before it did."""
+        """Clear all ended trials, in case a process was killed before it did."""
         for item in trials:
             if item.state.is_finished():
                 trial = Trial(item.number, warm_from=self.warm_from(item))
@@ -175,12 +175,12 @@ class Kept:
 
 
 def keep_weights(folder: Path, token: str, state: JobState, number: int, request: str) -> Path:
-    """Copy the newest saved weights of a trial for a warm clone, since the trial may end and its checkpoints
-    go.
+    """Copy the newest saved weights of a trial for a warm clone, because its checkpoints are deleted when it
+    ends.
 
     Args:
-        state: of the trial; the adapter that an unfinished one finds exported is a former search's.
-        request: names the copy.
+        state: the trial's state; an exported adapter of an unfinished trial belongs to an earlier search.
+        request: name of the copy.
 
     Raises:
         SearchError: the trial has no saved weights.

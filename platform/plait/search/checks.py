@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def check_command(command: SearchCommand) -> None:
-    """What is wrong with the settings: no data set is tokenised for it, and nothing is written."""
+    """Check the settings without tokenising any data set or writing anything."""
     settings, jobs = command.settings, command.probes
     check_here(settings.cluster)
     check_stopping(settings.search)
@@ -63,9 +63,9 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     """Whether the search has a study, or one of its processes got as far as training; and its run.
 
     Raises:
-        StorageError: the storage does not answer, or cannot be made; or as ``tracked_run``.
-        SearchError: a search that is to begin cannot learn from ``search.prior``, or one that is to be
-            restarted is being trained.
+        StorageError: the storage does not answer, or cannot be made; or as for ``tracked_run``.
+        SearchError: a new search cannot learn from ``search.prior``, or one that should be restarted is
+            being trained.
     """
     quiet()
     search, root = command.settings.search, command.settings.tracking.root
@@ -81,16 +81,16 @@ def find_search(command: SearchCommand, name: str, away: AwayError | None) -> tu
     return began or recorded_command(root, name) is not None, tracked
 
 
-DTYPE = "model.dtype"  # of the material that a search begins with
+DTYPE = "model.dtype"  # key in the material that a search begins with
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What has been checked and loaded before the model.
+    """What was checked and loaded before the model.
 
     Attributes:
-        material: digests of model and data, by what they were asked for as.
-        said: what is to be said of them.
+        material: digests of model and data, by how they were requested.
+        said: lines to show about them.
     """
 
     material: Mapping[str, str]
@@ -136,7 +136,7 @@ def check_here(cluster: ClusterSettings) -> None:
 
 
 def check_jobs(jobs: Sequence[JobSpec]) -> None:
-    """Every data set that a job may ask for exists and can be read.
+    """Check that every data set of these jobs exists and can be read.
 
     Raises:
         ConfigError, DataError: one does not, or cannot.
@@ -146,14 +146,14 @@ def check_jobs(jobs: Sequence[JobSpec]) -> None:
 
 
 def check_model(settings: ModelSettings, jobs: Sequence[JobSpec]) -> ModelShape:
-    """Every adapter that a job may ask for sits on layers of the model, by its configuration alone.
+    """Check that every job's adapter targets layers of the model, using only the model's configuration.
 
     Returns:
-        the model's shape.
+        The model's shape.
 
     Raises:
-        ConfigError: there is no such adapter variant.
-        ModelError: the model is not there, or a target matches nothing, or something outside of its layers.
+        ConfigError: an adapter variant is unknown.
+        ModelError: the model is missing, or a target matches nothing or something outside its layers.
         StorageError: the cache cannot be written.
     """
     from plait.adapters.variants import VARIANTS
@@ -176,7 +176,7 @@ def check_memory(
     memory_bytes: int,
     profile: Profile | None = None,
 ) -> None:
-    """Every job that may be asked for fits into memory by itself, by the coordinator's own prediction.
+    """Check that every job fits into memory alone, by the coordinator's own prediction.
 
     Raises:
         CapacityError: one does not.

@@ -1,11 +1,11 @@
 """Controls a search through its study, from any process that reaches the study's storage.
 
 Orders are an attribute of the study, which workers read every few seconds and obey at their next iteration.
-Added trials are enqueued in it. So it does not matter which process runs on which host: orders for a search
-that is not running are carried out when it resumes, and they survive a crash of either side.
+Added trials are enqueued in the study. So it does not matter which process runs on which host: orders for a
+search that is not running are carried out when it resumes, and they survive a crash of either side.
 
-The seam to `plait control`, which turns words into these orders: it is imported only when one is given, since
-Optuna takes its time to load.
+The seam to `plait control`, which turns its arguments into these orders. It is imported only when an order is
+given, because Optuna is slow to import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from plait.search.suggest import read_space
 from plait.tracking.processes import ProcessRow, read_processes
 from plait.utils.paths import search_folder
 
-NEAREST = 5  # trials that are named in place of one that will not do
+NEAREST = 5  # trials that are suggested in place of one that cannot be used
 SHAPE = ("adapter.rank", "adapter.target_modules", "adapter.variant")
 
 _MODES: Mapping[str, tuple[Mode, str]] = {
@@ -49,13 +49,13 @@ _MODES: Mapping[str, tuple[Mode, str]] = {
 
 
 class SearchControl:
-    """One search, as its user controls it.
+    """Controls one search.
 
     Args:
         wait: seconds to wait for a storage that is unavailable.
 
     Raises:
-        StorageError: the study is not there, or its storage does not answer.
+        StorageError: the study is missing, or its storage does not answer.
     """
 
     def __init__(self, recorded: RecordedCommand, root: Path, wait: float = 0.0) -> None:
@@ -72,18 +72,18 @@ class SearchControl:
 
     @property
     def mode(self) -> str:
-        """What the search is ordered to do; "finished" or "not running" if no worker of this host
-        would."""
+        """The mode that the search is ordered into; "finished" or "not running" if no worker of this host
+        would obey."""
         if self._recorded.finished:
             return "finished"
         return self._orders.read().mode if trains_here(self._folder) else "not running"
 
     def standing(self) -> Standing:
-        """How the search stands."""
+        """The present state of the search."""
         return self._patience(lambda: read_standing(self._study))
 
     def status(self) -> list[str]:
-        """How the search stands, in lines."""
+        """The present state of the search, as lines of text."""
         ordered, mode = self._orders.read().mode, self.mode
         if mode == "finished":
             first = f"{self._name} is finished."
@@ -99,7 +99,7 @@ class SearchControl:
         return [first, *self.standing().describe(), *rows, last]
 
     def facts(self) -> dict[str, object]:
-        """The same for programs."""
+        """The same as plain data for programs."""
         rows = [row.facts() for row in self._processes()]
         return {"search": self._name, "mode": self.mode} | self.standing().facts() | {"processes": rows}
 
@@ -110,7 +110,7 @@ class SearchControl:
     # ---- orders --------------------------------------------------------------------------------------------
 
     def order(self, verb: str) -> str:
-        """Pause, resume, stop or cancel the whole search; what will happen, in words."""
+        """Pause, resume, stop or cancel the whole search; return in words what will happen."""
         mode, text = _MODES[verb]
         if self._orders.read().mode == mode:
             if mode != "running" or trains_here(self._folder):
@@ -120,7 +120,7 @@ class SearchControl:
         return self._when(text.format(self._quoted))
 
     def stop_trial(self, number: int) -> str:
-        """End one trial; what will happen, in words.
+        """End one trial; return in words what will happen.
 
         Raises:
             SearchError: there is no such trial, or it does not run.
@@ -130,7 +130,7 @@ class SearchControl:
         return self._when(f"Trial {number} ends after the current step.")
 
     def _when(self, text: str) -> str:
-        """The answer, with what delays it."""
+        """The answer, with a note on what delays it."""
         if trains_here(self._folder):
             return text
         hosts = self.standing().elsewhere
@@ -141,23 +141,24 @@ class SearchControl:
     # ---- further trials ------------------------------------------------------------------------------------
 
     def add(self, overrides: Sequence[str]) -> str:
-        """One more trial with these values, the rest suggested by the sampler; what will happen, in words.
+        """Add a trial with these values, the others suggested by the sampler; return in words what will
+        happen.
 
         Raises:
-            ConfigError: no job can have a value.
-            SearchError: a key holds for the whole search.
+            ConfigError: a value is invalid for any job.
+            SearchError: a key applies to the whole search.
         """
         return self._enqueue(None, overrides, None, uuid4().hex)
 
     def clone(self, number: int, overrides: Sequence[str], *, warm: bool = False) -> str:
-        """One more trial with the values of another, changed by overrides; what will happen, in words.
+        """Add a trial with the values of another, changed by overrides; return in words what will happen.
 
         Args:
             warm: start from the other's newest saved weights.
 
         Raises:
-            ConfigError: no job can have a value.
-            SearchError: there is no such trial, it has no weights, or a key holds for the whole search.
+            ConfigError: a value is invalid for any job.
+            SearchError: there is no such trial, it has no weights, or a key applies to the whole search.
         """
         self._check_target("clone", number)
         trial = self._patience(self._shared.trials)[number]
@@ -178,7 +179,7 @@ class SearchControl:
     def _enqueue(
         self, source: FrozenTrial | None, overrides: Sequence[str], weights: Path | None, request: str
     ) -> str:
-        """Enqueue a trial with the settings of ``source``, if there is one, changed by overrides."""
+        """Enqueue a trial with the settings of ``source``, if given, changed by overrides."""
         added, priority = self._read(overrides)
         given = added.values.keys() | added.outside.keys()
         kept = {} if source is None else source.params
@@ -216,7 +217,8 @@ class SearchControl:
         return added, priority
 
     def _priority(self, overrides: Sequence[str]) -> tuple[list[str], int | None]:
-        """The other overrides, and the trial's own priority: it may have one if that is not searched."""
+        """The other overrides, and the trial's own priority, which it may have if priority is not
+        searched."""
         key = f"{PRIORITY_KEY}="
         given = [each for each in overrides if each.lstrip("+").startswith(key)]
         if not given or any(dimension.name == PRIORITY_KEY for dimension in self._space.dimensions):
@@ -240,7 +242,7 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
     """The study of a search.
 
     Args:
-        wait: raise what the storage itself says if that may pass: then it is asked again.
+        wait: raise the storage's own error if it may be temporary, so that the call is repeated.
     """
     try:
         return stored_study(recorded.storage, root, recorded.name)
@@ -251,7 +253,7 @@ def _opened(recorded: RecordedCommand, root: Path, *, wait: bool) -> Study:
 
 
 def check_target(verb: str, number: int, states: Sequence[JobState], name: str) -> None:
-    """Only a trial that has begun and not ended can be stopped, and only one that has begun can be cloned.
+    """Check that a trial to be stopped has begun and not ended, and that one to be cloned has begun.
 
     Raises:
         SearchError: there is no such trial, or it is not of this kind.

@@ -1,7 +1,7 @@
 """Deletes a search: its folder, its study and its runs in MLflow; also one that never began.
 
-The seam to `plait forget`, which asks first: it is imported only then, since Optuna and MLflow take their
-time to load.
+The seam to `plait forget`, which asks first. It is imported only then, because Optuna and MLflow are slow to
+import.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ EXPERIMENT = "tracking.experiment"
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """Everything that a search has left.
+    """Everything that a search has left behind.
 
     Attributes:
-        size: of the folder, bytes.
+        size: bytes of the folder.
         adapters: how many were exported to it.
         tracking: the store of its runs.
-        runs: their MLflow ids, the jobs' first.
-        unsent: what waits in the folder for the store, in words.
-        elsewhere: how many trials that have not ended were begun on other hosts, by host.
+        runs: MLflow ids of its runs, the jobs' first.
+        unsent: records in the folder that were not sent to the store, in words.
+        elsewhere: number of unfinished trials that were begun on other hosts, by host.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Remains:
     elsewhere: Mapping[str, int]
 
     def describe(self, keep_adapters: bool) -> list[str]:
-        """What goes and what stays, in a few lines."""
+        """What is deleted and what is kept, in a few lines."""
         kept = self.adapters if keep_adapters else 0
         lines = [f"{self.folder} ({self.size / 2**20:.1f} MiB): checkpoints, records, command"]
         if self.adapters and not kept:
@@ -77,10 +77,10 @@ class Remains:
         return lines
 
     def remove(self, keep_adapters: bool) -> None:
-        """Take it away: the runs first and the folder last, so that what fails can be done again.
+        """Delete it, the runs first and the folder last, so that a failed attempt can be repeated.
 
         Raises:
-            SearchError: a process of this host trains it by now.
+            SearchError: a process of this host has begun to train it.
             StorageError: the study, the store or the folder cannot be written.
         """
         _check_nobody(self.folder, self.name)
@@ -100,7 +100,7 @@ class Remains:
 
 
 def find_remains(root: Path, name: str) -> Remains:
-    """What there is of a search that has a folder below ``root``.
+    """Everything left of a search with a folder below ``root``.
 
     Raises:
         SearchError: a process of this host trains it.
@@ -143,7 +143,7 @@ def _check_nobody(folder: Path, name: str) -> None:
 
 
 def _empty(folder: Path, kept: str | None) -> None:
-    """Remove a folder, or all in it but one."""
+    """Remove a folder, or everything in it except ``kept``."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name == kept:
             continue

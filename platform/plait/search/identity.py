@@ -1,6 +1,6 @@
-"""What makes two searches the same search: a pure function of the space and of the settings.
+"""Decides whether two searches are the same: a pure function of the space and the settings.
 
-Some settings do not count, since they change where and how fast a search runs but not its result:
+Some settings do not count, because they change where and how fast a search runs but not its result:
 ``tracking``, ``engine``, ``planner``, ``cluster``, and of ``search`` its name, how many trials and how many
 at once (more trials resume the same search), ``enqueue``, storage, ``fresh`` and ``max_failure_rate``.
 """
@@ -31,7 +31,7 @@ from plait.search.attributes import MATERIAL, PROBLEM, TOKEN
 class Identity:
     """``problem``: what is searched; ``manner``: how points are suggested. Both are flat and JSON.
 
-    A study belongs to one problem; it may resume in another manner. The default name digests both.
+    A study belongs to one problem, but may resume in another manner. The default name is a digest of both.
     """
 
     problem: Mapping[str, Any]
@@ -53,7 +53,7 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
     """The identity of a search.
 
     Args:
-        base: the job with everything that is not searched as it stands; searched keys are left out.
+        base: the job with the settings that are not searched; searched keys are ignored.
     """
     swept = space.describe()
     fixed = {key: value for key, value in base.parameters().items() if not _covered(key, swept)}
@@ -77,7 +77,8 @@ def identify(space: Space, base: JobSpec, settings: RunSettings) -> Identity:
 
 
 def comparison(search: SearchSettings) -> dict[str, Any]:
-    """What trials are rated by; two searches must share it for one to know what the other's trials mean."""
+    """The settings by which trials are rated; two searches must share them for one to learn from the
+    other."""
     several = len(search.objectives) > 1
     metrics = [each.metric for each in search.objectives]
     directions = [each.direction for each in search.objectives]
@@ -101,7 +102,7 @@ def difference(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
 
 def _covered(key: str, swept: Mapping[str, str]) -> bool:
-    """Whether a job's key is searched, itself or with its whole group."""
+    """Whether a job's key is searched, directly or with its whole group."""
     return key in swept or key.split(".")[0] in swept
 
 
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def create(name: str, objectives: Sequence[Objective], identity: Identity, storage: BaseStorage) -> Study:
-    """A new study, signed, that names its objectives."""
+    """Create a signed study that names its objectives."""
     directions = [StudyDirection[each.direction.upper()] for each in objectives]
     study = optuna.create_study(study_name=name, storage=storage, directions=directions)
     with warnings.catch_warnings():
@@ -121,7 +122,7 @@ def create(name: str, objectives: Sequence[Objective], identity: Identity, stora
 
 
 def sign(study: Study, identity: Identity) -> None:
-    """Write what is missing of a study's signature: its maker may have been killed while it signed."""
+    """Write the missing parts of a study's signature; its creator may have been killed while signing."""
     if TOKEN not in study.user_attrs:
         study.set_user_attr(TOKEN, uuid4().hex[:12])
     if PROBLEM not in study.user_attrs:
@@ -129,10 +130,10 @@ def sign(study: Study, identity: Identity) -> None:
 
 
 def check_problem(study: Study, identity: Identity) -> None:
-    """The study searches what is asked for; an empty one without a signature is signed.
+    """Check that the study has this problem; an empty one without a signature is signed.
 
     Raises:
-        SearchError: it searches something else, or Plait did not make it.
+        SearchError: it has another problem, or was not made by Plait.
     """
     stored = study.user_attrs.get(PROBLEM)
     remedy = "Choose another search.name, or start again with search.fresh=true."
@@ -147,13 +148,13 @@ def check_problem(study: Study, identity: Identity) -> None:
 
 
 def check_material(study: Study, material: Mapping[str, str]) -> None:
-    """Data and model are those that the search began with; what it had not met yet is added.
+    """Check that data and model are those that the search began with; new ones are added.
 
     Args:
-        material: what it is to its digest.
+        material: maps what it is to its digest.
 
     Raises:
-        SearchError: something has another digest than before.
+        SearchError: a digest has changed.
     """
     stored = json.loads(study.user_attrs.get(MATERIAL, "{}"))
     both = stored.keys() & material.keys()

@@ -1,7 +1,7 @@
-"""From a composed command to a result: check everything, open the study, build the engine, run, report.
+"""Runs a composed command: checks everything, opens the study, builds the engine, trains and reports.
 
-`plait train` takes the same path: a study with an empty space and one trial. The seam to the command line:
-this module alone brings engine, study, tracking and screen together.
+`plait train` takes the same path, as a study with an empty space and one trial. The seam to the command line:
+only this module joins engine, study, tracking and screen.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ from plait.utils.paths import search_folder
 if TYPE_CHECKING:
     from plait.distributed.launch import Launcher
 
-LOOK_SECONDS = 5.0  # between two looks at what other processes added to the search
+LOOK_SECONDS = 5.0  # interval of checks for what other processes added to the search
 
 
 class Screen(Protocol):
     """Shows a search to its user; the search itself does not import a terminal."""
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Show one line."""
 
     def watch(self, board: Leaderboard, processes: Callable[[], Sequence[ProcessRow]]) -> View:
         """The view of a search that trains from now on, on these processes if there are several."""
 
     def announce(self) -> None:
-        """Answer the first Ctrl-C, inside the signal's handler."""
+        """Answer the first Ctrl-C, in the signal handler."""
 
     def summarise(self, board: Leaderboard, facts: Mapping[str, Any]) -> None:
-        """What the search came to."""
+        """Show the result of the search."""
 
 
 def run_search(
@@ -84,10 +84,10 @@ def run_search(
     """Run a search, or resume it.
 
     Args:
-        signals: that interrupt it; others are the program's.
+        signals: the signals that interrupt it; others are left to the program.
 
     Raises:
-        InputError: anything that is wrong, before the model loads wherever it can be known by then.
+        InputError: anything that is wrong, raised before the model is loaded whenever possible.
     """
     with _processes(command) as processes:
         check_command(command)
@@ -124,7 +124,7 @@ def run_training(command: SearchCommand, screen: Screen) -> SearchEnd:
     """Train the command's one job.
 
     Raises:
-        InputError: as :func:`run_search`.
+        InputError: as for :func:`run_search`.
     """
     settings = command.settings
     identity = identify(command.space, command.base, settings)
@@ -161,7 +161,7 @@ def _open_study(command: SearchCommand, identity: Identity, patience: Patience) 
 
 
 def _remember(command: SearchCommand, name: str, *, finished: bool = False, concluded: bool = False) -> None:
-    """Keep the command with the search, for `plait resume`."""
+    """Store the command with the search, for `plait resume`."""
     folder = search_folder(command.settings.tracking.root, name)
     store = store_elsewhere(command.settings.tracking)
     storage = from_anywhere(command.settings.search.storage)
@@ -172,7 +172,7 @@ def _remember(command: SearchCommand, name: str, *, finished: bool = False, conc
 
 
 def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list[str]:
-    """What to say where a search that resumes was recorded in another store before."""
+    """What to say if a resuming search was recorded in another store before."""
     now = store_elsewhere(tracking)
     if now == recorded.store:
         return []
@@ -184,8 +184,8 @@ def another_store(recorded: RecordedCommand, tracking: TrackingSettings) -> list
 
 
 def going_on(command: tuple[str, ...], *, gave_up: bool = False) -> tuple[str, ...]:
-    """The command line that resumes a search: the same, without ``fresh``, and whatever fails where too much
-    did."""
+    """The command line that resumes a search: the same, without ``fresh`` and, if too many trials failed,
+    with the limit on failures lifted."""
     left = {"search.fresh", TRY_ALL.partition("=")[0]} if gave_up else {"search.fresh"}
     words = tuple(word for word in command if word.lstrip("+").partition("=")[0] not in left)
     return (*words, TRY_ALL) if gave_up else words
@@ -212,10 +212,10 @@ class _Launch:
         self._interrupts = interrupts
 
     def go(self, prepared: Prepared | None) -> SearchEnd:
-        """Train what is left to train.
+        """Train the remaining trials.
 
         Args:
-            prepared: of a search that has not begun.
+            prepared: what was prepared for a search that has not begun.
         """
         source, settings = self._source, self._settings
         recorded = recorded_command(settings.tracking.root, source.name)
@@ -240,7 +240,8 @@ class _Launch:
         return self._train_all(prepared or _prepare(self._as_begun(), source.name, self._screen))
 
     def _as_begun(self) -> SearchCommand:
-        """The command with the model type that the search began with, on any host, if that is open."""
+        """The command with the model's dtype that the search began with, on any host, if the command leaves
+        it open."""
         model, dtype = self._settings.model, self._source.material.get(DTYPE)
         if model.dtype != AUTO or dtype is None:
             return self._command
@@ -248,13 +249,13 @@ class _Launch:
         return replace(self._command, settings=settings)
 
     def _nothing_to_train(self, done: SearchEnd) -> SearchEnd:
-        """What is left of a search that is finished, or gave up: say so."""
+        """End a search that has nothing left to train: report it."""
         source, search = self._source, self._settings.search
         notices, concluded = catch_up(self._settings, source, done.finished)
         self._say(*notices)
         _remember(self._command, source.name, finished=not done.why, concluded=concluded)
         if not done.why:
-            source.withdraw_orders()  # those that came just before its last process was killed
+            source.withdraw_orders()  # orders that came just before its last process was killed
         write_result(done, search, self._command.directory)
         if done.why:
             self._say(describe_given_up(done.why, source.name))
@@ -263,7 +264,7 @@ class _Launch:
         return done
 
     def _train_all(self, prepared: Prepared) -> SearchEnd:
-        """Check what was prepared against the study, and train to the end of the search."""
+        """Compare what was prepared with the study, and train to the end of the search."""
         source, search = self._source, self._settings.search
         source.check_material(prepared.material)
         self._say(*prepared.said)
@@ -274,11 +275,11 @@ class _Launch:
         result, concluded = self._run(prepared, stopper)
         if not result.interrupted and not result.ended_by:
             _remember(self._command, source.name, finished=True, concluded=concluded)
-            source.withdraw_orders()  # those that came while the last results were written
+            source.withdraw_orders()  # orders that came while the last results were written
         return result
 
     def _run(self, prepared: Prepared, stopper: Stopper | None) -> tuple[SearchEnd, bool]:
-        """Train, record and report; whether the search's run says all of the search now."""
+        """Train, record and report; also returns whether the search's run is complete now."""
         settings, source, data, many = self._settings, self._source, prepared.data, self._processes
         folder = search_folder(settings.tracking.root, source.name)
         tracker = Tracker(settings.tracking, peers=self._peers, writes_curves=source.claims.writes_curves)
@@ -301,14 +302,14 @@ class _Launch:
             tracker.use_data(self._data_facts(data.catalogue))
             tracker.record("data.json", data.facts)
             tracker.record("lengths.json", data.lengths)
-            # The choices, should this end early.
+            # The choices, in case this ends early.
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             with Figures(settings.tracking, run_id, settings.search.storage) as figures:
                 result = self._train(coordinator, tracker, stopper, watch)
             tracker.record(PLAN_FILE, write_plan(folder, coordinator.plan()))
             tracker.end_search(JobState.PAUSED if result.interrupted else JobState.FINISHED, result.why)
         write_result(result, settings.search, self._command.directory)
-        # Who interrupts wants to go, and a store that lacks points has no figures to show yet.
+        # After an interrupt there is no time, and a store that lacks points has no figures yet.
         whole = not result.interrupted and not tracker.notices
         concluded = whole and self._conclude(tracker, figures)
         self._report(result, tracker, figures.trouble)
@@ -316,7 +317,7 @@ class _Launch:
         return result, concluded
 
     def _start(self, tracker: Tracker, stopper: Stopper | None) -> str:
-        """Make the search's run, or resume it; one process at a time. MLflow's id of it."""
+        """Make the search's run, or resume it, one process at a time; returns MLflow's id of it."""
         source, begun = self._source, None
         if self._tracked.run_id:
             begun = Begun(self._tracked.run_id, source.finished())
@@ -324,7 +325,7 @@ class _Launch:
             rungs_of = None if stopper is None else stopper.rungs_of
             run_id = tracker.start_search(self._facts(), begun, rungs_of)
             source.link(run_id, str(tracker.location))
-        if tracker.away is not None and self._tracked.away is None:  # since this began
+        if tracker.away is not None and self._tracked.away is None:  # since this process began
             self._say(without_store(tracker.away, self._settings, source.name))
         return run_id
 
@@ -354,8 +355,8 @@ class _Launch:
             ).run()
 
     def _conclude(self, tracker: Tracker, figures: Figures) -> bool:
-        """What is said of the whole search: by one process at a time, so that the last one has the others'
-        jobs, too, and not while others train. Whether it was."""
+        """Record the summary of the whole search, if no other process trains; return whether it was recorded.
+        Done by one process at a time, so that the last one includes the others' jobs."""
         try:
             with self._source.shared.holding("run"):
                 if not self._peers().training:
@@ -367,11 +368,11 @@ class _Launch:
         return False
 
     def _peers(self) -> Peers:
-        """What the study knows of the search's processes, as far as it answers; others train until it says
-        that none does, so that this process ends nothing of theirs."""
+        """What the study knows about the search's processes. Until it says that no others train, they are
+        assumed to, so that this process ends nothing of theirs."""
         training, ended, orphaned = True, set[str](), set[str]()
         with suppress(StorageError):
-            training = self._source.claims.others > 0  # asked first: what ends meanwhile counts as ended
+            training = self._source.claims.others > 0  # first: what ends meanwhile counts as ended
             ended = {item.job for item in self._source.finished()}
             orphaned = self._source.claims.orphaned
         return Peers(training, ended, orphaned)
@@ -393,7 +394,7 @@ class _Launch:
         return {spec: data_facts(spec, catalogue.of(spec)) for spec in specs}
 
     def _view(self, tracker: Tracker) -> str:
-        """Where the search is to be seen: an address, or the command that serves it."""
+        """Where to see the search: an address, or the command that serves it."""
         tracking, usual = self._settings.tracking, TrackingSettings()
         words = ["plait", "ui", self._source.name]
         words += [f"tracking.root={tracking.root}"] if tracking.root != usual.root else []
@@ -440,32 +441,32 @@ class Attend:
     clock: Callable[[], float] = time.monotonic
     _revision: int | None = None
     _next_look: float = -math.inf
-    _away: bool | None = None  # None: not asked yet
+    _away: bool | None = None  # None: not known yet
 
     def __call__(self) -> Orders:
-        """The orders that hold now."""
+        """The orders in force now."""
         for worker in self.source.claims.dead_workers():
-            left = worker.trials.keys() - self.source.claims.own  # what was free is adopted at once
+            left = worker.trials.keys() - self.source.claims.own  # free trials are adopted immediately
             orphan(self.board.jobs.values(), {Trial(number).name for number in left})
             self.say(worker.describe())
         self._watch_store()
         orders = self.read_orders()
         now = self.clock()
-        if self.source.revision != self._revision or now >= self._next_look:  # each look reads all trials
+        if self.source.revision != self._revision or now >= self._next_look:  # each check reads all trials
             self._revision, self.board.trials = self.source.revision, self.source.total
             self._next_look = now + LOOK_SECONDS
             self._take_ended()
         return orders
 
     def _take_ended(self) -> None:
-        """Show the trials that other processes have ended: the store tells of them later."""
+        """Show the trials that other processes have ended, before the store has them."""
         for result in self.source.finished():
             known = self.board.jobs.get(result.job)
             if result.trial not in self.source.claims.own and (known is None or not known.ended):
                 self.board.take_result(result)
 
     def _watch_store(self) -> None:
-        """Say it when the tracking store goes away, and when it is back."""
+        """Report when the tracking store becomes unavailable, and when it is back."""
         why = self.unreachable()
         away, was = bool(why), self._away
         self._away = away

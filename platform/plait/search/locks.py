@@ -1,4 +1,4 @@
-"""Locks between processes that the system releases when their holder dies, however it dies."""
+"""Locks between processes, which the system releases when their holder dies, however it dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _lock_of(path: Path, *, blocking: bool = True, thread_local: bool = True) ->
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """A lock that one process holds at a time, and one thread of it; waits for it. The file stays.
+    """Wait for and hold a lock that one thread of one process holds at a time. The file is kept.
 
     Raises:
         StorageError: the file system has no locks.
@@ -39,10 +39,10 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 class LifeLock:
-    """Held while this process lives, so that others know it is alive.
+    """A lock held while this process lives, so that others know that it is alive.
 
     Args:
-        path: a file of this process alone.
+        path: a file of this process only.
 
     Raises:
         StorageError: the file system has no locks.
@@ -53,20 +53,20 @@ class LifeLock:
         self.path = path
         self._lock = _lock_of(path, thread_local=False)
         with real_locks(path):
-            self._lock.acquire()  # made again if another process took the file for a dead one's meanwhile
+            self._lock.acquire()  # made again if another process took it for a dead one's file and removed it
 
     def release(self) -> None:
-        """This process takes no more part."""
+        """Release the lock: this process no longer takes part."""
         if self._lock.is_locked:
             self.path.unlink(missing_ok=True)
             self._lock.release()
 
 
 def holder_lives(path: Path) -> bool:
-    """Whether the process of a :class:`LifeLock` on this host lives.
+    """Whether the process of a :class:`LifeLock` on this host is alive.
 
     Raises:
-        FileNotFoundError: the file is not there: it ended in order, or is out of reach.
+        FileNotFoundError: there is no file: the process ended in order, or the file is out of reach.
         StorageError: the file system has no locks.
     """
     if not path.exists():
@@ -81,14 +81,16 @@ def holder_lives(path: Path) -> bool:
 def remove_dead(path: Path) -> None:
     """Remove the file of a :class:`LifeLock` whose process is dead.
 
-    It goes while the lock is held: who has made its file and is about to lock it sees that it needs another.
+    The file is removed under the lock, so a process that has made the same file and is about to lock it
+    notices that it needs a new one.
     """
     with suppress(Timeout, PermissionError), _lock_of(path, blocking=False):
         path.unlink()
 
 
 def living(folder: Path) -> list[Path]:
-    """The :class:`LifeLock` files in a folder whose processes live; not to be asked by one of them."""
+    """The :class:`LifeLock` files in a folder whose processes are alive; must not be called by one of
+    these."""
     found = []
     for path in sorted(folder.glob("*")):
         with suppress(FileNotFoundError):
@@ -97,13 +99,13 @@ def living(folder: Path) -> list[Path]:
 
 
 def trains_here(folder: Path) -> bool:
-    """Whether a process of this host trains the search in a folder; not to be asked by one that does."""
+    """Whether a process of this host trains the search in a folder; must not be called by one that does."""
     return bool(living(folder / WORKERS))
 
 
 @contextmanager
 def advisory_lock(engine: sqlalchemy.Engine, name: str) -> Iterator[None]:
-    """A lock of PostgreSQL by name, held until the context ends or its connection does."""
+    """A named lock of PostgreSQL, held until the context or its connection ends."""
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big", signed=True)
     with engine.begin() as connection:
         connection.execute(sqlalchemy.text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})

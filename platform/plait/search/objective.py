@@ -1,4 +1,4 @@
-"""The objectives of a trial, read off its job and the engine's events."""
+"""The objectives of a trial, computed from its job and the engine's events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.data.loading import generation_limit
 from plait.data.sources import parse_options
 from plait.search.rungs import rung_metric
 
-# Metrics that can be an objective (named in ``plait.tracking.names``); its last value counts.
+# Metrics that can be objectives (named in ``plait.tracking.names``); the last value counts.
 METRICS = (
     "eval/loss",
     "eval/accuracy",
@@ -31,7 +31,7 @@ GROWING = ("train/tokens", "cost/device_seconds", "job/completion_seconds")
 
 
 def numbers(job: JobSpec) -> dict[str, float]:
-    """The job's config keys that hold numbers."""
+    """The job's config keys with numeric values."""
     held = job.parameters()
     return {
         key: float(value)
@@ -41,13 +41,13 @@ def numbers(job: JobSpec) -> dict[str, float]:
 
 
 def check_objectives(search: SearchSettings, probes: Iterable[JobSpec]) -> None:
-    """Every objective and every constraint is a metric, or a number in every job.
+    """Check that every objective and every constraint is a metric, or a number in every job.
 
     Args:
-        probes: jobs that may be asked for.
+        probes: jobs that represent the whole search.
 
     Raises:
-        ConfigError: not.
+        ConfigError: one is not.
     """
     held = [numbers(job) for job in probes]
     keys = set.intersection(*map(set, held))
@@ -75,8 +75,8 @@ def _between(low: float, high: float) -> str:
 
 
 def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
-    """By how much a job's own settings break each constraint on them, by the constraint's text; 0 or less
-    if it is kept. All that is known before the job trains."""
+    """By how much a job's own settings break each constraint on them, by the constraint's text; 0 or less if
+    satisfied. This is all that is known before the job trains."""
     held = numbers(job)
     return {
         str(each): each.violation(held[each.metric])
@@ -86,7 +86,7 @@ def known_violations(job: JobSpec, search: SearchSettings) -> dict[str, float]:
 
 
 def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
-    """Jobs whose best evaluation is kept have evaluations, by their own settings or at rungs.
+    """Check that jobs whose best evaluation is kept have evaluations, by their own settings or at rungs.
 
     Raises:
         ConfigError: one has none.
@@ -97,7 +97,7 @@ def check_kept(search: SearchSettings, jobs: Iterable[JobSpec]) -> None:
 
 
 def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> None:
-    """Whether a job's best evaluation can be kept: there is one before its end.
+    """Check that a job's best evaluation can be kept, because it has one before its end.
 
     Args:
         validation: whether it has validation samples.
@@ -122,12 +122,12 @@ def _check_keep(job: JobSpec, *, validation: bool, at_rungs: bool = False) -> No
 
 
 def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
-    """Every job's data gives the objectives, or all jobs would fail at their ends; and what constraints and
-    rungs compare.
+    """Check that every job's data yields the objectives (or all jobs would fail at their ends) and the
+    metrics that constraints and rungs compare.
 
     Raises:
-        ConfigError: a loss over validation rows of which there are none, or the accuracy of answers that
-            are not generated; a metric that is not measured at rungs.
+        ConfigError: a metric needs validation rows or generated answers that do not exist, or is not
+            measured at rungs.
     """
     for spec in data:
         for metric in _metrics(search):
@@ -137,7 +137,7 @@ def check_measured(search: SearchSettings, data: Iterable[DataSpec]) -> None:
 
 
 def _metrics(search: SearchSettings) -> list[str]:
-    """What is optimised, then what is limited."""
+    """The metrics of the objectives, then those of the constraints."""
     return [*(each.metric for each in search.objectives), *(each.metric for each in search.limits)]
 
 
@@ -157,7 +157,8 @@ def _check_measured(metric: str, spec: DataSpec) -> None:
 
 
 def rejection(job: JobSpec, search: SearchSettings) -> JobResult | None:
-    """The end of a job that is not trained, since its own settings break a constraint; None for others."""
+    """The result of a job that is not trained because its own settings break a constraint; None for
+    others."""
     known = known_violations(job, search)
     broken = [text for text, amount in known.items() if amount > 0]
     if not broken:
@@ -170,8 +171,8 @@ class Score:
     """The objectives of a trial, or why one is missing.
 
     Attributes:
-        values: of the objectives, all finite; none if one is missing.
-        violations: how far each constraint is broken, by its text; 0 or less if it is kept.
+        values: values of the objectives, all finite; empty if one is missing.
+        violations: how far each constraint is broken, by its text; 0 or less if satisfied.
         missing: what was not measured, or is not finite; "" if nothing is missing.
     """
 
@@ -204,7 +205,7 @@ class Observed:
                 self._set(event.job, "eval/accuracy", event.accuracy)
             case JobResult():
                 self._set(event.job, "eval/loss", event.eval_loss)
-                if event.completion_seconds is not None:  # else it did not train here, and these are 0
+                if event.completion_seconds is not None:  # otherwise it did not train here, and these are 0
                     self._set(event.job, "train/tokens", event.tokens)
                     self._set(event.job, "cost/device_seconds", event.device_seconds)
                     self._set(event.job, "job/completion_seconds", event.completion_seconds)
@@ -214,7 +215,7 @@ class Observed:
         return self._values.get((job, metric))
 
     def score(self, job: str, search: SearchSettings) -> Score:
-        """A finished job by the search's objectives and constraints."""
+        """The score of a finished job by the search's objectives and constraints."""
         found = {metric: self.value(job, metric) for metric in _metrics(search)}
         for metric, value in found.items():
             if value is None or not math.isfinite(value):
@@ -227,8 +228,8 @@ class Observed:
         )
 
     def violates(self, job: str, limits: Iterable[Constraint]) -> bool:
-        """Whether a job that still trains breaks a constraint by what was measured last. What only grows and
-        must reach a limit may still do so."""
+        """Whether a job that still trains breaks a constraint by its last measurements. A value that only
+        grows and must reach a lower limit may still do so."""
         return any(
             each.violation(value) > 0
             for each in limits

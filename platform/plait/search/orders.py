@@ -1,4 +1,4 @@
-"""The standing orders for a search, kept in its study: `plait control` writes them, every worker obeys
+"""The user's orders for a search, kept in its study: `plait control` writes them, and every worker obeys
 them."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from plait.search.storage import SharedStudy
 
 ORDERS = "plait.orders"  # study: the orders, as plain data
-POLL_SECONDS = 2.0  # between two reads of them by a worker
+POLL_SECONDS = 2.0  # interval at which a worker reads them
 
 Mode = Literal["running", "paused", "stopping", "cancelling"]
 ENDING: tuple[Mode, ...] = ("stopping", "cancelling")  # after these no further trial is suggested
@@ -23,9 +23,9 @@ class Orders:
     """The orders that are in force for every worker of the search.
 
     Attributes:
-        stops: numbers of the trials that are to end.
-        ended: how often orders were withdrawn because they had been carried out, and not by the user; as a
-            worker reads them, since it opened the study.
+        stops: numbers of the trials that must end.
+        ended: how often orders were withdrawn because they had been carried out, not by the user; as read by
+            a worker, counted since it opened the study.
         was: the mode that was withdrawn last.
     """
 
@@ -36,7 +36,7 @@ class Orders:
 
 
 def orders_in(content: Mapping[str, Any] | None) -> Orders:
-    """The orders in a study's attribute; none if it holds something else. Further keys are ignored."""
+    """The orders in a study's attribute; empty if it contains something else. Other keys are ignored."""
     match content:
         case {"mode": mode, "stops": [*stops], "ended": int(ended), "was": was} if {mode, was} <= set(
             get_args(Mode)
@@ -60,30 +60,30 @@ class StudyOrders:
         self._next_poll = -math.inf
 
     def read(self) -> Orders:
-        """What holds now; ``ended`` counts since this process opened the study."""
+        """The orders in force now; ``ended`` counts since this process opened the study."""
         orders = self._shared.patience(self._stored)
         return replace(orders, ended=orders.ended - self._ended_before)
 
     def poll(self) -> Orders:
-        """What held at most ``POLL_SECONDS`` ago: a worker asks before every iteration."""
+        """The orders as of at most ``POLL_SECONDS`` ago, because a worker asks before every iteration."""
         if self._clock() >= self._next_poll:
             self._next_poll = self._clock() + POLL_SECONDS
             self._polled = self.read()
         return self._polled
 
     def set_mode(self, mode: Mode) -> None:
-        """Change what the whole search is to do."""
+        """Set the mode of the whole search."""
         self._change(lambda orders: replace(orders, mode=mode))
 
     def stop_trial(self, number: int) -> None:
-        """A trial is to end."""
+        """Order a trial to end."""
         self._change(lambda orders: replace(orders, stops=tuple(sorted({*orders.stops, number}))))
 
     def withdraw(self) -> None:
-        """Withdraw what holds when a search ends: it was carried out, or came too late for any trial.
+        """Withdraw the orders at the end of a search: they were carried out, or came too late for any trial.
 
-        A worker that waits for the others' trials ends with them if one of ``ENDING`` is withdrawn.
-        Nothing changes if another worker withdrew it already.
+        A worker that waits for the others' trials ends with them if one of ``ENDING`` is withdrawn. Nothing
+        changes if another worker has already withdrawn them.
         """
         self._change(
             lambda orders: (
@@ -97,7 +97,7 @@ class StudyOrders:
         return orders_in(self._shared.study.user_attrs.get(ORDERS))
 
     def _change(self, change: Callable[[Orders], Orders]) -> None:
-        """Change what is there at this moment; a repetition after a lost answer changes no more."""
+        """Change the present orders; repeating this after a lost answer has no further effect."""
 
         def attempt() -> None:
             before = self._stored()

@@ -1,9 +1,9 @@
 """Which processes train a study's trials, and which of them are dead.
 
-A process on this host is dead when the lock on its file is free: at once, and without any clock. A process
-on another host increases a counter in the study; it is dead when the counter has not changed in several
-looks, one beat apart by this process's monotonic clock. Wall clocks may jump, and a storage may be
-unavailable: no worker is called dead while the study cannot be read.
+A process on this host is dead as soon as the lock on its file is free; this needs no clock. A process on
+another host increases a counter in the study; it is dead when the counter has not changed in several checks,
+one beat apart by this process's monotonic clock, because wall clocks may jump. A storage may be unavailable,
+so no worker is called dead while the study cannot be read.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from plait.search.storage import SharedStudy
 from plait.search.trials import Trial
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-POLL_SECONDS = 1.0  # between two looks at trials that others train
+POLL_SECONDS = 1.0  # interval of checks of the trials that others train
 BEAT_SECONDS = 10.0
-MISSED_BEATS = 6  # looks in a row without a new beat, after which a worker is given up
-BEATS = "plait.worker."  # study attribute of a worker's beats, before its name
+MISSED_BEATS = 6  # checks in a row without a new beat, after which a worker counts as dead
+BEATS = "plait.worker."  # prefix of the study attribute with a worker's beats
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process that trains trials: its name in the study, its host, and its file there."""
+    """A process that trains trials: its name in the study, its host, and its file on that host."""
 
     name: str
     host: str
     file: str
 
     def to_json(self) -> str:
-        """As text, kept with each trial."""
+        """The owner as text, stored with each trial."""
         return json.dumps(asdict(self))
 
     @property
@@ -55,7 +55,7 @@ class Owner:
 
 
 def process_id(file: Path) -> str:
-    """The id of the process that a worker's file belongs to."""
+    """The process id in the name of a worker's file."""
     return file.name.partition("-")[0]
 
 
@@ -68,22 +68,22 @@ def owner_of(text: object) -> Owner | None:
 
 
 def trainer_of(item: FrozenTrial) -> Owner | None:
-    """The worker that trains it; None if none signed it."""
+    """The worker that trains a trial; None if none has signed it."""
     return owner_of(item.user_attrs.get(OWNER))
 
 
 def this_host() -> str:
-    """This host, as long as it is up: its name, and what is another after each boot if that is known."""
+    """Identifies this host until it is rebooted: its name and, if known, an id of this boot."""
     return f"{socket.gethostname()} {BOOT.read_text().strip() if BOOT.exists() else ''}".strip()
 
 
 def host_name(host: str) -> str:
-    """The name alone of what :func:`this_host` gave."""
+    """The host's name in a result of :func:`this_host`."""
     return host.partition(" ")[0]
 
 
 def lives_here(owner: Owner | None) -> bool:
-    """Whether a worker is a process of this host, and alive. Not to be asked of this process."""
+    """Whether a worker is a living process of this host. Must not be called for this process."""
     with suppress(FileNotFoundError):
         return owner is not None and owner.host == this_host() and holder_lives(Path(owner.file))
     return False
@@ -93,9 +93,9 @@ class Workers:
     """The processes that train a study's trials, seen from this one.
 
     Args:
-        folder: for the workers' files on this host.
+        folder: folder of the workers' files on this host.
         beat: writes a study attribute.
-        clock: seconds, rising.
+        clock: returns seconds that never decrease.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Workers:
         self.own = Owner(name, host or this_host(), str(self._lock.path))
         self._beat = beat
         self._clock = clock
-        self._seen: dict[str, tuple[object, float, int]] = {}  # beat, time of the last look, looks without
+        self._seen: dict[str, tuple[object, float, int]] = {}  # beat, last check, checks without a beat
         self._ended = threading.Event()
         self._sweep(folder)
 
@@ -120,13 +120,13 @@ class Workers:
         threading.Thread(target=self._beats, name="plait-beats", daemon=True).start()
 
     def close(self) -> None:
-        """This process trains no more."""
+        """Stop beating: this process trains no more."""
         self._ended.set()
         self._lock.release()
 
     def beside(self, owner: Owner) -> bool:
         """Whether a worker has its file in this one's folder."""
-        if owner.name == self.own.name:  # signed by a worker of another host with the same folder
+        if owner.name == self.own.name:  # signed by a worker of another host that uses the same folder
             return True
         return owner.host == self.own.host and Path(owner.file).parent == self._lock.path.parent
 
@@ -142,8 +142,8 @@ class Workers:
         """Whether this worker is dead, so that its trials are orphaned.
 
         Args:
-            owner: as the trial names it.
-            attributes: of the study, read just now.
+            owner: the worker, as named by the trial.
+            attributes: the study's attributes, just read.
         """
         if owner is None:  # killed between suggesting the trial and signing it
             return True
@@ -152,7 +152,7 @@ class Workers:
         if owner.host == self.own.host:
             with suppress(FileNotFoundError):
                 return not holder_lives(Path(owner.file))
-            if Path(owner.file).parent.is_dir():  # it tidied up after itself
+            if Path(owner.file).parent.is_dir():  # it removed its file when it ended
                 return True
         return self._silent(owner.name, attributes.get(BEATS + owner.name))
 
@@ -170,7 +170,7 @@ class Workers:
         number = 0
         while not self._ended.is_set():
             number += 1
-            with suppress(Exception):  # a storage that is unavailable: the next beat may come through
+            with suppress(Exception):  # the storage is unavailable: the next beat may succeed
                 self._beat(BEATS + self.own.name, number)
             self._ended.wait(BEAT_SECONDS)
 
@@ -187,25 +187,25 @@ class DeadWorker:
     """A dead worker.
 
     Attributes:
-        trials: numbers of those that it left behind, with the step of each one's newest state.
+        trials: numbers of the trials that it left, with the step of each one's newest checkpoint.
     """
 
     owner: Owner
     trials: Mapping[int, int]
 
     def describe(self) -> str:
-        """In a line."""
+        """The worker and its trials in one line."""
         which = ", ".join(f"{number} (from step {step})" for number, step in self.trials.items())
         what = f"its trials {which} resume" if len(self.trials) > 1 else f"its trial {which} resumes"
         return f"{self.owner.process} is dead: {what} when a slot is free"
 
 
 class Claims:
-    """The trials of a study, by who trains them.
+    """The trials of a study, by the worker that trains them.
 
     Args:
         workers: this process among others; None: it is the only one.
-        saved: where the checkpoints of a trial are.
+        saved: returns the folder of a trial's checkpoints.
 
     Attributes:
         own: numbers of the trials that this process trains.
@@ -225,7 +225,7 @@ class Claims:
         self._known_dead: set[str] = set()  # names of workers
         self._dead: list[DeadWorker] = []
 
-    # ---- asked at any time; each reads all trials ----------------------------------------------------------
+    # ---- callable at any time; each reads all trials -------------------------------------------------------
 
     @property
     def others(self) -> int:
@@ -235,18 +235,18 @@ class Claims:
 
     @property
     def orphaned(self) -> set[str]:
-        """Names of the trials whose worker is dead and that no other has adopted yet."""
+        """Names of the trials whose worker is dead and that no other worker has adopted yet."""
         left = self._patience(lambda: self.orphans(self._shared.trials()))
         return {Trial(item.number).name for item in left if state_of(item) != JobState.PAUSED}
 
     def to_resume(self) -> int:
-        """How many trials earlier processes left; :meth:`dead_workers` tells of those left from here on."""
+        """How many trials earlier processes left; :meth:`dead_workers` reports those left from now on."""
         self._patience(lambda: self.notice(self._shared.trials()))
         self._dead = []
         return len(self._patience(lambda: self.orphans(self._shared.trials())))
 
     def adopted(self) -> set[int]:
-        """Numbers of the trials that other workers have adopted from this one, each once."""
+        """Numbers of the trials that other workers have adopted from this one, each returned once."""
 
         def look() -> set[int]:
             trials = self._shared.trials()
@@ -263,7 +263,7 @@ class Claims:
         return found
 
     def wait(self) -> bool:
-        """Wait a moment for trials that other processes train, or leave; False if there are none."""
+        """Wait a moment for trials that other processes train or leave; False if there are none."""
         if self._workers is None or not self.others:
             return False
         time.sleep(POLL_SECONDS)
@@ -272,9 +272,9 @@ class Claims:
     # ---- the search's own curves ---------------------------------------------------------------------------
 
     def writes_curves(self) -> bool:
-        """Whether processes of this folder write the search's own curves: those of one folder do, and agree
-        by a lock in it. Another folder's adopt the curves when the worker that the study names is dead. Waits
-        for no storage.
+        """Whether processes of this folder write the search's own curves. Only those of one folder do, and
+        they agree by a lock in it. Those of another folder adopt the curves when the worker named in the
+        study is dead. Does not wait for the storage.
         """
         workers, study = self._workers, self._shared.study
         if workers is None:
@@ -291,7 +291,7 @@ class Claims:
         return holder is not None and workers.beside(holder)
 
     def leave_curves(self) -> None:
-        """Leave the search's own curves to another process of this folder, or to any, as far as the storage
+        """Leave the search's own curves to another process of this folder, or else to any, if the storage
         answers."""
         workers, study = self._workers, self._shared.study
         with suppress(Exception):
@@ -303,7 +303,7 @@ class Claims:
     # ---- under the study's lock ----------------------------------------------------------------------------
 
     def sign(self, item: FrozenTrial) -> None:
-        """Write this process down as the one that trains a trial."""
+        """Record this process as the one that trains a trial."""
         storage = self._shared.study._storage
         if self._workers is not None:
             storage.set_trial_user_attr(item._trial_id, OWNER, self._workers.own.to_json())
@@ -311,7 +311,7 @@ class Claims:
             storage.set_trial_user_attr(item._trial_id, STATE, JobState.RUNNING)
 
     def signed(self, item: FrozenTrial) -> bool:
-        """Whether a trial bears this process's signature, and not that of one that adopted it."""
+        """Whether a trial is signed by this process, and not by one that adopted it."""
         return self._workers is None or trainer_of(item) == self._workers.own
 
     def orphans(self, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:

@@ -1,5 +1,5 @@
-"""Points of a search space: read as a person writes them ("adapter.rank=64", "train.lr=2e-4"), and
-counted."""
+"""Points of a search space: reads them as users write them ("adapter.rank=64", "train.lr=2e-4"), and counts
+them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-OUTSIDE = "plait.outside"  # trial: settings outside of what is searched, by key: as written, and the value
+OUTSIDE = "plait.outside"  # trial: settings outside the search space, by key: as written, and the value
 
 
 class OutsideValue(NamedTuple):
-    """A setting outside of what is searched: as it is written in an override, and its value."""
+    """A setting outside the search space: as written in an override, and its value."""
 
     text: str
     value: Value
@@ -33,17 +33,17 @@ class OutsideValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnqueuedPoint:
-    """A point of ``search.enqueue``; ``request`` identifies it, wherever it stands in the list."""
+    """A point of ``search.enqueue``; ``request`` identifies it independently of its position in the list."""
 
     values: Mapping[str, Value]
     request: str
 
 
 def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]:
-    """The points of ``search.enqueue``, in order. A point that is given twice is tried twice.
+    """The points of ``search.enqueue``, in order. A point given twice is tried twice.
 
     Raises:
-        SearchError: one is not in the space.
+        SearchError: a point is not in the space.
     """
     found: list[EnqueuedPoint] = []
     times: Counter[str] = Counter()
@@ -59,11 +59,11 @@ def read_enqueued(settings: SearchSettings, space: Space) -> list[EnqueuedPoint]
 
 
 def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
-    """The values that overrides such as ``train.lr=2e-4`` give to searched keys; the rest is left open.
+    """The values that overrides such as ``train.lr=2e-4`` give to searched keys; other keys are left open.
 
     Raises:
-        SearchError: not ``key=value``, a key that is not searched or is given twice, a value outside of what
-            is searched for it.
+        SearchError: one is not ``key=value``, its key is not searched or is given twice, or its value is
+            outside the key's domain.
     """
     known = {dimension.name: dimension for dimension in space.dimensions}
     point: dict[str, Value] = {}
@@ -83,11 +83,11 @@ def read_point(space: Space, overrides: Sequence[str]) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True)
 class AddedPoint:
-    """The settings that a user gives to a further trial.
+    """The settings that a user gives to an additional trial.
 
     Attributes:
-        values: of searched keys, as they may be suggested.
-        outside: other settings of the job, by key: outside of what is searched, or not searched at all.
+        values: values of searched keys within their domains.
+        outside: other settings of the job, by key: outside their domains, or not searched at all.
     """
 
     values: Mapping[str, Value]
@@ -95,13 +95,12 @@ class AddedPoint:
 
 
 def read_added(space: Space, overrides: Sequence[str]) -> AddedPoint:
-    """The settings of overrides, which may leave the space: those of adapter and train may be any that a job
-    can have. Data must be one that the search has prepared.
+    """The settings given by overrides, which may be outside the space: those of adapter and train may be any
+    that is valid for a job. Data must be prepared by the search already.
 
     Raises:
-        ConfigError: no job can have a value.
-        SearchError: not ``key=value``, a key that is given twice, or one of those that hold for the whole
-            search.
+        ConfigError: a value is invalid for any job.
+        SearchError: one is not ``key=value``, a key is given twice, or it applies to the whole search.
     """
     known = {dimension.name: dimension for dimension in space.dimensions}
     values: dict[str, Value] = {}
@@ -148,15 +147,15 @@ def _split(override: str, known: Iterable[str]) -> tuple[str, str]:
 
 
 def read_values(space: Space, values: Mapping[str, object]) -> dict[str, Value]:
-    """The same for values that a configuration file gives; errors as :func:`read_point`."""
+    """The same for values from a configuration file; errors as for :func:`read_point`."""
     return read_point(space, [f"{key}={as_written(value)}" for key, value in values.items()])
 
 
 def read_value(dimension: Dimension, text: str) -> Value:
-    """A value of one searched key, from its text.
+    """Read a value of one searched key from its text.
 
     Raises:
-        SearchError: it is not among what is searched.
+        SearchError: it is outside the key's domain.
     """
     domain = dimension.domain
     if isinstance(domain, Choice):
@@ -204,7 +203,7 @@ def _outside(dimension: Dimension, text: str) -> SearchError:
 
 
 def as_written(value: object) -> str:
-    """A value as on the command line: true, null, [a,b]."""
+    """A value as written on the command line: true, null, [a,b]."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, (list, tuple)):
@@ -213,18 +212,18 @@ def as_written(value: object) -> str:
 
 
 def outside_of(item: FrozenTrial) -> dict[str, OutsideValue]:
-    """The settings of a trial that lie outside of what is searched, by key."""
+    """The settings of a trial outside the search space, by key."""
     return {key: OutsideValue(*each) for key, each in item.user_attrs.get(OUTSIDE, {}).items()}
 
 
 def values_of(item: FrozenTrial) -> dict[str, Value]:
-    """The values of a trial's searched keys and of those settings that lie outside."""
+    """The values of a trial's searched keys and of its settings outside the space."""
     return item.params | {key: each.value for key, each in outside_of(item).items()}
 
 
 def tried_points(trials: Iterable[FrozenTrial], space: Space) -> frozenset[Point]:
-    """The points of trials, whatever became of them: what failed would fail again. Those that are enqueued
-    count too, and those with settings outside of the space do not."""
+    """The points of all trials, including failed ones, which would fail again, and enqueued ones; trials with
+    settings outside the space do not count."""
     values = (
         item.system_attrs.get("fixed_params", {}) | item.params for item in trials if not outside_of(item)
     )
@@ -237,8 +236,8 @@ def points_left(trials: Sequence[FrozenTrial], space: Space) -> int | None:
 
 
 def too_few_points(settings: SearchSettings, space: Space) -> str:
-    """What to say where fewer combinations exist than trials were asked for: none is trained twice. "" where
-    there are enough."""
+    """What to say if fewer combinations exist than trials were requested, because none is trained twice; ""
+    if there are enough."""
     size = space.size
     if size is None or size >= settings.trials:
         return ""

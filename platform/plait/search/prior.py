@@ -1,4 +1,4 @@
-"""What the sampler knows from an earlier study: its finished trials (search.prior)."""
+"""What the sampler learns from an earlier study: its finished trials (search.prior)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.search.samplers import SAMPLERS
 
 PRIOR = "plait.prior"  # study: name of the earlier study and its trials, as JSON
 
-STARTUP = "n_startup_trials"  # option of tpe and gp: they suggest at random until they know so many
+STARTUP = "n_startup_trials"  # option of tpe and gp: until there are this many trials, they suggest at random
 STARTUP_TRIALS = 10  # Optuna's default of it
 
 COMPARED_BY = ("search.metric", "search.direction", "search.constraints")  # keys of ``comparison``
@@ -37,7 +37,7 @@ class EarlierTrial:
     constraints: Mapping[str, float]
 
     def frozen(self, distributions: dict[str, BaseDistribution]) -> FrozenTrial:
-        """As a complete trial of a space."""
+        """The trial as a complete one in a space with these distributions."""
         return create_trial(
             params=dict(self.point),
             distributions=distributions,
@@ -47,8 +47,8 @@ class EarlierTrial:
 
 
 def check_prior(name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None) -> None:
-    """The earlier study fits the search that is to be called ``name``, if one is given; errors as
-    :func:`earlier_trials`."""
+    """Check that the earlier study, if one is given, suits the search that will be called ``name``; errors as
+    for :func:`earlier_trials`."""
     if settings.prior is not None:
         read_prior(name, settings, space, storage)
 
@@ -56,11 +56,11 @@ def check_prior(name: str, settings: SearchSettings, space: Space, storage: Base
 def earlier_trials(
     study: Study, settings: SearchSettings, space: Space, storage: BaseStorage
 ) -> tuple[EarlierTrial, ...]:
-    """The trials of the earlier study, which is in ``storage``. They are kept with this one when first asked
-    for, so that all suggestions of a search know the same, whatever becomes of the earlier study.
+    """The trials of the earlier study, which is in ``storage``. The first call stores them with this study,
+    so that all suggestions of a search use the same ones even if the earlier study changes.
 
     Raises:
-        SearchError: there is no such study, or its trials mean nothing here.
+        SearchError: the study is missing, or its trials have no meaning in this search.
     """
     kept = json.loads(study.user_attrs.get(PRIOR, "{}"))
     if kept.get("name") != settings.prior:
@@ -73,7 +73,7 @@ def earlier_trials(
 
 
 def describe_prior(settings: SearchSettings, known: int) -> str:
-    """What the sampler makes of so many trials of an earlier study, for the user."""
+    """Describe to the user how the sampler uses ``known`` trials of an earlier study."""
     line = f"search.prior={settings.prior}: the sampler learns from its {known} finished trials"
     needed = int(settings.sampler_options.get(STARTUP, STARTUP_TRIALS))
     if SAMPLERS.get(settings.sampler).source_trials or known >= needed:
@@ -87,7 +87,7 @@ def describe_prior(settings: SearchSettings, known: int) -> str:
 def read_prior(
     name: str, settings: SearchSettings, space: Space, storage: BaseStorage | None
 ) -> list[EarlierTrial]:
-    """The earlier study's complete trials that lie in the space; errors as :func:`earlier_trials`."""
+    """The earlier study's complete trials in the space; errors as for :func:`earlier_trials`."""
     problem, study = _find(name, settings, storage)
     was = {key: text for key, text in problem.items() if key.startswith("space.")}
     keys = {f"space.{key}" for key in space.describe()}
@@ -134,7 +134,7 @@ def _find(
 
 
 def _earlier(item: FrozenTrial, space: Space) -> EarlierTrial | None:
-    """None if a value lies outside of what is searched here or there, or was not written."""
+    """A trial of the earlier study; None if a value is outside either search space, or was not written."""
     if outside_of(item):
         return None
     try:

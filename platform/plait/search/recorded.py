@@ -1,4 +1,4 @@
-"""What a search was started with, kept in its folder, so that `plait resume NAME` needs no arguments."""
+"""The command that started a search, kept in its folder so that `plait resume NAME` needs no arguments."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from plait.utils.paths import search_folder
 
 FILE = "command.json"
 URI = "tracking.uri"
-_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # no quotes needed, neither for Hydra nor for a shell
-_WORDS = ("true", "false", "null", "nan", "inf", "infinity")  # Hydra reads values of other types in these
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")  # needs no quotes in Hydra or in a shell
+_WORDS = ("true", "false", "null", "nan", "inf", "infinity")  # Hydra reads these as other types
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,12 @@ class RecordedCommand:
 
     Attributes:
         arguments: Hydra's overrides, as given.
-        directory: current folder, below which relative paths lie.
-        finished: whether the search came to its end.
-        store: address of the MLflow store, wherever it was given; None: in the folder of the runs.
-        storage: where the study is, whatever the current folder; None: the journal in the folder of the runs.
-        concluded: whether the search's run in the store says all of the finished search.
+        directory: the current folder, to which relative paths refer.
+        finished: whether the search has finished.
+        store: address of the MLflow store, however it was given; None: in the folder of the runs.
+        storage: the study's storage, independent of the current folder; None: the journal in the folder of
+            the runs.
+        concluded: whether the search's run in the store has everything of the finished search.
     """
 
     name: str
@@ -42,8 +43,8 @@ class RecordedCommand:
     concluded: bool = False
 
     def words(self, more: Sequence[str] = ()) -> list[str]:
-        """The resuming command: without ``fresh``, by its own name, in its own store whatever the environment
-        says now, with further overrides in place of earlier ones."""
+        """The resuming command: without ``fresh``, with its own name, in its own store whatever the
+        environment says now, and with new overrides replacing earlier ones."""
         if self.store and URI not in map(key_of, (*self.arguments, *more)):
             more = [*more, f"{URI}={quoted(self.store)}"]
         changed = {key_of(argument) for argument in more} | {"search.fresh", "search.name"}
@@ -52,13 +53,13 @@ class RecordedCommand:
 
 
 def given(arguments: Sequence[str], key: str) -> str:
-    """The value that overrides give a key at last, without the quotes around it; "" if they give none."""
+    """The last value that overrides give to a key, without the quotes around it; "" if there is none."""
     values = [each.partition("=")[2] for each in arguments if key_of(each) == key]
     return values[-1].strip("'\"") if values else ""
 
 
 def quoted(text: str) -> str:
-    """Text as the value of a Hydra override, whatever is in it."""
+    """Any text, quoted as the value of a Hydra override."""
     from hydra.core.override_parser.types import Quote, QuotedString  # takes most of a second to load
 
     plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
@@ -66,8 +67,8 @@ def quoted(text: str) -> str:
 
 
 def write_command(folder: Path, command: RecordedCommand) -> None:
-    """Keep a command in a search's folder. Only the user who started it may read it: resuming needs it as
-    it was given, with the password of a database if an address has one, which is kept nowhere else.
+    """Store a command in a search's folder. Only the user who started it may read it, because it is stored as
+    given, including the password in a database's address, which is kept nowhere else.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -83,15 +84,15 @@ def write_command(folder: Path, command: RecordedCommand) -> None:
 
 
 def recorded_command(root: Path, name: str) -> RecordedCommand | None:
-    """The command of a search below ``root``; None if there is no such search."""
+    """The command of a search below ``root``; None if the search does not exist."""
     return _read(search_folder(root, name) / FILE)
 
 
 def known_command(root: Path, name: str) -> RecordedCommand:
-    """The same.
+    """The command of a search below ``root``.
 
     Raises:
-        SearchError: there is no such search below ``root``; it lists those that there are.
+        SearchError: the search does not exist; the message lists those that do.
     """
     found = recorded_command(root, name)
     if found is None:

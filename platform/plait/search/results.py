@@ -1,4 +1,4 @@
-"""The result of a search: as lines to print, and as the file that users of the Optuna sweeper know."""
+"""The result of a search, as lines to print and in the file format of Hydra's Optuna sweeper."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from plait.core.objectives import Objective, best_of, front_of
 from plait.core.settings import SearchSettings
 
 RESULT_FILE = "optimization_results.yaml"
-TRY_ALL = "search.max_failure_rate=1"  # with it no search gives up
-MOST_REJECTED = 100  # suggestions in a row that break a constraint, after which none is asked for any more
+TRY_ALL = "search.max_failure_rate=1"  # with it, a search never gives up
+MOST_REJECTED = 100  # suggestions in a row that break a constraint, after which the search ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class SearchEnd:
     """All trials that have ended, and whether the search ended early.
 
     Attributes:
-        interrupted: by Ctrl-C or the end of its process.
-        ended_by: the user's order ("stopping", "cancelling"), or "failing": too many trials failed.
+        interrupted: whether it was interrupted by Ctrl-C or the end of its process.
+        ended_by: the user's order ("stopping", "cancelling"), or "failing" if too many trials failed.
         why: the same, in words.
-        name: of the search, as its study has it.
+        name: the search's name in its study.
     """
 
     finished: tuple[JobResult, ...]
@@ -42,13 +42,13 @@ class SearchEnd:
 
     @property
     def rejected(self) -> int:
-        """How many trials were not trained, since their settings break a constraint."""
+        """How many trials were not trained because their settings break a constraint."""
         return sum(item.state == JobState.INFEASIBLE for item in self.finished)
 
     @property
     def rejected_to_the_end(self) -> str:
-        """That no more trials are suggested since the last ones all broke a constraint; "" if there
-        were others."""
+        """The message that no more trials are suggested because the last ones all broke a constraint; "" if
+        they did not."""
         last = sorted(self.finished, key=lambda item: item.trial)[-MOST_REJECTED:]
         if len(last) < MOST_REJECTED or any(item.state != JobState.INFEASIBLE for item in last):
             return ""
@@ -71,7 +71,7 @@ class SearchEnd:
 
 
 def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
-    """Why a search draws no further trials: too many failed; "" if that is not so."""
+    """The message that no further trials are suggested because too many failed; "" if they did not."""
     if failed <= settings.max_failure_rate * total:
         return ""
     share = f"search.max_failure_rate={settings.max_failure_rate:g}"
@@ -79,7 +79,7 @@ def failure_limit(failed: int, total: int, settings: SearchSettings) -> str:
 
 
 def describe_given_up(why: str, name: str) -> str:
-    """A search that gave up, and how to resume it."""
+    """Describe why a search gave up, and how to resume it."""
     remedy = f"{TRY_ALL} resumes it; with search.failed=retry the failed trials are also tried again."
     return f"{name} ended early: {why}. {remedy}"
 
@@ -87,7 +87,7 @@ def describe_given_up(why: str, name: str) -> str:
 def describe_result(
     result: SearchEnd, settings: SearchSettings, name: str, *, exhausted: bool = False
 ) -> list[str]:
-    """A finished search in a few lines; ``exhausted``: its space has no point that was not tried."""
+    """Describe a finished search in a few lines; ``exhausted``: its space has no untried point."""
     count = len(result.finished)
     rejected = f", {result.rejected} infeasible" if result.rejected else ""
     lines = [
@@ -121,8 +121,8 @@ def describe_point(item: JobResult, objectives: Sequence[Objective]) -> str:
 
 
 def write_result(result: SearchEnd, settings: SearchSettings, folder: Path) -> None:
-    """Write the best trial, or the Pareto front of several objectives, as YAML into Hydra's folder of the
-    run: the keys are those of the Optuna sweeper.
+    """Write the best trial, or the Pareto front of several objectives, as YAML into Hydra's run folder, with
+    the keys of the Optuna sweeper.
 
     Raises:
         StorageError: it cannot be written.

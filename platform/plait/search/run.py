@@ -1,7 +1,7 @@
 """The search loop: it fills slots with trials, passes events on, and reports results to tracking and study.
 
-The search and the packing are one loop: a slot that falls free is filled at the next iteration of the running
-group. Trials that wait at a rung leave their slots to new ones, and resume before further ones are suggested.
+The search and the packing are one loop: a slot that becomes free is filled at the next iteration of the
+running group. Trials that wait at a rung leave their slots to new ones, and resume before more are suggested.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from plait.search.stopper import Stopper
 from plait.search.study import StudyTrials
 from plait.search.trials import Trial
 
-WAIT_SECONDS = 0.2  # between two looks, if no trial runs
-LOOK_SECONDS = 1.0  # between two looks at what other workers suggested, decided at a rung or adopted
+WAIT_SECONDS = 0.2  # interval of checks while no trial runs
+LOOK_SECONDS = 1.0  # interval of checks of what other workers suggested, decided at a rung or adopted
 ORDERED = "as requested with `plait control`"
 BY_USER = "by the user"
 ADOPTED = "another worker could not reach this one and adopted the trial"
 
 
 class Engine(Protocol):
-    """What the loop needs of the engine's coordinator."""
+    """What the loop needs from the engine's coordinator."""
 
     def submit(
         self,
@@ -49,19 +49,19 @@ class Engine(Protocol):
         rungs: Collection[int] = (),
         measured: bool = False,
     ) -> None:
-        """Queue a job, fresh, with given weights or from a saved state, that waits at each of its rungs."""
+        """Queue a job (fresh, with given weights or from a checkpoint), which waits at each of its rungs."""
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
         """End a job in this state at the next boundary."""
 
     def pause(self, job: str) -> None:
-        """Save a job at the next boundary and give its slot away."""
+        """Save a job at the next boundary and free its slot."""
 
     def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
         """Resume a job that is paused for this reason."""
 
     def settle(self) -> Iterable[Event]:
-        """The boundary between two iterations: end what was cancelled, pause what waits."""
+        """Run the boundary between two iterations: end what was cancelled, pause what waits."""
 
     def stop(self) -> None:
         """At the next ``advance``, save every job and end it as paused."""
@@ -70,23 +70,23 @@ class Engine(Protocol):
         """How many more jobs could be admitted now."""
 
     def advance(self) -> Iterable[Event]:
-        """One iteration of the group."""
+        """Run one iteration of the group."""
 
 
 class Recorder(Protocol):
-    """Keeps what happens: the tracker."""
+    """Records what happens; implemented by the tracker."""
 
     def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
-        """A job is about to be submitted; ``outside``: its settings outside of what is searched."""
+        """Note that a job is about to be submitted; ``outside``: its settings outside the search space."""
 
     def handle(self, event: Event) -> None:
-        """Something happened in the engine; of the end of a job, what the search decided."""
+        """Record an event of the engine or, for the end of a job, what the search decided."""
 
     def lose(self, job: str) -> None:
-        """Another process trains the job from here on: nothing more is written of it."""
+        """Stop recording a job, because another process trains it from now on."""
 
     def commit(self) -> None:
-        """Return when all that was handed over survives a crash."""
+        """Wait until everything recorded so far would survive a crash."""
 
     def run_id(self, job: str) -> str:
         """MLflow's id of the job's run; "" while it is not known."""
@@ -102,25 +102,25 @@ class View(Protocol):
         """Show its end."""
 
     def refresh(self) -> None:
-        """Draw what has changed, if that is due: while no job trains no event comes."""
+        """Redraw if due, because there are no events while no job trains."""
 
     def handle(self, event: Event) -> None:
         """Show what an event changed."""
 
     def lose(self, job: str) -> None:
-        """Another process trains the job from here on."""
+        """Show that another process trains the job from now on."""
 
 
 @dataclass(slots=True, eq=False)
 class RunningTrial:
-    """A trial from its submission to its end, and why it does not train.
+    """A trial from its submission to its end, and the reasons why it does not train.
 
     Attributes:
-        state: RUNNING while it holds a slot of the search, even if the engine preempted it; else PAUSED.
-        at_rung: it left its slot at a rung, so that the end of a pause does not bring it back.
-        released: its rung is decided and it was let past; it waits for a slot.
+        state: RUNNING while it has a slot of the search, even if the engine preempted it; else PAUSED.
+        at_rung: it left its slot at a rung, so the end of a pause does not bring it back.
+        released: its rung is decided in its favour; it waits for a slot.
         by_order: the user ordered the pause.
-        adopted: another worker trains it now: it ends here without a word to the study.
+        adopted: another worker trains it now, so its end here is not reported to the study.
     """
 
     trial: Trial
@@ -137,34 +137,34 @@ class RunningTrial:
         return self.state == JobState.RUNNING
 
     def leave_slot(self, reason: PauseReason) -> None:
-        """The engine paused it."""
-        if reason != PauseReason.PREEMPTED:  # the engine resumes that by itself, in its slot of the search
+        """Note that the engine paused it."""
+        if reason != PauseReason.PREEMPTED:  # the engine resumes it without the search, in the same slot
             self.state = JobState.PAUSED
             self.at_rung = self.at_rung or reason == PauseReason.AT_RUNG
 
     def take_slot(self) -> None:
-        """It trains on, past the rung at which it waited."""
+        """Note that it trains again, past the rung at which it waited."""
         self.state, self.at_rung, self.released = JobState.RUNNING, False, False
 
     def end_pause(self) -> None:
-        """The pause by order is over: it has its slot back, unless it waits at a rung."""
+        """End the pause by order: it gets its slot back, unless it waits at a rung."""
         self.by_order = False
         if not self.at_rung:
             self.state = JobState.RUNNING
 
 
 class Suggestions:
-    """What remains of a search: whether there is another trial to suggest, and whether too many have failed.
+    """Whether there is another trial to suggest, and whether too many have failed.
 
-    Answers of the trial source are kept as long as nothing changes: each reads all trials of the study, which
-    takes milliseconds, over a network tens of them, in the thread that trains. What other workers did is seen
-    after :meth:`forget` only.
+    Answers of the trial source are cached while nothing changes, because each one reads all trials of the
+    study in the training thread, which takes milliseconds, or tens of them over a network. What other workers
+    did is seen only after :meth:`forget`.
     """
 
     def __init__(self, source: StudyTrials, settings: SearchSettings) -> None:
         self._source = source
         self._settings = settings
-        self._none_left: tuple[int, bool] | None = None  # the last question with no answer: revision, new
+        self._none_left: tuple[int, bool] | None = None  # the last request without a trial: revision, new
         self._decided: tuple[int, str] | None = None  # at which revision, and why no more are suggested
 
     def forget(self) -> None:
@@ -173,8 +173,8 @@ class Suggestions:
 
     @property
     def failure_limit_exceeded(self) -> str:
-        """That too many trials failed, in words; "" if not that many did. Those that were begun are ended,
-        and no more are suggested."""
+        """The message that too many trials failed; "" if they did not. Started trials are then ended, and no
+        more are suggested."""
         if self._settings.max_failure_rate >= 1:
             return ""
         revision = self._source.revision
@@ -184,7 +184,8 @@ class Suggestions:
         return self._decided[1]
 
     def suggest(self, *, new: bool) -> Trial | None:
-        """The next trial, as ``StudyTrials.ask``; None if there was none and nothing changed since."""
+        """The next trial, as from ``StudyTrials.ask``; None if there was none and nothing has changed
+        since."""
         question = self._source.revision, new
         if question == self._none_left:
             return None
@@ -198,10 +199,10 @@ class SearchLoop:
     """Runs a search to its end.
 
     Args:
-        make_job: the job of a trial; an InputError fails that trial only, unless it is a StorageError.
-        stop: asked after every iteration; True ends the search in order.
-        stopper: ends trials early; None lets all come to their ends.
-        read_orders: the orders of the search's user, asked for before every iteration.
+        make_job: makes the job of a trial; an InputError fails only that trial, unless it is a StorageError.
+        stop: called after every iteration; True ends the search in order.
+        stopper: ends trials early; None lets all of them finish.
+        read_orders: returns the user's orders; called before every iteration.
         view: shows what happens; None shows nothing.
     """
 
@@ -236,11 +237,11 @@ class SearchLoop:
         self._waited = False
 
     def run(self) -> SearchEnd:
-        """Train until every trial has ended, or ``stop`` says so."""
+        """Train until every trial has ended, or ``stop`` returns True."""
         while not self._stop():
             self._obey()
             look = self._look_due()
-            if look or not self._in_slots:  # no search ends by what was true a while ago
+            if look or not self._in_slots:  # a search must not end by outdated information
                 self._suggestions.forget()
             if look:
                 self._drop_adopted()
@@ -266,7 +267,7 @@ class SearchLoop:
 
     @property
     def _released(self) -> RunningTrial | None:
-        """The first of those that were let past their rungs and wait for a slot."""
+        """The first trial that was released from its rung and waits for a slot."""
         waiting = (each for each in self._trials.values() if each.released)
         return min(waiting, key=lambda each: (-each.priority, each.trial.number), default=None)
 
@@ -282,7 +283,7 @@ class SearchLoop:
             self._view.refresh()
         before, self._orders = self._orders, self._read_orders()
         if self._orders.ended:
-            # Another worker, the last one with a trial, withdrew the order as carried out: this one ends too.
+            # The last worker with a trial withdrew the order as carried out, so this one ends, too.
             self._orders = replace(self._orders, mode=self._orders.was)
         mode = self._orders.mode
         if mode != before.mode and mode != "running":
@@ -305,7 +306,7 @@ class SearchLoop:
         return True
 
     def _drop_adopted(self) -> None:
-        """Cancel the jobs of trials that another worker adopted, since this one seemed to be dead."""
+        """Cancel the jobs of trials that another worker adopted because this one seemed to be dead."""
         adopted = self._source.claims.adopted()
         for name, each in self._trials.items():
             if each.trial.number in adopted:
@@ -332,8 +333,8 @@ class SearchLoop:
             self._start(new)
 
     def _preempt(self) -> None:
-        """Start what has a higher priority than one of those that train, without a free slot: the engine
-        preempts that one, which resumes by itself."""
+        """Start a trial that has a higher priority than a running one even without a free slot: the engine
+        preempts the running one, and resumes it later."""
         while (taken := self._in_slots) and self._begins_trials:
             ranks = sorted((each.priority for each in taken), reverse=True)
             lowest = ranks[: self._settings.parallel][-1]
@@ -350,14 +351,14 @@ class SearchLoop:
         self._coordinator.resume(released.trial.name, PauseReason.AT_RUNG)
 
     def _end_orphaned(self) -> None:
-        """End the trials that dead workers left behind, as they are."""
+        """End the trials that dead workers left, without training them further."""
         while (trial := self._source.ask(new=False)) is not None:
             if self._announce(trial) is not None:
                 self._end(trial, JobResult(trial.name, JobState.STOPPED, reason=BY_USER))
 
     def _announce(self, trial: Trial) -> JobSpec | None:
-        """The job of a trial, made known; None if the trial has ended: its job cannot be made, or its
-        settings break a constraint."""
+        """Make and announce the job of a trial; None if the trial ended, because its job cannot be made or
+        its settings break a constraint."""
         try:
             job = self._make_job(trial)
         except StorageError:
@@ -396,7 +397,8 @@ class SearchLoop:
     # ---- rungs -------------------------------------------------------------------------------------------
 
     def _decide(self, *, ask_again: bool = False) -> bool:
-        """Resume or end those whose rungs are decided, as long as one end brings further decisions."""
+        """Resume or end the trials whose rungs are decided, and repeat while an end allows further
+        decisions."""
         if self._stopper is None:
             return False
         decided = False
@@ -419,11 +421,11 @@ class SearchLoop:
                 return decided
 
     def _expected(self) -> int | None:
-        """How many trials there will be; None: those that were suggested. A pause keeps cohorts waiting."""
+        """How many trials there will be; None: only those already suggested. During a pause, cohorts wait."""
         return None if self._reported_end else self._source.total
 
     def _wait(self) -> bool:
-        """No trial runs and none can begin: False when nothing more can come."""
+        """Wait while no trial runs and none can begin; False if no more can come."""
         if not self._trials:
             others = self._source.claims.wait()
             if others and not self._waited:
@@ -440,7 +442,7 @@ class SearchLoop:
         events = list(self._coordinator.advance())
         self._take(events)
         if all(isinstance(event, Notice) for event in events):
-            time.sleep(WAIT_SECONDS)  # all are held: by a pause, or by a full disk
+            time.sleep(WAIT_SECONDS)  # all are held up by a pause or a full disk
 
     def _take(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -467,7 +469,8 @@ class SearchLoop:
             self._view.handle(event)
 
     def _report(self, event: JobEvaluated) -> None:
-        """Keep intermediate objectives at evaluations only: a database takes tens of milliseconds for one."""
+        """Store intermediate objectives at evaluations only, because a database takes tens of milliseconds
+        for each."""
         running = self._trials.get(event.job)
         value = self._observed.value(event.job, self._settings.objectives[0].metric)
         if running is not None and value is not None and math.isfinite(value):
@@ -486,8 +489,8 @@ class SearchLoop:
             self._end(running.trial, self._scored(result))
 
     def _scored(self, result: JobResult) -> JobResult:
-        """With the objectives. A job that came to its end is finished if every objective and constraint
-        was measured; one that was stopped before has the first objective as it stood."""
+        """The result with the objectives. A completed job is finished only if every objective and constraint
+        was measured; one stopped before has the last value of the first objective."""
         if result.state == JobState.FAILED:
             return replace(result, reason=result.reason or JobState.FAILED)
         if result.state != JobState.FINISHED:
@@ -502,8 +505,8 @@ class SearchLoop:
         return replace(result, reason=reason, values=score.values, violations=score.violations)
 
     def _end(self, trial: Trial, result: JobResult) -> None:
-        """Tracking first, and on the disk, then the study: what the study knows to have ended is not trained
-        again, so nothing of it may be missing by then."""
+        """Record the end first in tracking, on the disk, then in the study: a trial that has ended in the
+        study is never trained again, so its records must be complete by then."""
         self._record(replace(result, trial=trial.number, parameters=trial.values))
         self._recorder.commit()
         self._source.tell(trial, replace(result, run_id=self._recorder.run_id(trial.name)))
@@ -512,7 +515,7 @@ class SearchLoop:
 
     def _interrupt(self) -> None:
         """Let the engine save and pause every job; trials that do not answer are orphaned."""
-        with suppress(StorageError):  # nothing can be asked while it is away
+        with suppress(StorageError):  # the study cannot be read while its storage is unavailable
             self._drop_adopted()
         self._coordinator.stop()
         while active := len(self._trials):
@@ -521,7 +524,7 @@ class SearchLoop:
                 return
 
     def _result(self) -> SearchEnd:
-        """All trials have ended, or no more begin by order or after failures."""
+        """The result when all trials have ended, or no more begin because of an order or failures."""
         finished = tuple(self._source.finished())
         if self._orders.mode != "running":
             return SearchEnd(finished, ended_by=self._orders.mode, why=ORDERED)
@@ -532,7 +535,7 @@ class SearchLoop:
         return replace(end, why=end.rejected_to_the_end)
 
 
-# Who closes a terminal sends SIGHUP more than once: further ones ask for nothing more.
+# Closing a terminal sends SIGHUP more than once; repeated ones are ignored.
 SECOND: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -541,15 +544,15 @@ SECOND: dict[signal.Signals, Any] = {
 
 
 class Interrupts:
-    """While entered, notes the first of these signals and leaves the second to Python (KeyboardInterrupt) or
-    to the system.
+    """Within this context, note the first of these signals and leave the second to Python (KeyboardInterrupt)
+    or to the system.
 
-    Outside of the main thread, if signals cannot be caught, it changes nothing. SIGTERM and SIGHUP stay
-    ignored if they were (nohup).
+    Outside the main thread, where signals cannot be caught, it does nothing. SIGTERM and SIGHUP stay ignored
+    if they were (nohup).
 
     Args:
-        announce: called once, at the first signal, inside the signal handler: unbuffered output only.
-        signals: those that it notes.
+        announce: called once, at the first signal, in the signal handler: unbuffered output only.
+        signals: the signals to note.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Rungs: where they are, which trials are compared with each other at them, and the table of what was
-measured.
+"""Rungs: their steps, the trials that are compared at them, and the table of measured values.
 
 Pure functions and plain data.
 """
@@ -15,9 +14,9 @@ from typing import Protocol
 from plait.core.errors import ConfigError, choices
 from plait.core.settings import SearchSettings, StoppingSettings
 
-SHARE = 8  # of the budget: the first rung, and the distance of evenly spaced ones, if none is given
+SHARE = 8  # the first rung, and the distance of evenly spaced ones, is 1/SHARE of the budget by default
 
-# What is measured at every rung, and whether less of it is better.
+# Metrics that are measured at every rung, and whether less is better.
 RUNG_METRICS = {
     "eval/loss": True,
     "train/loss": True,
@@ -31,13 +30,13 @@ LOSSES = ("eval/loss", "train/loss")
 
 @dataclass(frozen=True, slots=True)
 class RungMetric:
-    """What trials are compared by at a rung: a metric, and whether less of it is better."""
+    """The metric by which trials are compared at a rung, and whether less is better."""
 
     metric: str
     minimise: bool
 
     def badness(self, value: float) -> float:
-        """Sorts the best first."""
+        """A number that sorts the best first."""
         return value if self.minimise else -value
 
 
@@ -45,7 +44,7 @@ def rung_metric(search: SearchSettings) -> RungMetric:
     """The metric of a search's rungs.
 
     Raises:
-        ConfigError: it is not measured at rungs, or a factor of divergence makes no sense for it.
+        ConfigError: the metric is not measured at rungs, or a divergence factor makes no sense for it.
     """
     stopping = search.stopping
     metric = stopping.metric or search.objectives[0].metric
@@ -72,12 +71,12 @@ def rung_metric(search: SearchSettings) -> RungMetric:
 
 
 def steps_of_rungs(stopping: StoppingSettings, budget: int, *, geometric: bool) -> tuple[int, ...]:
-    """The optimiser steps of the rungs, rising.
+    """The optimiser steps of the rungs, ascending.
 
     Args:
         budget: optimiser steps of the shortest job.
-        geometric: if the settings leave it open, each rung lies at eta times the one before; otherwise
-            they are evenly spaced.
+        geometric: if the settings leave it open, each rung is at eta times the previous one; otherwise they
+            are evenly spaced.
 
     Raises:
         ConfigError: a rung is not within the budget.
@@ -116,7 +115,7 @@ def _powers(first: int, eta: int, last: int) -> Iterable[int]:
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Consecutive trials that are compared with each other, and the rungs at which they are."""
+    """Consecutive trials that are compared with each other, and the rungs at which this happens."""
 
     first: int
     size: int
@@ -132,7 +131,7 @@ class Cohort:
 
 
 class Layout(Protocol):
-    """Puts every trial into a cohort."""
+    """Assigns every trial to a cohort."""
 
     def cohort(self, number: int) -> Cohort:
         """The cohort of trial ``number``."""
@@ -154,7 +153,7 @@ class Brackets:
     """Hyperband's cohorts (Li et al., JMLR 18 (185), 2018, algorithm 1), one bracket after another, repeated.
 
     With R rungs, bracket s from R down to 0 has ⌈(R + 1) / (s + 1) · eta^s⌉ trials and the last s rungs: the
-    later a bracket stops its trials for the first time, the fewer it has.
+    later a bracket first stops trials, the fewer it has.
     """
 
     def __init__(self, rungs: Sequence[int], eta: int) -> None:
@@ -178,11 +177,11 @@ class RungRecord:
     """One trial's row of the rung table.
 
     Attributes:
-        values: measured, by optimiser step.
-        ended: whether the trial has ended, however.
-        passed: the last rung past which an asynchronous rule let it.
+        values: measured values, by optimiser step.
+        ended: whether the trial has ended, in any way.
+        passed: the last rung that an asynchronous rule let it pass.
         violates: the rungs at which it broke a constraint.
-        rejected: it was never trained, since its settings break a constraint: no rule counts it.
+        rejected: it was never trained because its settings break a constraint, so no rule counts it.
     """
 
     values: Mapping[int, float] = field(default_factory=dict)
@@ -204,7 +203,7 @@ class RungRecord:
 class RungTable:
     """The rows of all suggested trials, by number.
 
-    ``expected`` is how many trials there will be; None: no more than those, whatever numbers are missing in
+    ``expected`` is how many trials there will be; None: no more than these, even if numbers are missing in
     between.
     """
 
@@ -212,7 +211,7 @@ class RungTable:
     expected: int | None
 
     def among(self, numbers: range) -> set[int]:
-        """The numbers among these that exist or will exist, without those that are rejected."""
+        """The subset of these numbers that exist or will exist, except rejected ones."""
         if self.expected is None:
             found = {number for number in numbers if number in self.records}
         else:
@@ -220,8 +219,8 @@ class RungTable:
         return {each for each in found if each not in self.records or not self.records[each].rejected}
 
     def ranked(self, numbers: Iterable[int], rung: int, metric: RungMetric) -> list[int]:
-        """Those among these that were measured at the rung: who keeps every constraint first, then the best,
-        ties by number."""
+        """The subset of these trials that was measured at the rung: those that satisfy every constraint
+        first, then by value, ties by number."""
         found = {number: self.records[number] for number in numbers if number in self.records}
         measured = [number for number, record in found.items() if rung in record.values]
         return sorted(
@@ -234,11 +233,12 @@ class RungTable:
         )
 
     def coming(self, rung: int) -> int:
-        """How many values at the rung may still come, of all trials that exist or will."""
+        """How many values at the rung may still come, from all trials that exist or will exist."""
         numbers = self.records.keys() | set(range(self.expected or 0))
         return sum(self.missing(number, rung) for number in numbers)
 
     def missing(self, number: int, rung: int) -> bool:
-        """Whether a trial's value at the rung may still come; that of one not yet suggested may."""
+        """Whether a trial's value at the rung may still come, which is true for one that is not yet
+        suggested."""
         record = self.records.get(number)
         return record is None or record.missing(rung)

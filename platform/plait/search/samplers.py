@@ -1,8 +1,8 @@
 """The samplers by name, each registered once with what it needs and can do.
 
-To add one, register a :class:`Sampler` with ``SAMPLERS.add``: in this module, or in one that another package
-names in the entry-point group ``plait.samplers``. Optuna is imported when a sampler is made and not before,
-so that a choice that cannot work is refused at once.
+To add one, register a :class:`Sampler` with ``SAMPLERS.add``, in this module or in one that another package
+names in the entry-point group ``plait.samplers``. Optuna is imported only when a sampler is made, so that an
+impossible choice is refused immediately.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Sampler:
     """A sampler as it is registered.
 
     Attributes:
-        make: Optuna's sampler, from keyword arguments: ``seed`` and ``search.sampler_options``.
-        several_objectives: it optimises several objectives.
-        constraints: it knows of ``search.constraints``, or learns from no trial.
-        learns_from_earlier: it learns from trials of another study (``search.prior``).
-        source_trials: it takes these as an argument ``source_trials``, not among the trials of the study.
-        choices: it suggests values of choices, and not only of ranges.
+        make: makes Optuna's sampler from keyword arguments: ``seed`` and ``search.sampler_options``.
+        several_objectives: it supports several objectives.
+        constraints: it uses ``search.constraints``, or learns from no trial.
+        learns_from_earlier: it can learn from trials of another study (``search.prior``).
+        source_trials: it takes these in an argument ``source_trials``, not among the study's trials.
+        choices: it supports choices, not only ranges.
         finite: it needs a space with a finite number of combinations.
-        least_keys: how many keys must be searched.
-        one_sequence: its suggestions are numbered in one sequence, so its seed must stay the same for all
-            trials. It takes an argument ``independent_sampler`` for what lies outside the sequence.
+        least_keys: the least number of searched keys.
+        one_sequence: its suggestions are numbered in one sequence, so its seed must be the same for all
+            trials. It takes an argument ``independent_sampler`` for values outside the sequence.
         one_thread: it is many times slower with more than one thread of torch.
         package: what must be installed for it, from the extra "samplers".
     """
@@ -53,7 +53,7 @@ class Sampler:
     package: str = ""
 
 
-ELSEWHERE = {  # what Weights & Biases, Ray Tune, scikit-optimize and Ax call it
+ELSEWHERE = {  # names in Weights & Biases, Ray Tune, scikit-optimize and Ax
     **dict.fromkeys(("bayes", "bayesian", "bayesopt", "bo", "skopt", "hyperopt"), "tpe or gp"),
     **dict.fromkeys(("gaussianprocess", "botorch", "ax"), "gp"),
     **dict.fromkeys(("sobol", "halton", "lhs", "quasirandom"), "qmc"),
@@ -65,7 +65,7 @@ SAMPLERS: Registry[Sampler] = Registry(
 
 
 def of_optuna(name: str, **defaults: Any) -> Callable[..., BaseSampler]:
-    """Makes a sampler of ``optuna.samplers``."""
+    """A function that makes a sampler of ``optuna.samplers``."""
 
     def make(**options: Any) -> BaseSampler:
         import optuna
@@ -78,7 +78,7 @@ def of_optuna(name: str, **defaults: Any) -> Callable[..., BaseSampler]:
 
 SAMPLERS.add("tpe", Sampler(of_optuna("TPESampler"), learns_from_earlier=True))
 SAMPLERS.add("random", Sampler(of_optuna("RandomSampler")))
-# No combination is suggested twice (``suggest.Untried``), so chance goes through all of them.
+# No combination is suggested twice (``suggest.Untried``), so a random sampler goes through all of them.
 SAMPLERS.add("grid", Sampler(of_optuna("RandomSampler"), finite=True))
 SAMPLERS.add(
     "cmaes",
@@ -102,11 +102,11 @@ SAMPLERS.add("nsgaii", Sampler(of_optuna("NSGAIISampler")))
 
 
 def check_sampler(settings: SearchSettings, space: Space) -> None:
-    """The sampler exists and can do what the search asks of it.
+    """Check that the sampler exists and supports the search.
 
     Raises:
-        ConfigError: there is no such sampler.
-        SearchError: it cannot.
+        ConfigError: the sampler does not exist.
+        SearchError: it does not support the search.
     """
     name = settings.sampler
     sampler = SAMPLERS.get(name)

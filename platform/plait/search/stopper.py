@@ -1,8 +1,8 @@
 """The link between the engine's events, the study's rung table and the rule that stops trials.
 
-Values of the objective are the trial's intermediate values, as Optuna's pruners, its samplers and
-optuna-dashboard read them. Values of another metric are a user attribute, so that the two are never mixed; so
-are all values if there are several objectives, for which Optuna takes no intermediate values.
+Values of the objective are stored as the trial's intermediate values, which Optuna's pruners, its samplers
+and optuna-dashboard read. Values of another metric are stored in a user attribute, so that the two are never
+mixed, as are all values if there are several objectives, for which Optuna has no intermediate values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.tracking.leaderboard import TrialRungs
 
 VIOLATES = "plait.violates"  # trial: steps of the rungs at which it broke a constraint
 RUNGS = "plait.rungs"  # trial: value by step, where they are not Optuna's intermediate values
-PASSED = "plait.passed"  # trial: the last rung past which an asynchronous rule let it
+PASSED = "plait.passed"  # trial: the last rung that an asynchronous rule let it pass
 COHORTS = "plait.cohorts"  # study: how many trials a rule compares with each other, by rule
 
 
@@ -38,7 +38,7 @@ class StudyRungs:
     """The rung table in a study.
 
     Args:
-        own: whether a trial is still this process's own: nothing is written to one that another adopted.
+        own: returns whether a trial still belongs to this process; nothing is written to an adopted one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StudyRungs:
         self._intermediate = not further and metric == first
 
     def records(self) -> dict[int, RungRecord]:
-        """All suggested trials, by number; those that are enqueued may never be."""
+        """All suggested trials, by number, without enqueued ones, which may never be suggested."""
         trials = self._shared.patience(self._shared.trials)
         return {
             trial.number: RungRecord(
@@ -74,7 +74,8 @@ class StudyRungs:
         return {int(step): value for step, value in trial.user_attrs.get(RUNGS, {}).items()}
 
     def keep_cohort(self, rule: str, size: int) -> int:
-        """How many trials a rule compares with each other: what was kept first, else ``size`` from now on."""
+        """How many trials a rule compares with each other: the stored number, or ``size``, which is then
+        stored."""
 
         def attempt() -> int:
             kept: dict[str, int] = self._shared.study.user_attrs.get(COHORTS, {})
@@ -85,15 +86,15 @@ class StudyRungs:
         return self._shared.locked(attempt)
 
     def measure(self, number: int, step: int, value: float, *, violates: bool = False) -> None:
-        """Keep what was measured at a rung, and whether the trial breaks a constraint there; of a step that
-        was measured before, the first value stands."""
+        """Store the value measured at a rung, and whether the trial breaks a constraint there. If the step
+        was measured before, the first value is kept."""
 
         def attempt() -> None:
             frozen, live = self._shared.live(number)
             if step in self._values(frozen) or not math.isfinite(value) or not self._own(frozen):
                 return
             broken = frozen.user_attrs.get(VIOLATES, [])
-            if violates and step not in broken:  # before the value, by which others may decide at once
+            if violates and step not in broken:  # before the value, from which others may decide immediately
                 live.set_user_attr(VIOLATES, [*broken, step])
             if self._intermediate:
                 live.report(value, step)
@@ -103,7 +104,7 @@ class StudyRungs:
         self._shared.patience(attempt)
 
     def let_past(self, number: int, step: int) -> None:
-        """Keep that an asynchronous rule let a trial past a rung."""
+        """Store that an asynchronous rule let a trial pass a rung."""
 
         def attempt() -> None:
             frozen, live = self._shared.live(number)
@@ -113,15 +114,15 @@ class StudyRungs:
         self._shared.patience(attempt)
 
     def prunes(self, pruner: BasePruner, number: int) -> bool:
-        """Whether a pruner of Optuna would end the trial now, from what is recorded at this moment."""
+        """Whether a pruner of Optuna would end the trial, given what is stored now."""
         return self._shared.patience(lambda: pruner.prune(self._shared.study, self._shared.live(number)[0]))
 
 
 class Stopper:
-    """Takes the values at rungs, stores them, and asks the rule.
+    """Receives the values at rungs, stores them, and asks the rule.
 
     Args:
-        asynchronous: the rule's decisions depend on the order of arrival, so that they must be kept.
+        asynchronous: the rule's decisions depend on the order of arrival, so they must be stored.
         limits: the constraints of the search.
     """
 
@@ -141,7 +142,7 @@ class Stopper:
         self._limits = limits
         self._trials: dict[str, Trial] = {}
         self._at_rung: dict[str, int] = {}  # step of the rung, by name
-        self._past: dict[str, int] = {}  # the last rung that a trial was let past
+        self._past: dict[str, int] = {}  # the last rung that a trial passed
         self._changed = False
 
     @property
@@ -160,11 +161,11 @@ class Stopper:
     def start(self, trial: Trial) -> tuple[int, ...]:
         """The rungs of a trial that is about to begin or to resume."""
         self._trials[trial.name] = trial
-        self._past.pop(trial.name, None)  # it may begin again before a rung that it passed here
+        self._past.pop(trial.name, None)  # it may restart before a rung that it passed here
         return self._rule.rungs(trial.number)
 
     def handle(self, event: Event, observed: Observed) -> None:
-        """Learn from an event, which ``observed`` has seen already."""
+        """Learn from an event that ``observed`` has already seen."""
         match event:
             case JobAdmitted():
                 self._reach(event.job.name, event.step)
@@ -195,13 +196,13 @@ class Stopper:
     def decisions(
         self, expected: Callable[[], int | None], *, ask_again: bool = False
     ) -> list[tuple[Trial, Decision]]:
-        """What becomes of the trials at a rung, by number; those that must wait are left out.
+        """Decisions about the trials at a rung, by number, without those that must wait.
 
         Args:
-            expected: how many trials there will be; None: no more than were suggested. Called only if
-                there is something to decide, since it reads the study.
-            ask_again: even if nothing happened here: another process may have trained on, or no more
-                trials are to come.
+            expected: returns how many trials there will be; None: only those suggested so far. Called only if
+                there is something to decide, because it reads the study.
+            ask_again: decide even if nothing happened here, because another process may have trained, or no
+                more trials will come.
         """
         if not self._at_rung or not (self._changed or ask_again):
             return []
@@ -220,7 +221,7 @@ class Stopper:
 
     def _decide(self, number: int, step: int, table: RungTable) -> Decision:
         record = table.records[number]
-        if step not in record.values:  # nothing was measured to decide by
+        if step not in record.values:  # nothing was measured to base a decision on
             return CONTINUE
         decision = self._rule.decide(number, step, table)
         if decision.action == "continue" and self._asynchronous and record.passed < step:
@@ -240,7 +241,7 @@ def make_stopper(search: SearchSettings, budget: int, memory: StudyRungs) -> Sto
         budget: optimiser steps of the shortest job.
 
     Raises:
-        ConfigError, SearchError: as ``make_rule``.
+        ConfigError, SearchError: as for ``make_rule``.
     """
     rule = make_rule(search, budget, keep_cohort=memory.keep_cohort, prunes=memory.prunes)
     if rule is None:

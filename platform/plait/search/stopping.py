@@ -1,11 +1,11 @@
-"""Stopping rules: which trials end early. Each is a pure decision over the rung table.
+"""Stopping rules, which end trials early. Each is a pure decision from the rung table.
 
-A rule is asked about one trial at a rung and answers from the table of all trials alone. Nothing is kept
-between two questions, so a search that was killed decides the same when it resumes. Rules over cohorts wait
-until every member has reached the rung or has ended: their decisions do not depend on the order of arrival.
+A rule decides about one trial at a rung, only from the table of all trials. It keeps no state between two
+decisions, so a search that was killed decides the same when it resumes. Rules over cohorts wait until every
+member has reached the rung or has ended, so their decisions do not depend on the order of arrival.
 
-To add a rule, write a class with the two methods of :class:`Rule` and register it with ``RULES.add``: in this
-module, or in one that another package names in the entry-point group ``plait.stopping_rules``.
+To add a rule, write a class with the two methods of :class:`Rule` and register it with ``RULES.add``, in this
+module or in one that another package names in the entry-point group ``plait.stopping_rules``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
 
 OPTIONS = "search.stopping.options"
-OF_EVERY_RULE = (  # keys of search.stopping; what options there are says the rule itself
+OF_EVERY_RULE = (  # keys of search.stopping; each rule defines its own options
     "kind",
     "metric",
     "direction",
@@ -49,7 +49,7 @@ OF_EVERY_RULE = (  # keys of search.stopping; what options there are says the ru
     "options",
 )
 
-# ---- what a rule is ----------------------------------------------------------------------------------------
+# ---- the definition of a rule ------------------------------------------------------------------------------
 
 Action = Literal["continue", "wait", "stop", "fail"]
 
@@ -73,7 +73,7 @@ class Rule(Protocol):
         """The rungs of trial ``number``, in optimiser steps."""
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """What becomes of trial ``number``, which has reached the rung after ``step`` optimiser steps."""
+        """Decide about trial ``number``, which has reached the rung at ``step`` optimiser steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class RuleRequest:
     Attributes:
         steps: the rungs, in optimiser steps.
         cohort: trials that are compared with each other; 0 for a rule without cohorts of one size.
-        options: as the rule's ``options`` read them.
-        prunes: whether a pruner of Optuna would end a trial now.
+        options: an instance of the rule's ``options`` type.
+        prunes: returns whether a pruner of Optuna would end a trial now.
     """
 
     search: SearchSettings
@@ -96,12 +96,12 @@ class RuleRequest:
 
     @property
     def eta(self) -> int:
-        """One of so many trials is kept."""
+        """One in ``eta`` trials is kept."""
         return self.search.stopping.eta
 
 
 def _anything(_: SearchSettings) -> None:
-    """Refuses nothing."""
+    """Accept all settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,14 @@ class StoppingRule:
     Attributes:
         check: raises a ConfigError if the settings make no sense for it; called before a model is loaded.
         options: type of ``search.stopping.options``: a dataclass, ``dict`` for any, or None for none.
-        several_objectives: whether it can be used if there are several objectives.
-        asynchronous: its decisions depend on the order of arrival, so the study must keep them.
-        geometric: each rung lies at eta times the one before if the settings leave it open; otherwise they
+        several_objectives: whether it supports several objectives.
+        asynchronous: its decisions depend on the order of arrival, so they must be stored in the study.
+        geometric: if the settings leave it open, each rung is at eta times the previous one; otherwise they
             are evenly spaced.
-        cohort: size of a cohort if the settings leave it open, from them and the number of rungs; None:
-            the rule has no cohorts of one size.
-        reads: keys of ``search.stopping`` that it reads beside those of every rule, of ``geometric`` and of
-            ``cohort``.
+        cohort: returns the default size of a cohort from the settings and the number of rungs; None: the
+            rule has no cohorts of one size.
+        reads: keys of ``search.stopping`` that it reads in addition to those of every rule, of ``geometric``
+            and of ``cohort``.
     """
 
     make: Callable[[RuleRequest], Rule]
@@ -132,15 +132,15 @@ class StoppingRule:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of ``search.stopping`` that say something to this rule."""
+        """The keys of ``search.stopping`` that this rule uses."""
         own = [*(("min_steps", "eta") if self.geometric else ()), *(("cohort",) if self.cohort else ())]
         return [*OF_EVERY_RULE, *own, *self.reads]
 
     def read_options(self, stopping: StoppingSettings) -> Any:
-        """The options that were given.
+        """Read the given options.
 
         Raises:
-            ConfigError: the rule does not take them.
+            ConfigError: the rule does not accept them.
         """
         given = stopping.options
         if self.options is dict:
@@ -162,11 +162,11 @@ RULES: Registry[StoppingRule] = Registry(
 
 
 def check_stopping(search: SearchSettings) -> None:
-    """The stopping rule exists and can be used in this search, with the settings that are given; nothing is
-    loaded for it.
+    """Check that the stopping rule exists and can be used in this search with its settings, without loading
+    anything.
 
     Raises:
-        ConfigError, SearchError: not.
+        ConfigError, SearchError: it does not, or cannot.
     """
     kind, usual = search.stopping.kind, StoppingSettings()
     known = RULES.get(kind).keys if search.stopping.active else ["kind"]
@@ -183,7 +183,7 @@ def check_stopping(search: SearchSettings) -> None:
 
 
 def check_rule(search: SearchSettings) -> None:
-    """The same, whatever else the settings hold."""
+    """Check the same, ignoring all other settings."""
     stopping = search.stopping
     registered = RULES.get(stopping.kind)
     if not stopping.active:
@@ -202,13 +202,13 @@ def check_rule(search: SearchSettings) -> None:
 
 
 def rung_steps(stopping: StoppingSettings, budget: int) -> tuple[int, ...]:
-    """The optimiser steps at which trials may be stopped, rising; none for the kind "none".
+    """The optimiser steps at which trials may be stopped, ascending; empty for the kind "none".
 
     Args:
         budget: optimiser steps of the shortest job.
 
     Raises:
-        ConfigError: there is no such rule, or a rung is not within the budget.
+        ConfigError: the rule does not exist, or a rung is not within the budget.
     """
     geometric = RULES.get(stopping.kind).geometric
     return steps_of_rungs(stopping, budget, geometric=geometric) if stopping.active else ()
@@ -221,13 +221,13 @@ def make_rule(
     keep_cohort: Callable[[str, int], int] = lambda _, size: size,
     prunes: Callable[[BasePruner, int], bool] = lambda _, __: False,
 ) -> Rule | None:
-    """The rule that the settings ask for; None if no trial is stopped early.
+    """The rule chosen by the settings; None if no trial is stopped early.
 
     Args:
         budget: optimiser steps of the shortest job.
-        keep_cohort: the size of a cohort that was first kept under a name, or the one given: its default
-            depends on settings that may change from start to start, and between workers.
-        prunes: whether a pruner of Optuna would end a trial now.
+        keep_cohort: returns the size of a cohort that was first stored under a name, or else stores the given
+            one: the default depends on settings that may change between starts and between workers.
+            prunes: returns whether a pruner of Optuna would end a trial now.
 
     Raises:
         ConfigError, SearchError: the settings make no sense, or a rung is not within the budget.
@@ -251,14 +251,14 @@ def make_rule(
 
 # ---- comparing whole cohorts -------------------------------------------------------------------------------
 
-# Who continues: from the numbers of the measured members, best first, how many members there are, the rung,
-# and the table.
+# The members that continue, given the numbers of the measured members (best first), how many members there
+# are, the rung, and the table.
 Keep = Callable[[list[int], int, int, RungTable], set[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class CohortRule:
-    """Compares the members of a cohort with each other when all have reached a rung."""
+    """Compares the members of a cohort when all of them have reached a rung."""
 
     layout: Layout
     metric: RungMetric
@@ -269,14 +269,14 @@ class CohortRule:
         return self.layout.cohort(number).rungs
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """Replays the cohort's rungs up to this one; waits if one cannot be decided yet."""
+        """Replay the cohort's rungs up to this one; wait if one cannot be decided yet."""
         cohort = self.layout.cohort(number)
         members = table.among(cohort.numbers) | {number}
         for rung in (each for each in cohort.rungs if each <= step):
             if any(table.missing(member, rung) for member in members):
                 return WAIT
             ranked = table.ranked(members, rung, self.metric)
-            # A trial that was past this rung before there were rungs has no value here, and continues.
+            # A trial that passed this rung before rungs were introduced has no value here, and continues.
             kept = {member for member in members if _unmeasured(table, member, rung)}
             kept |= self.keep(ranked, len(members), rung, table)
             if number not in kept:
@@ -299,15 +299,15 @@ def _unmeasured(table: RungTable, number: int, rung: int) -> bool:
 
 
 def best_share(eta: int) -> Keep:
-    """Keeps the best 1/eta of a cohort, at least one; members that ended before the rung count as its
+    """Keep the best 1/eta of a cohort, at least one; members that ended before the rung count as the
     worst."""
     return lambda ranked, members, _, __: set(ranked[: max(1, members // eta)])
 
 
 def above_median(metric: RungMetric) -> Keep:
-    """The median rule (Golovin et al., KDD 2017, §3.2), within a cohort: a trial ends whose best value so far
-    is worse than the median of the members' averages so far. One that breaks a constraint is worse than any
-    that does not."""
+    """The median rule (Golovin et al., KDD 2017, §3.2) within a cohort: a trial ends if its best value so far
+    is worse than the median of the members' averages so far. A trial that breaks a constraint is worse than
+    any that does not."""
 
     def keep(ranked: list[int], _members: int, rung: int, table: RungTable) -> set[int]:
         feasible = [number for number in ranked if rung not in table.records[number].violates] or ranked
@@ -357,8 +357,8 @@ class AshaRule:
     """Asynchronous successive halving (Li et al., MLSys 2020): a trial continues as soon as it is among the
     best 1/eta of those that have reached the rung so far; the others wait.
 
-    A trial ends when it could not be among the best any more, even if all that may still come were worse. The
-    best of all continues, even of fewer than eta trials.
+    A trial ends when it can no longer be among the best, even if all that may still come are worse. The best
+    one of all continues, even if there are fewer than eta trials.
     """
 
     steps: tuple[int, ...]
@@ -370,7 +370,7 @@ class AshaRule:
         return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """By rank among those at this rung so far."""
+        """Decide by rank among the trials at this rung so far."""
         record = table.records[number]
         if record.passed >= step or step not in record.values:
             return CONTINUE
@@ -397,7 +397,7 @@ RULES.add("asha", StoppingRule(_asha, asynchronous=True, geometric=True))
 
 @dataclass(frozen=True, slots=True)
 class OptunaPrunerRule:
-    """Asks a pruner of Optuna about one trial after another."""
+    """Applies a pruner of Optuna to one trial after another."""
 
     steps: tuple[int, ...]
     prunes: Callable[[int], bool]
@@ -408,7 +408,7 @@ class OptunaPrunerRule:
         return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """As the pruner says, which is asked once at each rung."""
+        """Decide as the pruner does, which is called once at each rung."""
         if table.records[number].passed >= step or not self.prunes(number):
             return CONTINUE
         return Decision("stop", f"{self.name} at rung {step}")
@@ -426,10 +426,10 @@ PRUNERS = (
 
 
 def make_pruner(stopping: StoppingSettings) -> BasePruner:
-    """Optuna's pruner of the settings.
+    """Make the Optuna pruner that the settings name.
 
     Raises:
-        SearchError: there is none of this name, or it does not take the options.
+        SearchError: there is none of this name, or it does not accept the options.
     """
     import optuna
 
@@ -439,7 +439,7 @@ def make_pruner(stopping: StoppingSettings) -> BasePruner:
         )
     factory = getattr(optuna.pruners, stopping.pruner)
     options: dict[str, Any] = dict(stopping.options)
-    if stopping.pruner == "PatientPruner":  # wraps another; alone it looks at the trial's own values
+    if stopping.pruner == "PatientPruner":  # it wraps another pruner; alone, it uses the trial's own values
         options = {"wrapped_pruner": None} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -484,14 +484,14 @@ RULES.add(
 )
 
 
-# ---- each trial by itself ----------------------------------------------------------------------------------
+# ---- each trial alone --------------------------------------------------------------------------------------
 
 Stops = Callable[[list[float]], str | None]  # from the values at the rungs so far, oldest first: why it ends
 
 
 @dataclass(frozen=True, slots=True)
 class PerTrialRule:
-    """Decides about each trial by its own values."""
+    """Decides about each trial from its own values."""
 
     steps: tuple[int, ...]
     stops: Stops
@@ -501,14 +501,14 @@ class PerTrialRule:
         return self.steps
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """From the trial's own record."""
+        """Decide from the trial's own record."""
         values = table.records[number].values
         reason = self.stops([values[rung] for rung in self.steps if rung <= step and rung in values])
         return CONTINUE if reason is None else Decision("stop", f"{reason} at rung {step}")
 
 
 def _patience(ask: RuleRequest) -> PerTrialRule:
-    """Stops after ``patience`` rungs in a row that were not better than the best before by ``min_delta``."""
+    """Stop after ``patience`` rungs in a row that did not improve on the best value by ``min_delta``."""
     stopping = ask.search.stopping
 
     def stops(values: list[float]) -> str | None:
@@ -524,7 +524,7 @@ def _patience(ask: RuleRequest) -> PerTrialRule:
 
 
 def _threshold(ask: RuleRequest) -> PerTrialRule:
-    """Stops if the last value is below ``lower`` or above ``upper``."""
+    """Stop if the last value is below ``lower`` or above ``upper``."""
     lower, upper, metric = ask.search.stopping.lower, ask.search.stopping.upper, ask.metric.metric
 
     def stops(values: list[float]) -> str | None:
@@ -539,12 +539,12 @@ def _threshold(ask: RuleRequest) -> PerTrialRule:
 
 
 def _never(ask: RuleRequest) -> PerTrialRule:
-    """Stops no trial: ``search.stopping.divergence``, which goes with any rule, is all there is."""
+    """Stop no trial; only ``search.stopping.divergence``, which applies to every rule, remains."""
     return PerTrialRule(ask.steps, lambda _: None)
 
 
 def _needs(*keys: str) -> Callable[[SearchSettings], None]:
-    """Refuses settings that give none of these keys."""
+    """A check that refuses settings with none of these keys."""
 
     def check(search: SearchSettings) -> None:
         if all(getattr(search.stopping, key) is None for key in keys):
@@ -559,12 +559,12 @@ def _needs(*keys: str) -> Callable[[SearchSettings], None]:
 RULES.add("patience", StoppingRule(_patience, reads=("patience", "min_delta")))
 RULES.add("threshold", StoppingRule(_threshold, check=_needs("lower", "upper"), reads=("lower", "upper")))
 RULES.add("divergence", StoppingRule(_never, check=_needs("divergence")))
-RULES.add("none", StoppingRule(_never))  # so that the name is known: ``make_rule`` makes none
+RULES.add("none", StoppingRule(_never))  # only so that the name is known: ``make_rule`` returns None for it
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Fails a trial whose loss has risen above a factor of its best or first; asks ``rule`` otherwise."""
+    """Fails a trial whose loss exceeds a multiple of its best or first one; otherwise asks ``rule``."""
 
     rule: Rule
     metric: str
@@ -576,7 +576,7 @@ class Divergence:
         return self.rule.rungs(number)
 
     def decide(self, number: int, step: int, table: RungTable) -> Decision:
-        """From the trial's own record first."""
+        """Decide from the trial's own record first."""
         values = table.records[number].values
         before = [values[rung] for rung in self.rungs(number) if rung < step and rung in values]
         if before and step in values:

@@ -37,7 +37,7 @@ JOURNAL = "optuna.journal"  # the default, in tracking.root
 
 
 def open_storage(storage: str | None, root: Path) -> BaseStorage:
-    """Optuna's storage for ``search.storage``; None stands for a journal file under ``root``.
+    """Optuna's storage for ``search.storage``; None means a journal file under ``root``.
 
     Raises:
         StorageError: the folder cannot be written, or the database does not answer.
@@ -63,7 +63,7 @@ def missing_file(storage: str | None, root: Path) -> Path | None:
 
 
 def _sqlite_file(url: str) -> Path | None:
-    """The file of a SQLite database; None for another one, one in memory, and a URI of SQLite's own."""
+    """The file of a SQLite database; None for other databases, one in memory, and SQLite's own URIs."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -75,10 +75,10 @@ def _sqlite_file(url: str) -> Path | None:
 
 
 def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
-    """As :func:`open_storage`, without creating anything: None if the file is yet to be made.
+    """Like :func:`open_storage`, but creates nothing: None if the file does not exist yet.
 
     Raises:
-        StorageError: it cannot be made there, or as :func:`open_storage`.
+        StorageError: it cannot be made there, or as for :func:`open_storage`.
     """
     if (missing := missing_file(storage, root)) is None:
         return open_storage(storage, root)
@@ -93,10 +93,10 @@ def existing_storage(storage: str | None, root: Path) -> BaseStorage | None:
 
 
 def prior_storage(search: SearchSettings, root: Path) -> BaseStorage | None:
-    """The storage of the earlier search, if it is another one; None also if its file is not there.
+    """The storage of the earlier search, if it is another one; None also if its file does not exist.
 
     Raises:
-        StorageError: as :func:`existing_storage`, by the name of its own key.
+        StorageError: as for :func:`existing_storage`, with the name of its own key.
     """
     if search.prior is None or search.prior_storage is None:
         return None
@@ -109,7 +109,7 @@ def prior_storage(search: SearchSettings, root: Path) -> BaseStorage | None:
 
 
 def from_anywhere(storage: str | None) -> str | None:
-    """``search.storage`` so that it names the same from every folder."""
+    """``search.storage`` made independent of the current folder."""
     if storage is None:
         return None
     scheme = SQLITE if storage.startswith(SQLITE) else ""
@@ -126,19 +126,19 @@ def in_memory() -> BaseStorage:
 
 
 def study_lock(storage: BaseStorage, name: str, what: str = "study") -> AbstractContextManager[None]:
-    """What one process at a time holds while it takes a trial of a study, or tells of one; or does something
-    else (``what``), which holds up no other process.
+    """The lock that one process at a time holds while it takes or reports a trial of a study, or does
+    something else (``what``), which has a separate lock.
 
     Processes that use a file are on one host. PostgreSQL serves several hosts. A storage in memory is for one
     process.
 
     Args:
-        storage: of the study, as it was opened or as Optuna's study holds it.
+        storage: the study's storage, as opened or as wrapped by Optuna's study.
 
     Raises:
-        StorageError: another storage, in which two processes would train the same trials.
+        StorageError: the storage is of another kind, in which two processes would train the same trials.
     """
-    if isinstance(storage, _CachedStorage):  # what a loaded study makes of a database
+    if isinstance(storage, _CachedStorage):  # a loaded study wraps a database in this
         storage = storage._backend
     if isinstance(storage, JournalStorage) and isinstance(storage._backend, Journal):
         path = storage._backend.path
@@ -184,7 +184,7 @@ def _journal(path: Path) -> BaseStorage:
         AssertionError,
         LookupError,
         TypeError,
-    ) as error:  # of lines not its own
+    ) as error:  # for lines that are not Optuna's
         raise StorageError(
             f"search.storage: {path}",
             "The file has lines that Optuna does not write into a journal.",
@@ -230,18 +230,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def quiet() -> None:
-    """Leave Optuna's own running commentary out: the terminal view shows the trials."""
+    """Silence Optuna's own log messages, because the terminal view shows the trials."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-BEGINS = b'{"op_code":'  # of every line that Optuna writes
+BEGINS = b'{"op_code":'  # the beginning of every line that Optuna writes
 
 
 class Journal(JournalFileBackend):
-    """A journal whose lines are whole or absent.
+    """A journal whose lines are complete or absent.
 
     Raises:
-        StorageError: the file is there and is no journal.
+        StorageError: the file exists and is not a journal.
     """
 
     def __init__(self, path: Path) -> None:
@@ -251,7 +251,7 @@ class Journal(JournalFileBackend):
         super().__init__(str(path))
 
     def append_logs(self, logs: Sequence[dict[str, Any]]) -> None:
-        """Write lines through to the disk, all or none.
+        """Write lines and sync them to the disk, all or none.
 
         Raises:
             OSError: the disk is full or fails, or the file is being removed.
@@ -271,8 +271,8 @@ class Journal(JournalFileBackend):
 
 FIRST_DELAY = 0.25  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 10.0
-LASTING = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors that never pass by themselves
-SLICE = 0.25  # seconds of waiting between two looks at whether to stop
+LASTING = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors that waiting does not cure
+SLICE = 0.25  # seconds of waiting between two checks whether to stop
 Result = TypeVar("Result")
 
 
@@ -301,7 +301,7 @@ def passes(error: BaseException | None) -> bool:
         case DBAPIError():
             return error.connection_invalidated
         case StorageInternalError() | PendingRollbackError():
-            # Optuna asks once more in the transaction whose connection is lost
+            # Optuna uses the transaction once more although its connection is lost
             return passes(error.__cause__ or error.__context__)
         case _:
             return False
@@ -320,9 +320,9 @@ class Patience:
     """Repeats calls that a storage could not answer until it can. The calls must be safe to repeat.
 
     Args:
-        say: called when the waiting begins and when it ends.
-        stop: asked while waiting; True gives up.
-        sleep: waits so many seconds.
+        say: called when waiting begins and when it ends.
+        stop: called while waiting; True gives up.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -339,7 +339,8 @@ class Patience:
         """The result of an action that reads or writes the study.
 
         Raises:
-            StorageError: a stop was asked for while the storage was away, or it cannot be written at all.
+            StorageError: a stop was requested while the storage was unavailable, or it cannot be written at
+                all.
         """
         delay, waited = FIRST_DELAY, False
         while True:
@@ -362,11 +363,11 @@ class Patience:
 
     @contextmanager
     def holding(self, lock: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Hold a lock in the storage, which is waited for as in a call. What is done under it is done once; a
-        lock that is lost by then has served.
+        """Hold a lock in the storage, waiting for it as in a call. The code inside runs once; if the lock is
+        lost by its end, it has served its purpose.
 
         Raises:
-            StorageError: as a call.
+            StorageError: as for a call.
         """
 
         def take() -> AbstractContextManager[None]:
@@ -397,7 +398,7 @@ class Patience:
 
 
 class SharedStudy:
-    """A study that several processes read and write, in a storage that may be unavailable for a while."""
+    """A study that several processes read and write, in a storage that may be temporarily unavailable."""
 
     def __init__(self, study: Study, patience: Patience | None = None) -> None:
         self.study = study
@@ -408,16 +409,17 @@ class SharedStudy:
         return self.study.get_trials(deepcopy=False)
 
     def live(self, number: int) -> tuple[FrozenTrial, optuna.trial.Trial]:
-        """A trial as it is now, and the object through which it is changed."""
+        """The present state of a trial, and the object through which it is changed."""
         frozen = self.trials()[number]
         return frozen, optuna.trial.Trial(self.study, frozen._trial_id)
 
     def exclusive(self, what: str = "study") -> AbstractContextManager[None]:
-        """What only one process of this study does at a time; ``what`` as of :func:`study_lock`."""
+        """A lock for what only one process of this study does at a time; ``what`` as for
+        :func:`study_lock`."""
         return study_lock(self.study._storage, self.study.study_name, what)
 
     def holding(self, what: str) -> AbstractContextManager[None]:
-        """The same, waiting for the storage; what is done inside is done once."""
+        """The same, waiting for the storage; the code inside runs once."""
         return self.patience.holding(lambda: self.exclusive(what))
 
     def locked(self, action: Callable[[], Result]) -> Result:

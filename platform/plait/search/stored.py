@@ -29,9 +29,9 @@ from plait.search.trials import Trial
 from plait.utils.addresses import redact
 
 METHOD = "PED-ANOVA"  # Optuna's default: Watanabe, Bansal, Hutter (2023), "PED-ANOVA", IJCAI
-LEAST_TRIALS = 5  # of fewer the shares are those of chance
-MOST_LINES = 40  # live trials that are listed
-ENOUGH_FOR_ONE_KEY = 10  # complete trials; below that a share says little
+LEAST_TRIALS = 5  # with fewer, the shares are random
+MOST_LINES = 40  # most live trials that are listed
+ENOUGH_FOR_ONE_KEY = 10  # complete trials per key; with fewer, a share says little
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Importance:
     """Shares of the searched keys, adding up to 1, largest first.
 
     Attributes:
-        trials: those that the shares rest upon.
+        trials: number of trials that the shares are computed from.
         trouble: why there are no shares; "" if there are.
-        step: at which all of them were measured; 0 where they are finished trials, by their objective.
+        step: step at which all of these were measured; 0 if they are finished trials, by their objective.
     """
 
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Importance:
 
     @property
     def few(self) -> bool:
-        """Too few trials for the shares to be more than a hint."""
+        """Whether there are too few trials for the shares to be more than a hint."""
         return self.trials < ENOUGH_FOR_ONE_KEY * max(len(self.shares), 1)
 
 
@@ -66,14 +66,14 @@ class StudyObjective:
 
 @dataclass(frozen=True, slots=True)
 class StudyFacts:
-    """What a stored study says beyond what MLflow holds."""
+    """Facts of a stored study that MLflow does not have."""
 
     importance: Importance = field(default_factory=Importance)
     objectives: tuple[StudyObjective, ...] = ()
 
 
 def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
-    """Importance of every key of a study's space, and its objectives; what is in the way is said in
+    """The importance of every key of a study's space, and its objectives. Errors are reported in
     ``importance.trouble``, not raised.
     """
     try:
@@ -84,14 +84,14 @@ def read_study(storage: str | None, root: Path, name: str) -> StudyFacts:
 
 
 class NoStudyError(StorageError):
-    """There is no study of this name, or its file is missing."""
+    """There is no study with this name, or its file is missing."""
 
 
 def stored_study(storage: str | None, root: Path, name: str) -> optuna.Study:
-    """A study to be read; nothing is made for it.
+    """Load a study for reading, without creating anything.
 
     Raises:
-        NoStudyError: it is not there.
+        NoStudyError: it does not exist.
         StorageError: its storage does not answer.
     """
     where = redact(storage or str(root / JOURNAL))
@@ -124,11 +124,11 @@ def _importance(study: optuna.Study) -> Importance:
             return Importance(trials=finished, trouble=f"{rule} {finished} have finished.")
     if len({tuple(item.values) for item in trials}) == 1:
         return Importance(trials=len(trials), trouble="All of these trials have the same objective.")
-    quiet()  # of the study that is made in memory
+    quiet()  # about the study that is made in memory
     beside = optuna.create_study(directions=study.directions)
     beside.add_trials(trials)
     try:
-        shares = get_param_importances(beside)  # for what the study's directions call better
+        shares = get_param_importances(beside)  # by the study's own directions
     except (ValueError, RuntimeError) as error:
         return Importance(trials=len(trials), trouble=str(error))
     if not shares or not all(math.isfinite(value) for value in shares.values()):
@@ -137,9 +137,9 @@ def _importance(study: optuna.Study) -> Importance:
 
 
 def _at_one_step(study: Study, trials: Sequence[FrozenTrial]) -> tuple[list[FrozenTrial], int]:
-    """Trials by their objective at one step, those that were stopped early among them: at the last step at
-    which half of all that were measured are left, and ``LEAST_TRIALS``. None if no step has so many, or
-    if there are several objectives, of which no intermediate values are known."""
+    """Trials with their objective at one step, including those stopped early: the last step with at least
+    half of all measured trials and at least ``LEAST_TRIALS``. Empty if no step has that many, or if there are
+    several objectives, for which no intermediate values are known."""
     measured = [item for item in trials if item.intermediate_values]
     counts = Counter(step for item in measured for step in item.intermediate_values)
     least = max(LEAST_TRIALS, len(measured) / 2)
@@ -165,12 +165,12 @@ class TrialStanding:
     """One trial.
 
     Attributes:
-        state: ORPHANED if its worker on this host is dead; of one on another host this is not known.
+        state: its state; ORPHANED if its worker on this host is dead, which is not known for other hosts.
         host: the other host whose worker has it, training or paused; "" otherwise.
-        step: at which it last reported; 0 if it has not.
-        reported: the value, of the metric that rungs or evaluations report.
-        values: of the searched keys, as far as they were suggested, and of those outside of the space.
-        outside: its settings outside of what is searched, as overrides; "" if there are none.
+        step: step of its last report; 0 if there is none.
+        reported: the reported value of the metric of rungs or evaluations.
+        values: values of the searched keys, as far as suggested, and of those outside the space.
+        outside: its settings outside the search space, as overrides; "" if there are none.
         reason: why it ended as it did.
     """
 
@@ -193,7 +193,7 @@ class TrialStanding:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a study says of its search: its trials by number, the results of those that have ended, and its
+    """The present state of a search: its trials by number, the results of those that have ended, and its
     objectives."""
 
     trials: tuple[TrialStanding, ...]
@@ -202,7 +202,7 @@ class Standing:
 
     @property
     def elsewhere(self) -> dict[str, int]:
-        """How many trials workers on other hosts have, by host."""
+        """How many trials belong to workers on other hosts, by host."""
         return dict(Counter(trial.host for trial in self.trials if trial.host))
 
     def describe(self) -> list[str]:
@@ -222,7 +222,7 @@ class Standing:
         return [*lines, f"  and {len(live) - MOST_LINES} more"] if len(live) > MOST_LINES else lines
 
     def facts(self) -> dict[str, Any]:
-        """The same for programs."""
+        """The same as plain data for programs."""
         objectives = {result.trial: list(result.values) for result in self.result.finished}
         jobs = [
             {
@@ -243,7 +243,7 @@ class Standing:
 
 
 def read_standing(study: Study) -> Standing:
-    """How the search of a study stands. Not to be called by a process that trains it."""
+    """The present state of a study's search. Must not be called by a process that trains it."""
     trials = study.get_trials(deepcopy=False)
     hosts = hosts_of(trials)
     return Standing(
@@ -274,8 +274,8 @@ def _objectives(study: Study) -> tuple[Objective, ...]:
 
 
 def hosts_of(trials: Sequence[FrozenTrial]) -> tuple[str, ...]:
-    """By number: the other host whose worker has a trial, running or paused; "" for all others. What this
-    host began before it was rebooted is not elsewhere."""
+    """By number, the other host whose worker has a trial, running or paused; "" for all others. This host
+    before a reboot does not count as another one."""
     here = host_name(this_host())
     owners = [trainer_of(item) if item.state == TrialState.RUNNING else None for item in trials]
     names = ["" if owner is None else host_name(owner.host) for owner in owners]

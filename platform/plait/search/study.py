@@ -66,20 +66,20 @@ class StudyTrials:
     adopted and reported under a lock of the study.
 
     Args:
-        folder: of the search on disk; without one, this process is taken to be the only one.
-        patience: for a storage that is unavailable.
-        prior_storage: of the earlier study that ``search.prior`` names; None: the same.
+        folder: the search's folder on disk; without one, this process is assumed to be the only one.
+        patience: repeats calls while the storage is unavailable.
+        prior_storage: storage of the earlier study that ``search.prior`` names; None: the same.
 
     Attributes:
-        shared: the study, for what is asked of it as a whole.
-        claims: who trains which trial.
-        revision: rises when a trial is suggested, enqueued or ended here.
-        token: tells this study from an earlier one of its name.
-        states_folder: where the states of its trials lie; None without a folder.
+        shared: the study, for calls that concern it as a whole.
+        claims: which worker trains which trial.
+        revision: increases when a trial is suggested, enqueued or ended here.
+        token: distinguishes this study from an earlier one of the same name.
+        states_folder: folder of its trials' checkpoints; None without a folder.
 
     Raises:
-        SearchError: the sampler cannot do the space, the study has another one, a point of
-            ``search.enqueue`` lies outside, or ``search.prior`` has nothing to say.
+        SearchError: the sampler does not support the space, the study has another space, a point of
+            ``search.enqueue`` is outside it, or ``search.prior`` cannot be used.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StudyTrials:
     def _beat(self, key: str, number: int) -> None:
         self._study.set_user_attr(key, number)
 
-    # ---- what the study is ---------------------------------------------------------------------------------
+    # ---- properties of the study ---------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -138,17 +138,18 @@ class StudyTrials:
 
     @property
     def total(self) -> int:
-        """How many trials there are to be: as asked for, at most one for each point, and those beyond."""
+        """How many trials there will be: the requested ones, at most one for each point, and those beyond
+        them."""
         return total_of(self._all(), self._settings, self._space)
 
     @property
     def over(self) -> int:
-        """How many have ended, with those that were dropped and replaced by new ones."""
+        """How many have ended, including those that were dropped and replaced by new ones."""
         return sum(item.state.is_finished() for item in self._all())
 
     @property
     def failed(self) -> int:
-        """How many failed, those that are dropped among them."""
+        """How many failed, including dropped ones."""
         return self.trial_states().count(JobState.FAILED)
 
     @property
@@ -157,56 +158,57 @@ class StudyTrials:
         return points_left(self._all(), self._space) == 0
 
     def link(self, run_id: str, store: str) -> None:
-        """Keep the search's MLflow run, below which each trial's run bears the trial's number, and in which
-        store it is."""
+        """Store the search's MLflow run, the parent of each trial's run, and the store that it is in."""
         for key, fact in ((RUN_ID, run_id), (TRACKED, (run_id, store))):
             self.shared.patience(partial(self._study.set_user_attr, key, fact))
 
     @property
     def material(self) -> dict[str, str]:
-        """What the search began with: digests of data and model, and the model's type."""
+        """What the search began with: digests of data and model, and the model's dtype."""
         stored = self.shared.patience(lambda: self._study.user_attrs.get(MATERIAL, "{}"))
         return {str(key): str(value) for key, value in json.loads(stored).items()}
 
     def check_material(self, material: Mapping[str, str]) -> None:
-        """Data and model are those that the search began with; errors as ``signature.check_material``."""
+        """Check that data and model are those that the search began with; errors as for
+        ``identity.check_material``."""
         self.shared.locked(lambda: check_material(self._study, material))
 
     # ---- suggesting and adopting ---------------------------------------------------------------------------
 
     def ask(self, *, new: bool = True, above: int | None = None) -> Trial | None:
-        """The next trial, or None when none is left: by priority, then orphaned ones, then those whose values
+        """The next trial, or None if none is left: by priority, then orphaned ones, then those whose values
         are known, then new ones.
 
         Args:
-            new: whether any but orphaned ones are asked for.
-            above: only trials of a higher priority than this, as far as it is known beforehand.
+            new: whether to include trials other than orphaned ones.
+            above: only trials of a higher priority than this, as far as known beforehand.
         """
         trial = self.shared.locked(lambda: self._ask(new, above))
-        if trial is not None:  # only now: a failed attempt leaves no owner behind
+        if trial is not None:  # only now, so that a failed attempt leaves no owner
             self.claims.own.add(trial.number)
             self.revision += 1
         return trial
 
     def enqueue(self, values: Mapping[str, Value], *, request: str = "", **facts: Any) -> int:
-        """Let a trial with these values come next; its number. Arguments as ``attributes.enqueue``."""
-        request = request or uuid4().hex  # one for all attempts
+        """Enqueue a trial with these values and return its number; arguments as for
+        ``attributes.enqueue``."""
+        request = request or uuid4().hex  # the same for all attempts
         self.revision += 1
         return self.shared.locked(lambda: enqueue(self._study, values, request=request, **facts))
 
     def _ask(self, new: bool, above: int | None = None) -> Trial | None:
         trials = self.shared.trials()
-        if self._suggester.complete(trials):  # a process was killed as it suggested them
+        if self._suggester.complete(trials):  # a process was killed while it suggested them
             trials = self.shared.trials()
         self.claims.notice(trials)
         waiting = [item for item in trials if new and item.state == TrialState.WAITING]
         known = [*self.claims.orphans(trials), *waiting]
-        first = max(known, key=self._priority, default=None)  # of those as high, the one that stands first
+        first = max(known, key=self._priority, default=None)  # among equal priorities, the first one
         if above is not None and (first is None or self._priority(first) <= above):
             return None
         by_number = first is not None and (first.state == TrialState.RUNNING or first is not waiting[0])
         if first is not None and (by_number or outside_of(first)):
-            if first.state == TrialState.WAITING:  # Optuna would begin another, or suggest all of its values
+            if first.state == TrialState.WAITING:  # else Optuna begins another, or suggests all values
                 self._storage.set_trial_state_values(first._trial_id, TrialState.RUNNING)
             return self._take(self.shared.trials()[first.number])
         if not new or (not waiting and len(trials) >= total_of(trials, self._settings, self._space)):
@@ -218,14 +220,14 @@ class StudyTrials:
         return priority_of(item, self._usual_priority)
 
     def _take(self, item: FrozenTrial) -> Trial:
-        """Sign a trial, and suggest what values it lacks."""
+        """Sign a trial, and suggest its missing values."""
         self.claims.sign(item)
         self._suggester.complete(self.shared.trials())
         return self._trial(self.shared.trials()[item.number])
 
     def _enqueue_all(self, points: Sequence[EnqueuedPoint]) -> None:
-        """Let the points of the settings come first. Those added to a search that has drawn all its trials
-        come on top of them."""
+        """Enqueue the points of the settings. Those added to a search that has suggested all its trials are
+        in addition to them."""
         for point in points:
             trials = self.shared.trials()
             own = sum(not item.user_attrs.get(BEYOND) for item in trials)
@@ -240,12 +242,12 @@ class StudyTrials:
     # ---- reporting -----------------------------------------------------------------------------------------
 
     def report(self, trial: Trial, step: int, value: float) -> None:
-        """Keep an intermediate value; of a step that was reported before, the first stands."""
+        """Store an intermediate value; if the step was reported before, the first value is kept."""
         self.shared.patience(lambda: self._report(trial, step, value))
 
     def _report(self, trial: Trial, step: int, value: float) -> None:
         frozen, live = self.shared.live(trial.number)
-        several = len(self._settings.objectives) > 1  # Optuna takes intermediate values of one objective only
+        several = len(self._settings.objectives) > 1  # Optuna has intermediate values of one objective only
         if (
             self.claims.signed(frozen)
             and not several
@@ -255,9 +257,9 @@ class StudyTrials:
             live.report(value, step)
 
     def tell(self, trial: Trial, result: JobResult) -> None:
-        """Tell state and value, once; a value that is not finite is a failure, whatever it was called.
+        """Report state and value, once; a trial whose value is not finite is reported as failed in any case.
 
-        A trial that another process has taken from this one, which it thought dead, is that one's to tell.
+        If another process has adopted the trial because it considered this one dead, that process reports it.
         """
         self.claims.own.discard(trial.number)
         self.revision += 1
@@ -265,11 +267,11 @@ class StudyTrials:
             self._kept.clear(trial, failed=result.state == JobState.FAILED)
 
     def _tell(self, trial: Trial, result: JobResult) -> bool:
-        """Whether the trial is this process's own, and is over now."""
+        """Report the result, and return whether the trial was this process's own and has now ended."""
         frozen, live = self.shared.live(trial.number)
         if not self.claims.signed(frozen):
             return False
-        if frozen.state.is_finished():  # told by an attempt whose answer got lost
+        if frozen.state.is_finished():  # reported by an attempt whose answer was lost
             return True
         state, values = result.state, result.values
         if state == JobState.FINISHED and not (values and all(map(math.isfinite, values))):
@@ -282,12 +284,13 @@ class StudyTrials:
                 live.set_constraint(text, amount)
         if state == JobState.FINISHED:
             self._study.tell(trial.number, values)
-        else:  # a pruned one's value is the last one reported
+        else:  # the value of a pruned trial is the last one reported
             self._study.tell(trial.number, state=TrialState[STORED_AS[state].optuna])
         return True
 
     def pause(self, trial: Trial, checkpoint: Path | None = None) -> None:
-        """Keep that the trial is paused; the next process resumes it, from the checkpoint if there is one."""
+        """Store that the trial is paused; the next process resumes it, from the checkpoint if there is
+        one."""
         self._paused.add(trial.number)
         facts: dict[str, str] = {STATE: JobState.PAUSED}
         if checkpoint is not None:
@@ -295,7 +298,7 @@ class StudyTrials:
         self.shared.patience(lambda: self._note(trial, facts))
 
     def resume(self, trial: Trial) -> None:
-        """Keep that a paused trial runs again; of one that was not paused there is nothing to keep."""
+        """Store that a paused trial runs again; does nothing if it was not paused."""
         if trial.number in self._paused:
             self._paused.discard(trial.number)
             self.shared.patience(lambda: self._note(trial, {STATE: JobState.RUNNING}))
@@ -307,20 +310,19 @@ class StudyTrials:
                 live.set_user_attr(key, fact)
 
     def withdraw_orders(self) -> None:
-        """The search has ended here: withdraw its user's orders, unless other processes train on."""
+        """Withdraw the user's orders at the end of the search, unless other processes still train."""
         if not self.claims.others:
             self.orders.withdraw()
 
     def finished(self) -> list[JobResult]:
-        """Results of all trials that have ended, in this run and in earlier ones; without those that were
-        dropped."""
+        """Results of all trials that have ended, in this run and earlier ones, except dropped trials."""
         over = [item for item in self._all() if item.state.is_finished()]
         if self._settings.failed == "drop":
             over = [item for item in over if item.state != TrialState.FAIL]
         return [result_of(item) for item in over]
 
     def close(self) -> None:
-        """This process draws no more: what it has not ended is free to be taken up."""
+        """End this process's part: the trials that it has not ended can be adopted."""
         if self._workers is not None:
             self.claims.leave_curves()
             self._workers.close()
@@ -351,7 +353,7 @@ class StudyTrials:
         return [state_of(item) for item in self._all()]
 
     def _tidy_up(self) -> None:
-        """Remove what was kept for trials that are over; try failed ones again if that was asked for."""
+        """Remove the files of ended trials; try failed ones again if the settings say so."""
         self._kept.tidy_up(self.shared.trials())
         if self._settings.failed == "retry":
             with self.shared.exclusive():
@@ -380,14 +382,14 @@ def open_study(
     prior_storage: BaseStorage,
     folder: Path | None,
 ) -> Study:
-    """The study of a search, which is made if there is none.
+    """Open the study of a search, or create it.
 
     Args:
-        prior_storage: of the earlier study that ``search.prior`` names.
+        prior_storage: storage of the earlier study that ``search.prior`` names.
 
     Raises:
-        SearchError: the study has another space, it is to be restarted while others train it, or
-            ``search.prior`` has nothing to say.
+        SearchError: the study has another space, it should be restarted while others train it, or
+            ``search.prior`` cannot be used.
     """
     with study_lock(storage, name):
         known = name in optuna.get_all_study_names(storage)
@@ -403,7 +405,8 @@ def open_study(
 
 
 def check_restart(study: Study) -> None:
-    """No process of this host trains a study that is to be restarted. Not to be called by one that does.
+    """Check that no process of this host trains a study that will be restarted. Must not be called by one
+    that does.
 
     Raises:
         SearchError: one trains it.
@@ -418,7 +421,7 @@ def check_restart(study: Study) -> None:
 
 
 def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
-    """Delete a study that is restarted, with its checkpoints; errors as :func:`check_restart`."""
+    """Delete a study that is restarted, with its checkpoints; errors as for :func:`check_restart`."""
     check_restart(study)
     if folder is not None and (token := study.user_attrs.get(TOKEN)):
         remove_checkpoints(folder / "checkpoints" / token)
@@ -429,11 +432,11 @@ def _delete(study: Study, storage: BaseStorage, folder: Path | None) -> None:
 
 
 def suggest_jobs(command: SearchCommand) -> list[JobSpec]:
-    """The jobs that a search would train if nothing were known of any result, for benchmarks and plans;
-    nothing is kept.
+    """The jobs that a search would train if no results were known, for benchmarks and plans. Nothing is
+    stored.
 
     Raises:
-        InputError: the sampler cannot do the space, or a value is wrong.
+        InputError: the sampler does not support the space, or a value is wrong.
     """
     quiet()
     settings = command.settings

@@ -1,5 +1,5 @@
-"""Suggests the values of a trial: Optuna's sampler, seeded so that a resumed search suggests the same, and
-asked again for a combination that another trial has."""
+"""Suggests the values of a trial, with Optuna's sampler seeded so that a resumed search suggests the same,
+and called again if another trial has the same combination."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from plait.search.prior import EarlierTrial
 from plait.search.samplers import SAMPLERS
 
 SPACE = "plait.space"  # study: what is searched, by key
-ATTEMPTS = 6  # times that a sampler is asked for an untried combination before one is chosen without it
-LISTED = 100_000  # combinations up to which the untried ones are listed
+ATTEMPTS = 6  # calls of the sampler for an untried combination before one is chosen without it
+LISTED = 100_000  # untried combinations are listed only in spaces of at most this size
 
 Distributions = dict[str, BaseDistribution]
 
 
 def distributions(space: Space) -> Distributions:
-    """The space as Optuna knows it."""
+    """The space in Optuna's form."""
     return {dimension.name: _distribution(dimension.domain) for dimension in space.dimensions}
 
 
@@ -53,17 +53,17 @@ def _distribution(domain: Domain) -> BaseDistribution:
 
 
 def keep_space(study: Study, space: Space) -> None:
-    """Keep with a study what it searches, for who has no command to read it from."""
+    """Store with a study what it searches, for readers that do not have its command."""
     if SPACE not in study.user_attrs:
         texts = {key: distribution_to_json(found) for key, found in distributions(space).items()}
         study.set_user_attr(SPACE, texts)
 
 
 def read_space(study: Study) -> Space:
-    """What a study searches.
+    """The space that a study searches.
 
     Raises:
-        SearchError: it does not say so.
+        SearchError: the study does not contain it.
     """
     texts = study.user_attrs.get(SPACE)
     if texts is None:
@@ -86,11 +86,11 @@ def _domain(distribution: BaseDistribution) -> Domain:
 
 
 def derived_seed(seed: int, number: int, attempt: int = 0) -> int:
-    """Seed of a suggestion, from the search's seed, the trial's number, and how often it was asked for
-    before.
+    """The seed of a suggestion, from the search's seed, the trial's number, and the number of earlier
+    attempts.
 
-    A sampler that is made again starts its random numbers again, so one seed for all would repeat suggestions
-    after a restart; this one depends on the study alone, however often the process was killed.
+    A new sampler restarts its random numbers, so one seed for all trials would repeat suggestions after a
+    restart; this seed depends only on the study, however often the process was killed.
     """
     words = (seed, number, attempt) if attempt else (seed, number)
     digest = hashlib.sha256("/".join(map(str, words)).encode()).digest()
@@ -111,10 +111,10 @@ def make_sampler(
     Args:
         earlier: trials of an earlier study, for a sampler that takes them as an argument.
         tried: points not to be suggested.
-        given: values of the trial that were written already.
+        given: values of the trial that are already written.
 
     Raises:
-        SearchError: the sampler does not know an option.
+        SearchError: the sampler does not accept an option.
     """
 
     def make(attempt: int) -> BaseSampler:
@@ -132,7 +132,7 @@ def _sampler(
     if earlier and registered.source_trials:
         options["source_trials"] = list(earlier)
     if registered.one_sequence:
-        # For suggestions until a trial has succeeded: with the sequence's seed they would all be the same.
+        # For suggestions until a trial has succeeded; with the sequence's seed they would all be equal.
         options["independent_sampler"] = optuna.samplers.RandomSampler(chance)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=optuna.exceptions.ExperimentalWarning)
@@ -143,7 +143,7 @@ def _sampler(
 
 
 def check_options(settings: SearchSettings, space: Space) -> None:
-    """The sampler takes the options that are given, and suggests a first trial with them.
+    """Check that the sampler accepts the given options and suggests a first trial with them.
 
     Raises:
         SearchError: it does not.
@@ -168,16 +168,16 @@ def _not_taken(settings: SearchSettings, error: Exception) -> SearchError:
 
 
 class Untried(BaseSampler):
-    """Asks the sampler again if another trial has the same combination; finally it chooses one that is left.
+    """Calls the sampler again if another trial has the same combination, and finally chooses an untried one.
 
-    Training is deterministic, so that the same combination would be the same adapter. Where none is left,
-    since an enqueued trial fixes some values, the first suggestion stays.
+    Training is deterministic, so the same combination would give the same adapter. If no untried one is left
+    because an enqueued trial fixes some values, the first suggestion is used.
 
     Args:
-        make: the sampler, by how often it was asked for this trial before, which changes its random numbers.
+        make: makes the sampler, given the number of earlier attempts, which changes its random numbers.
         tried: points not to be suggested.
-        given: values of the trial that were written already.
-        seed: of the choice without the sampler.
+        given: values of the trial that are already written.
+        seed: seed of the choice without the sampler.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Untried(BaseSampler):
         self._seed = seed
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> Distributions:
-        """All keys that are not enqueued with the trial: a point is tried or not as a whole."""
+        """All keys that are not enqueued with the trial, because only a whole point can be new or not."""
         del study
         fixed = trial.system_attrs.get("fixed_params", {})
         return {
@@ -230,18 +230,19 @@ class Untried(BaseSampler):
     def _ask(
         self, sampler: BaseSampler, study: Study, trial: FrozenTrial, search_space: Distributions
     ) -> dict[str, Any]:
-        """As Optuna asks a sampler: for what it suggests together, then for the rest one by one."""
+        """Call a sampler as Optuna does: for the values that it suggests together, then for the others one by
+        one."""
         together = sampler.infer_relative_search_space(study, trial)
         values = sampler.sample_relative(study, trial, together)
-        now = study._storage.get_trial(trial._trial_id)  # with what the sampler noted of it
+        now = study._storage.get_trial(trial._trial_id)  # with the attributes that the sampler stored
         return {
             key: values[key] if key in values else sampler.sample_independent(study, now, key, distribution)
             for key, distribution in search_space.items()
         }
 
     def _choose(self, fixed: Values) -> dict[str, Value]:
-        """One of the untried combinations with these values, each as likely as another; {} if none is
-        left, or they cannot be counted."""
+        """One of the untried combinations with these values, all equally likely; {} if none is left, or they
+        cannot be counted."""
         if self._space.size is None:
             return {}
         free = [each for each in self._space.dimensions if each.name not in fixed]
@@ -292,10 +293,10 @@ class Suggester:
         self._earlier = earlier
 
     def begin(self, trials: Sequence[FrozenTrial], number: int) -> int:
-        """Begin the queued trial that Optuna takes next, or a new one; ``number`` is what it will be.
+        """Begin the queued trial that Optuna takes next, or a new one, which will have the number ``number``.
 
-        Its values are suggested by :meth:`complete`, beside this study, if the sampler learns from an
-        earlier one or is not to learn from all trials of this one.
+        Its values are suggested by :meth:`complete`, in a separate study, if the sampler learns from an
+        earlier study or must not learn from all trials of this one.
         """
         if self._earlier or any(map(outside_of, trials)):
             self._study.sampler = optuna.samplers.RandomSampler()
@@ -306,11 +307,11 @@ class Suggester:
             return self._study.ask(self._distributions).number
 
     def complete(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Suggest the values that RUNNING trials lack; whether one lacked some.
+        """Suggest the missing values of RUNNING trials; return whether any were missing.
 
-        A trial lacks values where its process was killed before they were written, where it comes before
-        others that are queued, or where they are suggested beside the study. One with settings outside of
-        what is searched has no others of these keys.
+        A trial lacks values if its process was killed before they were written, if it precedes other queued
+        trials, or if they are suggested in a separate study. Keys with settings outside the search space get
+        no other values.
         """
         names = self._distributions.keys()
         running = (item for item in trials if item.state == TrialState.RUNNING)
@@ -320,9 +321,10 @@ class Suggester:
         return bool(cut)
 
     def _complete(self, item: FrozenTrial) -> None:
-        """Suggest in a study of their own that holds the earlier trials and those before this one, since a
-        sampler suggests all values of a trial at once. No other trial's point is suggested, of later ones
-        neither. What was trained with settings outside of what is searched says nothing about its values."""
+        """Suggest in a separate study with the earlier trials and those before this one, because a sampler
+        suggests all values of a trial at once. No point of another trial is suggested, not even of a later
+        one. Trials with settings outside the search space are left out, because they say nothing about its
+        values."""
         storage, outside = self._study._storage, outside_of(item)
         keys = {key: each for key, each in self._distributions.items() if key not in outside}
         space = Space(tuple(each for each in self._space.dimensions if each.name in keys))
@@ -359,14 +361,14 @@ class Suggester:
 
 
 def _copy_attributes(source: Study, target: Study) -> None:
-    """Copy what samplers keep with a study."""
+    """Copy what samplers store with a study."""
     for key, value in source._storage.get_study_system_attrs(source._study_id).items():
         target._storage.set_study_system_attr(target._study_id, key, value)
 
 
 @contextmanager
 def one_torch_thread(sampler: str) -> Iterator[None]:
-    """One thread of torch for a sampler that is many times slower with more; nothing for the others."""
+    """Limit torch to one thread for a sampler that is many times slower with more."""
     if not SAMPLERS.get(sampler).one_thread:
         yield
         return

@@ -1,4 +1,4 @@
-"""Where a search is recorded. The study knows, so a search can resume while the tracking store is
+"""Where a search is recorded. This is stored in the study, so a search can resume while the tracking store is
 unavailable."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Tracked:
     """Where a search is recorded, and whether its store answers.
 
     Attributes:
-        run_id: MLflow's id of the search's run, if it was recorded in this store before; "" elsewhere.
-        away: the store does not answer now.
+        run_id: MLflow's id of the search's run, if it was recorded in this store before; else "".
+        away: the error, if the store does not answer now.
     """
 
     run_id: str = ""
@@ -46,7 +46,7 @@ class Tracked:
 
 
 def ask_store(settings: RunSettings) -> AwayError | None:
-    """Make sure that the tracking store can be used; the error, if it does not answer now.
+    """Check that the tracking store can be used; return the error if it does not answer now.
 
     Raises:
         StorageError: it refuses; see ``check_tracking``.
@@ -61,10 +61,10 @@ def ask_store(settings: RunSettings) -> AwayError | None:
 def tracked_run(
     storage: BaseStorage | None, name: str, settings: RunSettings, away: AwayError | None
 ) -> Tracked:
-    """The run of a search, if it was recorded in the store of the settings before. Makes no study.
+    """The run of a search, if it was recorded in the settings' store before. Creates no study.
 
     Raises:
-        AwayError: it was not, and the store is unavailable: then it is unknown whether the address is right.
+        AwayError: it was not, and the store is unavailable, so its address cannot be checked.
     """
     run_id, store = "", ""
     if storage is not None and not settings.search.fresh:
@@ -90,7 +90,7 @@ def _tracked(storage: BaseStorage, name: str) -> tuple[str, str]:
 
 
 def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
-    """What to say where a search resumes without its store."""
+    """What to say if a search resumes without its store."""
     folder = logs_folder(settings.tracking.root.absolute(), name)
     return f"{away.value}. Records are buffered in {folder} and sent when it answers."
 
@@ -98,11 +98,10 @@ def without_store(away: AwayError, settings: RunSettings, name: str) -> str:
 def catch_up(
     settings: RunSettings, source: StudyTrials, results: Sequence[JobResult]
 ) -> tuple[list[str], bool]:
-    """Do what a process that was killed after the last trial, or did not reach the store, left undone of the
-    search's run.
+    """Complete the search's run, if a process was killed after the last trial or could not reach the store.
 
     Returns:
-        what could not be done, in words, and whether the run says all of the search now.
+        What could not be done, in words, and whether the run is complete now.
 
     Raises:
         StorageError: the store refuses.
@@ -128,8 +127,8 @@ def catch_up(
 
 
 def board_of_study(settings: TrackingSettings, name: str) -> SearchResult | None:
-    """What the study knows of a search that is recorded in this store: states, values and objectives, but
-    neither losses nor tokens nor seconds. None if no such search was begun in the folder of the runs.
+    """What the study knows about a search that is recorded in this store: states, values and objectives, but
+    no losses, tokens or seconds. None if this search was not begun in the folder of the runs.
 
     Raises:
         StorageError: the study does not answer.

@@ -1,4 +1,4 @@
-"""A trial, and the command that asks for trials: plain data."""
+"""A trial, and the command of a search, as plain data."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Trial:
     """One point to try.
 
     Attributes:
-        overrides: that set these keys, in Hydra's syntax.
-        resume_from: state that an interrupted run saved of it.
-        warm_from: folder with the weights that it begins with; None for fresh ones.
-        outside: its settings outside of what is searched, as overrides; "" if there are none.
+        overrides: the overrides that set these keys, in Hydra's syntax.
+        resume_from: checkpoint that an interrupted run saved.
+        warm_from: folder with the weights that it starts with; None for fresh ones.
+        outside: its settings outside the search space, as overrides; "" if there are none.
     """
 
     number: int
@@ -38,12 +38,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class SearchCommand:
-    """A search as the command line asked for it, before anything is checked or loaded.
+    """A search as requested on the command line, before anything is checked or loaded.
 
     Attributes:
-        space: what is searched; empty for a single job.
-        base: the job with nothing searched.
-        make_job: the job of a trial, leaving its configuration on disk.
+        space: the search space; empty for a single job.
+        base: the job without any searched values.
+        make_job: makes the job of a trial, and writes its configuration to disk.
         probes: jobs that together have every choice and both ends of every range.
         config: resolved configuration as YAML.
         command: the command line, program first.

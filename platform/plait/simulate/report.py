@@ -157,9 +157,9 @@ class RunMemory:
     """What the memory of a run is computed from.
 
     Attributes:
-    model: memory model of a microbatch that goes through the whole model on one device.
-    static: static bytes: weights, and the adapters of all jobs.
-    shape: returns what the memory of a planned microbatch depends on.
+        model: memory model of a microbatch that goes through the whole model on one device.
+        static: static bytes: weights, and the adapters of all jobs.
+        shape: returns what the memory of a planned microbatch depends on.
     """
 
     model: MemoryModel
