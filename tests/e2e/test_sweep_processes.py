@@ -47,12 +47,9 @@ def test_two_processes_train_what_one_does(
     assert found >= {f"replica/{replica}/{each}" for replica in range(2) for each in measured}
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_process_that_dies_is_named_and_the_same_command_resumes(
-    short: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process 1 is killed before the second schedule of the run."""
     started: list[ForkedProcess] = []
 
     def start(*given: Any) -> ForkedProcess:
@@ -68,11 +65,37 @@ def test_a_process_that_dies_is_named_and_the_same_command_resumes(
         return run(fleet, command)
 
     monkeypatch.setattr(Fleet, "execute", execute)
+
+
+@pytest.mark.usefixtures("folder", "fragile")
+def test_a_process_that_dies_ends_the_run_if_none_may_and_the_same_command_resumes(
+    short: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     command = ["sweep", *short, *SEARCH, "cluster.processes=2", "engine.checkpoint_steps=1"]
-    assert main(command) == 2
+    assert main([*command, "cluster.restarts=0"]) == 2
     said = capsys.readouterr().err
     assert "process 1" in said
     assert "died with status -9 (RunSchedule)" in said
     assert "same command" in said
     assert main(command) == 0
     assert "resuming 3" in capsys.readouterr().out
+
+
+def test_a_search_makes_up_for_a_process_that_dies(
+    folder: Path,
+    short: tuple[str, ...],
+    leaderboard: Any,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["sweep", *short, *SEARCH, "train.eval_every=1", "engine.checkpoint_steps=1"]
+    assert main(command) == 0
+    alone = objectives(leaderboard)
+    shutil.rmtree(folder / "plait-runs" / "searches")
+    request.getfixturevalue("fragile")
+    assert main([*command, "search.fresh=true", "cluster.processes=2"]) == 0
+    said = capsys.readouterr().out
+    assert "died with status -9 (RunSchedule). Bringing the processes together again" in said
+    assert "2 processes train again after" in said
+    assert "1 loss of processes" in said
+    assert objectives(leaderboard) == pytest.approx(alone, rel=1e-5)

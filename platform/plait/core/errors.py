@@ -70,6 +70,10 @@ class ProcessError(InputError):
     """A process of the run died, was silent for too long, or did not start."""
 
 
+class LostProcessError(ProcessError):
+    """A process of the run is lost; started again, the processes can resume from the last checkpoints."""
+
+
 class CheckpointError(PlaitError, RuntimeError):
     """A checkpoint is missing, truncated or altered."""
 

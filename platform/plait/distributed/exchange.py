@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from plait.core.errors import ProcessError
+from plait.core.errors import LostProcessError
 
 PIECE = 2**20  # numbers that are gathered at a time: bounds the memory of a sum
 Result = TypeVar("Result")
@@ -75,7 +75,7 @@ class Exchange:
         """Wait for the sums that were begun; whether one of the processes is ``short`` of memory.
 
         Raises:
-            ProcessError: another process died, or does not take part.
+            LostProcessError: another process died, or does not take part.
         """
         agreed = self._thread.submit(self._any, short)
         begun, self._begun = self._begun, []
@@ -108,7 +108,7 @@ class Exchange:
         """Copy a tensor of the first process to all others.
 
         Raises:
-            ProcessError: as :meth:`finish`.
+            LostProcessError: as :meth:`finish`.
         """
         sent = tensor.to(self._device)
         self._synchronise()
@@ -125,7 +125,7 @@ class Exchange:
         try:
             return begun.result()
         except (RuntimeError, ValueError) as error:
-            raise ProcessError(
+            raise LostProcessError(
                 f"process {self._process} lost the others: {str(error).partition(chr(10))[0]}",
                 "The processes of a run exchange gradients and adapters directly.",
                 "The same command resumes the search; cluster.join_seconds is the longest wait.",

@@ -94,6 +94,7 @@ class Fleet:
             devices=tuple(device for facts in built for device in facts.devices),
             kinds=kinds,
             replica_bytes=memory,
+            capacities=cluster.capacities[: len(built)],
             speeds=cluster.speeds[: len(built)] or self._speeds(kinds),
         )
 

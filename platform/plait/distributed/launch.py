@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from plait.core.errors import ConfigError, ProcessError
+from plait.core.errors import ConfigError, LostProcessError
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.core.version import __version__
 from plait.distributed.channel import Channel, Door, Goodbye, Hello, Join, Load
@@ -79,7 +79,7 @@ class Launcher:
             folder: for what the processes of this host print; it is kept where one dies.
 
         Raises:
-            ProcessError: one did not come, or died.
+            LostProcessError: one did not come, or died.
             ModelError: the model cannot be loaded.
         """
         self._generation += 1
@@ -89,7 +89,7 @@ class Launcher:
             processes.all = self._gather(here)
             return self._load(processes, settings, data)
         except BaseException as error:
-            processes.close(lost=isinstance(error, ProcessError))
+            processes.close(lost=isinstance(error, LostProcessError))
             raise
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Launcher:
         """Start the processes of this host and wait for all; those from elsewhere may stay away later on.
 
         Raises:
-            ProcessError: one did not come.
+            LostProcessError: one did not come.
         """
         seconds = self._cluster.join_seconds
         end = time.monotonic() + seconds
@@ -150,11 +150,11 @@ class Launcher:
                     before.channel.close()
                 self._waiting[hello.process] = Process(hello, channel)
 
-    def _missing(self, numbers: Sequence[int], seconds: float) -> ProcessError:
+    def _missing(self, numbers: Sequence[int], seconds: float) -> LostProcessError:
         there = ", ".join(str(self._waiting[number]) for number in sorted(self._waiting))
         refused = ", ".join(sorted(self._door.refused))
         wrong = f" From {refused} a process came with another key." if refused else ""
-        return ProcessError(
+        return LostProcessError(
             f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} of {self._count} did "
             f"not come within {seconds:.0f} s",
             f"All processes must come before the model is loaded. Here: {there}.{wrong}",
@@ -256,13 +256,13 @@ class _Here:
         """See whether a process may still come.
 
         Raises:
-            ProcessError: it has ended, or it is ``late``.
+            LostProcessError: it has ended, or it is ``late``.
         """
         fate = self.fate(number)
         assert fate is not None
         if fate.status is not None or late:
             how = f"did not come within {seconds:.0f} s" if late else f"ended with status {fate.status}"
-            raise ProcessError(
+            raise LostProcessError(
                 f"process {number} {how}",
                 f"All processes must come before the model is loaded.{fate.log}",
                 "Start the search again; cluster.join_seconds is the longest wait.",

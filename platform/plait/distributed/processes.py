@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from plait.core.errors import PlaitError, ProcessError
+from plait.core.errors import LostProcessError, PlaitError
 from plait.core.spans import ProcessState, ReplicaSpans, Span
 from plait.distributed.channel import Answer, Beat, Channel, Goodbye, Hello, Refusal
 from plait.distributed.clocks import ClockOffset
@@ -112,7 +112,7 @@ class Processes:
         self.silence = silence
         self._fate = fate
         self._ended = ended
-        self._error: ProcessError | None = None  # since one was lost
+        self._error: LostProcessError | None = None  # since one was lost
 
     def __len__(self) -> int:
         return len(self.all)
@@ -125,7 +125,7 @@ class Processes:
         """Send each process its request and wait for all answers, in the order of the processes.
 
         Raises:
-            ProcessError: a process died, or was silent for too long: then all are ended.
+            LostProcessError: a process died, or was silent for too long: then all are ended.
             PlaitError: what a process says cannot be done, once all have answered.
         """
         if self._error is not None:
@@ -155,7 +155,11 @@ class Processes:
                         del pending[process.channel.connection]
         if refused:
             first = min(refused)
-            raise self._named(first, refused[first]) if answers else refused[first]
+            said = self._named(first, refused[first]) if answers else refused[first]
+            if isinstance(said, LostProcessError):  # by one that lost the others
+                self.close(lost=True)
+                self._error = said
+            raise said
         return {number: answers[number] for number in sorted(answers)}
 
     def _named(self, number: int, error: PlaitError) -> PlaitError:
@@ -166,7 +170,7 @@ class Processes:
         """The processes that have sent something, of those that are to answer.
 
         Raises:
-            ProcessError: one was silent for too long.
+            LostProcessError: one was silent for too long.
         """
         began = time.monotonic()
         links = wait([each.channel.connection for _, each in pending.values()], timeout=TURN)
@@ -201,7 +205,7 @@ class Processes:
             process.channel.close()
         self._ended(lost)
 
-    def _lost(self, process: Process, how: str) -> ProcessError:
+    def _lost(self, process: Process, how: str) -> LostProcessError:
         """End all processes, since those left may wait for this one; what to say of it.
 
         Where one was killed, others may have ended because of it: then it is the one to name.
@@ -216,7 +220,7 @@ class Processes:
         fate = fates[process]
         status = "" if fate.status is None else f" with status {fate.status}"
         self.close(lost=True)
-        self._error = ProcessError(
+        self._error = LostProcessError(
             f"{process} {how}{status} ({process.doing})",
             f"A run ends where one of its processes does; checkpoints are whole.{fate.log}",
             "The same command resumes the search.",

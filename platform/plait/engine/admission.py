@@ -88,6 +88,10 @@ class Admission:
             )
         return demand
 
+    def take_facts(self, facts: WorkerFacts) -> None:
+        """Count with what another worker says of the same model and its own memory."""
+        self._facts = facts
+
     def take_replicas(self, replicas: Sequence[Replica]) -> None:
         """Count with these replicas, whose capacities and memory may differ, from now on."""
         memory = self._facts.replica_bytes or (self._facts.memory_bytes,) * len(replicas)

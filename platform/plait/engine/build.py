@@ -229,6 +229,13 @@ def build_coordinator(
     engine = replace(settings.engine, kernels=kernels)
     settings = replace(settings, engine=engine, cluster=_same_speeds(settings, folder))
     worker = (make_worker or _local_worker)(settings, data)
+
+    def renew() -> Worker:
+        assert make_worker is not None
+        chosen = replace(settings.engine, kernels=worker.facts.chosen["kernels"])
+        cluster = replace(settings.cluster, speeds=worker.facts.speeds)
+        return make_worker(replace(settings, engine=chosen, cluster=cluster), data)
+
     parallel = settings.search.parallel  # beyond these, a job of higher priority preempts another
     planner = replace(settings.planner, max_jobs=min(parallel, settings.planner.max_jobs or parallel))
     return Coordinator(
@@ -239,6 +246,7 @@ def build_coordinator(
         checkpoints=checkpoints,
         commit=commit,
         profile=stored_profile(settings, worker.facts.model),
+        renew=None if make_worker is None else renew,
     )
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from plait.core.errors import StorageError
-from plait.core.messages import Command, Event, JobSaved, Notice, SaveCheckpoint
+from plait.core.messages import Command, Cursor, Event, JobSaved, Notice, SaveCheckpoint
 from plait.core.settings import EngineSettings
 from plait.engine.jobs import LiveJob
 
@@ -94,6 +94,7 @@ class _SaveRecord:
         tried_step: step of the last attempt; steps count from it.
         step: that the last checkpoint was taken at.
         folder: of the last checkpoint.
+        cursor: how far the job had come by then.
         failed_at: time of the last attempt, if it failed.
     """
 
@@ -101,11 +102,17 @@ class _SaveRecord:
     tried_step: int = 0
     step: int = 0
     folder: Path | None = None
+    cursor: Cursor = field(default_factory=Cursor)
     failed_at: float | None = None
 
 
 class Checkpointer:
-    """Takes checkpoints of the jobs that are due."""
+    """Takes checkpoints of the jobs that are due.
+
+    Attributes:
+        count: of those taken.
+        seconds: that they took.
+    """
 
     def __init__(
         self,
@@ -115,6 +122,7 @@ class Checkpointer:
         clock: Callable[[], float],
         commit: Callable[[], None] = lambda: None,
     ) -> None:
+        self.count, self.seconds = 0, 0.0
         self._commit = commit
         self._settings = settings
         self._folder = folder
@@ -124,11 +132,17 @@ class Checkpointer:
 
     def admitted(self, job: LiveJob, checkpoint: Path | None = None) -> None:
         """A job starts, or resumes from a checkpoint: the next is counted from here."""
-        self._records[job.name] = _SaveRecord(self._clock(), job.step, job.step, checkpoint)
+        self._records[job.name] = _SaveRecord(self._clock(), job.step, job.step, checkpoint, job.cursor)
 
     def ended(self, job: str) -> None:
         """Forget a job."""
         self._records.pop(job, None)
+
+    def fall_back(self, job: LiveJob) -> int:
+        """Put a job whose worker is lost back to its last checkpoint; how many steps are lost."""
+        record, before = self._record(job), job.step
+        job.fall_back(record.cursor, record.folder and record.folder.parent)
+        return before - job.step
 
     def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
         """Save the jobs whose time has come."""
@@ -170,6 +184,7 @@ class Checkpointer:
         stay, and the next is tried when it is due."""
         if not jobs:
             return
+        began = self._clock()
         trouble = _trouble(self._commit)
         for job in jobs:
             record, folder = self._record(job), self._folder / job.name
@@ -186,8 +201,11 @@ class Checkpointer:
                 yield Notice(f"{job.name} could not be saved at step {job.step} ({reason}); {last}")
                 continue
             record.step, record.folder, record.failed_at = job.step, directory, None
+            record.cursor = command.cursor
+            self.count += 1
             prune(folder, self._settings.checkpoint_keep, newest=job.step)
             yield JobSaved(job.name, job.step, directory)
+        self.seconds += self._clock() - began
 
 
 def _trouble(action: Callable[[], object]) -> str:

@@ -7,12 +7,12 @@ protocol :class:`~plait.engine.worker.Worker`, and turns the answers into events
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, LostProcessError
 from plait.core.jobs import JobSpec
 from plait.core.lifecycle import JobState, PauseReason
 from plait.core.messages import (
@@ -39,6 +39,7 @@ from plait.engine.checkpoints import Checkpointer, checkpoint_name
 from plait.engine.iteration import Finishing, evaluate
 from plait.engine.jobs import LiveJob, Roster
 from plait.engine.ledger import Ledger, Outcome, Tally
+from plait.engine.losses import Losses
 from plait.engine.packer import Packer
 from plait.engine.predictions import Expected, Predictions
 from plait.engine.replica_times import on_one_clock, times_between
@@ -61,6 +62,10 @@ class Coordinator:
         folder: where finished adapters (``adapters/``) and checkpoints (``checkpoints/``) go.
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
         commit: makes durable what was recorded so far; called before a checkpoint is taken.
+        renew: makes another worker if this one's processes are lost; None: that ends the run.
+
+    Attributes:
+        losses: of the worker's processes.
     """
 
     def __init__(
@@ -75,9 +80,12 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         commit: Callable[[], None] = lambda: None,
         group: str = "group-0",
+        renew: Callable[[], Worker] | None = None,
     ) -> None:
         self._group = group
-        self._worker = worker
+        self._settings, self._profile, self._renew = settings, profile, renew
+        self.losses = Losses(settings.cluster.restarts, clock)
+        self._lost: LostProcessError | None = None  # from then on until there is another worker
         self._ledger = Ledger(worker)
         self._admission = Admission(worker.facts, settings, profile)
         self._predictions = Predictions(worker.facts, self._admission, profile, folder)
@@ -85,9 +93,7 @@ class Coordinator:
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock)
         self._capacity = settings.engine.capacity_or_usual
-        self._replicas = replicas_of(worker.facts, settings, profile)
-        self._admission.take_replicas(self._replicas)
-        self._packer = Packer(self._replicas, dispatch_time(worker.facts, profile))
+        self._use(worker)
         self._clock = clock
         self.checkpointer = Checkpointer(
             settings.engine, checkpoints or folder / "checkpoints", self._send, clock, commit
@@ -97,6 +103,16 @@ class Coordinator:
         self._stopping = False
         self._joined: list[str] = []
         self._chosen = dict(worker.facts.chosen)
+
+    def _use(self, worker: Worker) -> None:
+        """Send commands to this worker from now on."""
+        facts = worker.facts
+        self._worker = self._ledger.worker = worker
+        self._replicas = replicas_of(facts, self._settings, self._profile)
+        self._admission.take_facts(facts)
+        self._admission.take_replicas(self._replicas)
+        self._predictions.take_facts(facts)
+        self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
 
     # ---- commands of the search ------------------------------------------------------------------------
 
@@ -187,6 +203,16 @@ class Coordinator:
         return Plan(self._replicas, (group,), choices=choices)
 
     @property
+    def account(self) -> str:
+        """What checkpoints have cost so far, and what losses of processes have, next to each other."""
+        saved, lost = self.checkpointer, self.losses
+        words = f"{saved.count} took {saved.seconds:.1f} s"
+        if not lost.count:
+            return words
+        losses = "1 loss" if lost.count == 1 else f"{lost.count} losses"
+        return f"{words}; {losses} of processes took {lost.seconds:.1f} s, and {lost.steps} steps twice"
+
+    @property
     def idle(self) -> bool:
         """Whether no job waits, trains or is paused."""
         return not self._roster.all()
@@ -201,27 +227,87 @@ class Coordinator:
 
         Part of :meth:`advance`; apart, so that the search knows what ended before it fills the free slots.
         """
+        return [] if self._stopping else self._outlive(self._settle())
+
+    def advance(self) -> list[Event]:
+        """One iteration: end what was stopped, admit what fits, train one step of every live job.
+
+        If processes of the worker are lost, the next one makes up for them: meanwhile all jobs wait, to be
+        trained again from their last checkpoints.
+
+        Raises:
+            LostProcessError: too many were lost, or nothing makes up for them.
+        """
         if self._stopping:
-            return []
+            return self._interrupt()
+        lost, self._lost = self._lost, None
+        return self._outlive(self._iterate() if lost is None else self._come_back())
+
+    def _settle(self) -> Iterator[Event]:
         roster = self._roster
-        events = [self._end(job, *job.cancelled) for job in roster.all() if job.cancelled is not None]
+        for job in roster.all():
+            if job.cancelled is not None:
+                yield self._end(job, *job.cancelled)
         for job in [*roster.live.values(), *roster.waiting]:
             if job.holds:
-                events += self._pause(job, min(job.holds), roster.pause)  # at a rung before by order
+                yield from self._pause(job, min(job.holds), roster.pause)  # at a rung before by order
         for job in list(roster.paused.values()):
             if not job.holds:
                 roster.queue(job)
-        return events
 
-    def advance(self) -> list[Event]:
-        """One iteration: end what was stopped, admit what fits, train one step of every live job."""
-        if self._stopping:
-            return self._interrupt()
+    def _iterate(self) -> Iterator[Event]:
         # A job that is to end may be trained elsewhere by now: then its checkpoints are the other process's.
-        events = self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
-        events += [*self.settle(), *self._admit(), *self._train()]
-        events += [*self._evaluate(), *self._finish()]
-        return [*events, *_traced(on_one_clock(self._worker.take_spans()))]
+        yield from self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
+        yield from self._settle()
+        yield from self._admit()
+        yield from self._train()
+        yield from self._evaluate()
+        yield from self._finish()
+        yield from _traced(on_one_clock(self._worker.take_spans()))
+
+    # ---- lost processes --------------------------------------------------------------------------------
+
+    def _outlive(self, events: Iterable[Event]) -> list[Event]:
+        """All events, up to the loss of a process if there is one: then all live jobs fall back.
+
+        Raises:
+            LostProcessError: as :meth:`advance`.
+        """
+        before, found = self._lost, list[Event]()
+        try:
+            for event in events:
+                found.append(event)
+        except LostProcessError as error:
+            self._lost = self._lost or error
+        if self._lost is not None and before is None:
+            if self._renew is None or not self.losses.another():
+                raise self._lost
+            self._fall_back()
+            found.append(Notice(f"{self._lost.value}. Bringing the processes together again ..."))
+        return found
+
+    def _fall_back(self) -> None:
+        for job in list(self._live.values()):
+            self.losses.steps += self.checkpointer.fall_back(job)
+            self._finishing.ended(job.name)
+            self._roster.queue(job)
+
+    def _come_back(self) -> Iterator[Event]:
+        """Have another worker in the place of the lost one."""
+        assert self._renew is not None
+        began = self._clock()
+        self._use(self._renew())
+        seconds = self._clock() - began
+        self.losses.seconds += seconds
+        count = len(self._replicas)
+        yield Notice(f"{count} process{'es' * (count > 1)} train again after {seconds:.1f} s")
+
+    def _detach(self, job: str) -> None:
+        """Take a job from the worker; if that is lost, it does not have it any more."""
+        try:
+            self._send(Detach(job))
+        except LostProcessError as error:
+            self._lost = self._lost or error
 
     # ---- joining and leaving --------------------------------------------------------------------------
 
@@ -229,22 +315,20 @@ class Coordinator:
     def _live(self) -> dict[str, LiveJob]:
         return self._roster.live
 
-    def _admit(self) -> list[Event]:
+    def _admit(self) -> Iterator[Event]:
         """Fill the free slots; a job of higher priority preempts one of lower."""
-        if not self._roster.waiting:
-            return []
+        if not self._roster.waiting or self._lost is not None:
+            return
         chosen = self._roster.choose()
         jobs = {job.name: job for job in self._roster.all()}
-        events: list[Event] = []
         for name in chosen.preempted:
-            events += self._pause(jobs[name], PauseReason.PREEMPTED, self._roster.queue)
+            yield from self._pause(jobs[name], PauseReason.PREEMPTED, self._roster.queue)
         if any(name in self._live for name in chosen.preempted):
-            return events  # one could not be saved and keeps its slot
+            return  # one could not be saved and keeps its slot
         for name in chosen.started:
-            events += self._attach(jobs[name])
+            yield from self._attach(jobs[name])
             if jobs[name] in self._roster.waiting:
-                return events  # turned away: there is no room for more
-        return events
+                return  # turned away: there is no room for more
 
     def _attach(self, job: LiveJob) -> list[Event]:
         self._roster.start(job)
@@ -291,7 +375,7 @@ class Coordinator:
         if job.step > 0 and (checkpoint is None or checkpoint.name != checkpoint_name(job.step)):
             return events  # an older checkpoint would lose steps
         job.resume_from = checkpoint
-        self._send(Detach(job.name))
+        self._detach(job.name)
         move(job)
         return [*events, _paused(job, reason)]
 
@@ -302,7 +386,11 @@ class Coordinator:
         jobs = self._roster.all()
         ends = [self._end(job, *job.cancelled) for job in jobs if job.cancelled is not None]
         jobs = [job for job in jobs if job.cancelled is None]
-        saved, events = self.checkpointer.save(jobs)
+        try:
+            saved, events = self.checkpointer.save(jobs)
+        except LostProcessError:
+            self._fall_back()
+            saved, events = self.checkpointer.save(jobs)
         ends += [self._end(job, JobState.PAUSED, INTERRUPTED, checkpoint=saved.get(job.name)) for job in jobs]
         return [*events, *ends]
 
@@ -316,7 +404,7 @@ class Coordinator:
         checkpoint: Path | None = None,
     ) -> Event:
         if job.name in self._live:
-            self._send(Detach(job.name))
+            self._detach(job.name)
         self._roster.end(job)
         self.checkpointer.ended(job.name)
         self._finishing.ended(job.name)
@@ -327,10 +415,9 @@ class Coordinator:
     def _send(self, command: Command) -> Outcome:
         return self._ledger.send(command, self._live)
 
-    def _train(self) -> list[Event]:
+    def _train(self) -> Iterator[Event]:
         """One global batch of every live job through the model, then each one's step."""
         started = self._clock()
-        events: list[Event] = []
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
             microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
             expected = self._predictions.expect(microbatches, self._live)
@@ -340,9 +427,9 @@ class Coordinator:
             self._packer.prepare(batch for batch in later if batch is not None)
             run = self._send(RunSchedule((*microbatches, *steps)))
             if run.out_of_memory is None:
-                return [*events, *self._stepped(jobs, run, started, expected)]
-            events += self._make_room(list(jobs.values()), run.out_of_memory)
-        return events
+                yield from self._stepped(jobs, run, started, expected)
+                return
+            yield from self._make_room(list(jobs.values()), run.out_of_memory)
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
         """A step of these jobs ran out of memory: the last in standing goes, the others take it again."""

@@ -32,6 +32,7 @@ class LiveJob:
         cancelled: the state in which it is to end, and why; None while it may train.
         rungs: steps after which it waits until it is let past.
         measured: whether the validation loss is wanted at every rung.
+        reached: the last rung at which it waited.
         passed: the last rung that it was let past.
         holds: why it may not train now; empty while it may.
         evaluated: step of the last evaluation.
@@ -52,6 +53,7 @@ class LiveJob:
     cancelled: tuple[JobState, str] | None = None
     rungs: frozenset[int] = frozenset()
     measured: bool = False
+    reached: int = 0
     passed: int = 0
     holds: set[PauseReason] = field(default_factory=set)
     evaluated: int | None = None
@@ -124,12 +126,20 @@ class LiveJob:
         """Wait here if this is a rung that it was not let past."""
         if self.step in self.rungs and self.step > self.passed and not self.done:
             self.holds.add(PauseReason.AT_RUNG)
+            self.reached = self.step
 
     def release(self, hold: PauseReason) -> None:
         """No longer wait for this reason."""
         self.holds.discard(hold)
         if hold == PauseReason.AT_RUNG:
-            self.passed = self.step
+            self.passed = max(self.step, self.reached)  # it may have fallen back since
+
+    def fall_back(self, cursor: Cursor, checkpoint: Path | None) -> None:
+        """Continue from the last checkpoint, or from the beginning: what came after it is trained again."""
+        self.cursor = replace(cursor, device_ns=self.cursor.device_ns)
+        self.resume_from = checkpoint or self.resume_from
+        self.holds.discard(PauseReason.AT_RUNG)
+        self.evaluated = None
 
     def resume_at(self, cursor: Cursor) -> None:
         """Continue where a checkpoint says.

@@ -76,13 +76,13 @@ class Ledger:
     """
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
         self.device_ns = 0  # of all commands so far: the jobs' shares add up to exactly this
 
     def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
         """Carry out a command and book it on ``jobs``, which must hold every job that it concerns."""
         outcome = Outcome()
-        for event in self._worker.execute(command):
+        for event in self.worker.execute(command):
             match event:
                 case MicrobatchDone():
                     self._microbatch(event, jobs, outcome)

@@ -17,15 +17,22 @@ class Losses:
     Args:
         limit: that are made up for within an hour (``cluster.restarts``).
         clock: seconds, rising.
+
+    Attributes:
+        count: of all.
+        seconds: that it took to come together again.
+        steps: that were lost with them, of all jobs.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = limit
         self._clock = clock
         self._times: list[float] = []
+        self.count, self.seconds, self.steps = 0, 0.0, 0
 
     def another(self) -> bool:
         """Count a loss; whether the run is to make up for it."""
         now = self._clock()
+        self.count += 1
         self._times = [each for each in self._times if now - each < WITHIN] + [now]
         return len(self._times) <= self._limit

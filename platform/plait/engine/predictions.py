@@ -128,6 +128,10 @@ class Predictions:
             return sum(self._profile.time.microbatch(shape) for shape in shapes) / self._speed(replica)
         return None
 
+    def take_facts(self, facts: WorkerFacts) -> None:
+        """Predict for these replicas from now on."""
+        self._facts = facts
+
     def _speed(self, replica: int) -> float:
         return self._facts.speeds[replica] if self._facts.speeds else 1.0
 

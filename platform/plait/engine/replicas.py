@@ -22,7 +22,7 @@ def replicas_of(facts: WorkerFacts, settings: RunSettings, profile: Profile | No
     If no capacities are given, all have ``engine.capacity``; for a device with less memory than others it is
     halved until a usual job fits.
     """
-    whole, given = settings.engine.capacity_or_usual, settings.cluster.capacities
+    whole, given = settings.engine.capacity_or_usual, facts.capacities or settings.cluster.capacities
     most = max(facts.replica_bytes, default=0)
     found = []
     for number, device in enumerate(facts.devices):

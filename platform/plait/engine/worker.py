@@ -81,6 +81,7 @@ class WorkerFacts:
         kinds: what these devices are.
         replica_bytes: what each of them has; empty: ``memory_bytes``.
         speeds: how fast they are, relative to each other; empty: all alike.
+        capacities: most tokens of a microbatch of each, if they are given.
         inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
             known to be shared.
     """
@@ -97,6 +98,7 @@ class WorkerFacts:
     replica_bytes: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
     model: str = ""
+    capacities: tuple[int, ...] = ()
 
     def inputs_read(self, names: Collection[str]) -> float:
         """Share of all input features of the linears that these linears read."""

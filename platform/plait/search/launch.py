@@ -312,7 +312,7 @@ class _Launch:
         # After an interrupt there is no time, and a store that lacks points has no figures yet.
         whole = not result.interrupted and not tracker.notices
         concluded = whole and self._conclude(tracker, figures)
-        self._report(result, tracker, figures.trouble)
+        self._report(result, tracker, figures.trouble, "" if many is None else coordinator.account)
         self._say(*tracker.notices)
         return result, concluded
 
@@ -403,8 +403,10 @@ class _Launch:
             words.append(f"tracking.experiment={tracking.experiment}")
         return tracker.page or redact(shlex.join(words))
 
-    def _report(self, result: SearchEnd, tracker: Tracker, trouble: str) -> None:
+    def _report(self, result: SearchEnd, tracker: Tracker, trouble: str, account: str) -> None:
         facts = {"tracked in": str(tracker.location), "view with": self._view(tracker)}
+        if account:
+            facts["checkpoints"] = account
         if trouble:
             facts["figures"] = f"not written: {trouble}"
         if result.why:

@@ -1,0 +1,170 @@
+"""Processes that are lost while jobs train: all falls back to the last checkpoints, and nothing is missing or
+double in the end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from curve_worker import ADAPTER, CurveWorker, lengths_data, load_lengths
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.core.errors import LostProcessError, ProcessError
+from plait.core.jobs import JobSpec, TrainSpec
+from plait.core.lifecycle import JobResult, JobState, PauseReason
+from plait.core.messages import Command, Event, JobEvaluated, JobProgress, Notice, WorkerEvent
+from plait.core.settings import ClusterSettings, EngineSettings, PlannerSettings, RunSettings
+from plait.engine.catalogue import DataCatalogue
+from plait.engine.coordinator import Coordinator
+from plait.engine.losses import Losses
+
+STEPS = 7
+RUNG = 4
+
+
+def falling(job: JobSpec, step: int) -> float:
+    return 10.0 / (step + 1) + job.train.lr
+
+
+def job(number: int) -> JobSpec:
+    spec = TrainSpec(steps=STEPS, batch_size=2, lr=1e-3 * number, eval_every=2, priority=number % 2)
+    return JobSpec(f"job-{number}", ADAPTER, spec, lengths_data((3, 5, 8)))
+
+
+class Mortal(CurveWorker):
+    """Is lost at one of its commands: before it is carried out, or after, when no one hears of it."""
+
+    last: int | None = None
+    late: bool = False
+
+    def execute(self, command: Command) -> Sequence[WorkerEvent]:
+        dies = self.last is not None and len(self.commands) >= self.last
+        if dies and not self.late:
+            raise LostProcessError("process 1 died")
+        events = super().execute(command)
+        if dies:
+            raise LostProcessError("process 1 died")
+        return events
+
+
+def made(
+    folder: Path, lives: Sequence[tuple[int, bool]], restarts: int = 1000, **engine: int | None
+) -> Coordinator:
+    """A coordinator whose workers live for so many commands, the last one for ever."""
+    left = iter(lives)
+
+    def worker() -> Mortal:
+        new = Mortal(falling)
+        new.last, new.late = next(left, (None, False))
+        return new
+
+    run = RunSettings(
+        engine=EngineSettings(capacity=16, **engine),  # type: ignore[arg-type]
+        planner=PlannerSettings(max_jobs=2),
+        cluster=ClusterSettings(restarts=restarts),
+    )
+    return Coordinator(worker(), DataCatalogue(load_lengths), run, folder=folder, renew=worker)
+
+
+def trained(coordinator: Coordinator, rungs: bool) -> list[Event]:
+    """All events until all jobs have ended; those that reach their rung are let past two turns later, from
+    whatever step they then have."""
+    for number in range(1, 4):
+        coordinator.submit(job(number), rungs=(RUNG,) if rungs else ())
+    events: list[Event] = []
+    waiting: dict[str, int] = {}
+    past: set[str] = set()
+    for turn in range(400):
+        if coordinator.idle:
+            return events
+        events += coordinator.settle()
+        new = coordinator.advance()
+        events += new
+        for event in new:
+            if rungs and isinstance(event, JobProgress) and event.step == RUNG and event.job not in past:
+                past.add(event.job)
+                waiting[event.job] = turn + 2
+        for name in [name for name, due in waiting.items() if due <= turn]:
+            del waiting[name]
+            coordinator.resume(name, PauseReason.AT_RUNG)
+    raise AssertionError("the jobs never came to an end")
+
+
+def check(events: Sequence[Event]) -> None:
+    """Every step's loss and every evaluation is that of its step, and none is missing."""
+    for number in range(1, 4):
+        name = f"job-{number}"
+        steps = {each.step: each for each in events if isinstance(each, JobProgress) and each.job == name}
+        assert sorted(steps) == list(range(1, STEPS + 1))
+        found = [each for each in events if isinstance(each, JobProgress) and each.job == name]
+        assert all(each.loss == pytest.approx(falling(job(number), each.step - 1)) for each in found)
+        assert all(each.tokens == steps[each.step].tokens for each in found)
+        evaluated = [each for each in events if isinstance(each, JobEvaluated) and each.job == name]
+        assert {2, 4, 6, 7} <= {each.step for each in evaluated}
+        assert all(each.loss == pytest.approx(falling(job(number), each.step)) for each in evaluated)
+        (result,) = (each for each in events if isinstance(each, JobResult) and each.job == name)
+        assert (result.state, result.step) == (JobState.FINISHED, STEPS)
+        assert result.tokens == steps[STEPS].tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lives=st.lists(st.tuples(st.integers(0, 25), st.booleans()), max_size=6),
+    checkpoint_steps=st.sampled_from([1, 2, 3, None]),
+    rungs=st.booleans(),
+)
+def test_whenever_processes_are_lost_no_step_is_missing_or_wrong(
+    lives: list[tuple[int, bool]], checkpoint_steps: int | None, rungs: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        coordinator = made(Path(folder), lives, checkpoint_steps=checkpoint_steps)
+        events = trained(coordinator, rungs)
+        check(events)
+        said = [each.text for each in events if isinstance(each, Notice)]
+        count = coordinator.losses.count
+        assert sum("Bringing the processes together again" in each for each in said) == count <= len(lives)
+        assert sum("train again after" in each for each in said) <= count
+
+
+def test_no_more_is_trained_again_than_since_the_last_checkpoints(tmp_path: Path) -> None:
+    most = 0
+    for commands in range(8, 20):
+        coordinator = made(tmp_path / str(commands), [(commands, False)], checkpoint_steps=2)
+        events = trained(coordinator, rungs=False)
+        steps = [each for each in events if isinstance(each, JobProgress)]
+        assert coordinator.losses.count == 1
+        assert coordinator.losses.steps <= 2 * 2
+        assert len(steps) == 3 * STEPS + coordinator.losses.steps
+        most = max(most, coordinator.losses.steps)
+    assert most > 0
+
+
+def test_an_interrupted_run_waits_for_no_process_that_is_lost(tmp_path: Path) -> None:
+    coordinator = made(tmp_path, [(9, False), (0, False)], checkpoint_steps=1)
+    coordinator.submit(job(1))
+    while coordinator.losses.count == 0:
+        coordinator.advance()
+    coordinator.stop()
+    (result,) = (each for each in coordinator.advance() if isinstance(each, JobResult))
+    assert result.state == JobState.PAUSED
+    assert result.checkpoint is not None
+    assert result.checkpoint.name == f"step-{result.step:08d}"
+
+
+def test_too_many_losses_within_an_hour_end_the_run(tmp_path: Path) -> None:
+    coordinator = made(tmp_path, [(3, False)] * 5, restarts=2, checkpoint_steps=1)
+    with pytest.raises(ProcessError, match="process 1 died"):
+        trained(coordinator, rungs=False)
+    assert coordinator.losses.count == 3
+
+
+def test_losses_are_counted_by_the_hour() -> None:
+    now = 0.0
+    losses = Losses(2, lambda: now)
+    assert [losses.another(), losses.another(), losses.another()] == [True, True, False]
+    now = 3601.0
+    assert losses.another()
+    assert losses.count == 4
