@@ -12,8 +12,8 @@ A loss goes from the worker to MLflow through these modules:
 
 import os
 
-# Set before MLflow is imported, if the user has not: the writer retries by itself and may not hang for
-# minutes in one call, no one but the chosen store hears of a run, and the terminal belongs to Plait.
+# Set before MLflow is imported, unless the user did: the writer does its own retries and must not hang for
+# minutes in one call, runs are reported only to the chosen store, and the terminal belongs to Plait.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,4 +1,4 @@
-"""Opens the tracking store: finds out within seconds, before any model loads, whether it can be used."""
+"""Opens the tracking store, and checks within seconds, before a model is loaded, whether it can be used."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from plait.utils.line_log import real_locks
 ANSWER_SECONDS = 5
 SHOWN_TABLES = 5
 LEAST_FREE_BYTES = 64 * 2**20
-NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's words for a server that fails, or is gone
-LOST = (2002, 2003, 2006, 2013)  # MySQL's numbers for connections that fail
+NOT_NOW = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")  # MLflow's codes for a server that fails or is down
+LOST = (2002, 2003, 2006, 2013)  # MySQL's codes for failed connections
 
 
 class AwayError(StorageError):
@@ -40,10 +40,10 @@ class AwayError(StorageError):
 
 
 def check_tracking(settings: TrackingSettings) -> Location:
-    """Make sure that runs, artifacts and files can be written; makes folder, database and experiment.
+    """Check that runs, artifacts and files can be written, and make folder, database and experiment.
 
     Returns:
-        the absolute address, for printing and for :class:`~plait.tracking.tracker.Tracker`.
+        The absolute address, for printing and for :class:`~plait.tracking.tracker.Tracker`.
 
     Raises:
         AwayError: nothing answers at the address within seconds.
@@ -57,7 +57,7 @@ def check_tracking(settings: TrackingSettings) -> Location:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Make a folder if need be and write a file into it.
+    """Make a folder if necessary, and check that a file can be written into it.
 
     Raises:
         StorageError: it cannot be made or written, or its disk is full.
@@ -82,8 +82,8 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 def open_store(location: Location, experiment: str, *, reading: bool = False) -> Store:
-    """The store at an address, after making sure within seconds that something answers there; errors as
-    :func:`check_tracking`. For ``reading`` alone, a database may be write-protected."""
+    """The store at an address, after checking within seconds that something answers there; errors as for
+    :func:`check_tracking`. For ``reading`` only, a database may be write-protected."""
     if location.is_server:
         _check_server(location)
     elif (file := location.sqlite_file) is not None:
@@ -108,12 +108,12 @@ def open_store(location: Location, experiment: str, *, reading: bool = False) ->
 
 
 class Connection:
-    """The store of a search, opened when it first answers: a search that resumes begins without it. One for
-    all threads of a process.
+    """The store of a search, opened when it first answers, because a resumed search can begin without it. All
+    threads of a process share one.
 
     Attributes:
-        run_id: of the run that must be there when the store is opened late; "" while none is known. A store
-            that came back without it would lose everything that was sent for it.
+        run_id: id of the run that must exist when the store is opened late; "" while none is known. If the
+            store came back without it, everything sent for it would be lost.
     """
 
     def __init__(self, location: Location, experiment: str) -> None:
@@ -129,10 +129,10 @@ class Connection:
         return self._store
 
     def store(self) -> Store:
-        """The store; asked within seconds, as often as this is called, until it answers.
+        """The store; each call tries for some seconds, until it has answered once.
 
         Raises:
-            StorageError: it does not answer (``AwayError``) or refuses, or the search's run is not there.
+            StorageError: it does not answer (``AwayError``) or refuses, or the search's run does not exist.
         """
         with self._lock:
             if self._store is None:
@@ -154,7 +154,7 @@ class Connection:
 
 @contextmanager
 def storage_errors(location: Location) -> Iterator[None]:
-    """Whatever the store says inside, as a StorageError that names the address."""
+    """Turn every error of the store into a StorageError that names the address."""
     try:
         yield
     except (MlflowException, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
@@ -168,7 +168,7 @@ def storage_errors(location: Location) -> Iterator[None]:
 
 
 def _is_away(location: Location, error: Exception) -> bool:
-    """Whether a store may answer later what it does not answer now. A file is there or is not."""
+    """Whether an error of the store may be temporary; an error of a file is not."""
     if location.sqlite_file is not None:
         return False
     if isinstance(error, sqlalchemy.exc.OperationalError):
@@ -184,12 +184,12 @@ def _is_away(location: Location, error: Exception) -> bool:
 
 
 def _check_server(location: Location) -> None:
-    """One short request. MLflow's own client would retry for minutes."""
+    """Send one short request, because MLflow's own client would retry for minutes."""
     address = urlsplit(location.uri)
     login, _, host = address.netloc.rpartition("@")
     path = f"{address.path.rstrip('/')}/health"
     request = urllib.request.Request(urlunsplit((address.scheme, host, path, "", "")))
-    if login:  # for this host alone, wherever it may redirect to
+    if login:  # for this host only, wherever it may redirect to
         user, _, password = (unquote(part) for part in login.partition(":"))
         encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
         request.add_unredirected_header("Authorization", f"Basic {encoded}")
@@ -199,15 +199,15 @@ def _check_server(location: Location) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code < 500:
-            return  # something speaks HTTP; MLflow's client says what it thinks of us
+            return  # something answers HTTP; MLflow's client reports what is wrong
         cause: object = f"status {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
         if isinstance(cause, ssl.SSLError):
-            return  # it answers; which certificates to trust is for the settings of MLflow's client
+            return  # it answers; the settings of MLflow's client decide which certificates to trust
     kind = (
         StorageError if isinstance(cause, PermissionError) else AwayError
-    )  # rights do not pass by themselves
+    )  # missing rights are not temporary
     raise kind(
         f"tracking.uri={location}: no answer ({redact(str(cause))})",
         "An MLflow server must answer at this address.",
@@ -217,7 +217,7 @@ def _check_server(location: Location) -> None:
 
 
 def _check_database(location: Location) -> None:
-    """One short connection. MLflow's own client would retry for minutes."""
+    """Connect once, briefly, because MLflow's own client would retry for minutes."""
     if location.scheme not in ("postgresql", "mysql"):
         return
     try:
@@ -238,9 +238,9 @@ def _check_database(location: Location) -> None:
 def _make_database(file: Path) -> None:
     """Make a SQLite file with MLflow's tables if there is none yet.
 
-    MLflow takes seconds for it, in dozens of steps that SQLite does not undo: a process that is killed in
-    between leaves tables that MLflow can neither use nor complete. So they are made beside the file, by one
-    process at a time, and renamed.
+    MLflow takes seconds for this, in dozens of steps that SQLite does not undo: a process that is killed in
+    between leaves tables that MLflow can neither use nor complete. So they are made in a temporary file, by
+    one process at a time, which is then renamed.
 
     Raises:
         StorageError: the file system has no locks.
@@ -251,11 +251,11 @@ def _make_database(file: Path) -> None:
     with real_locks(lock), FileLock(lock, fallback_to_soft=False):
         if not _has_content(file):
             draft = file.with_name(f".{file.name}.new")
-            for left in (draft, draft.with_name(f"{draft.name}-journal")):  # by a process that was killed
+            for left in (draft, draft.with_name(f"{draft.name}-journal")):  # of a killed process
                 left.unlink(missing_ok=True)
             MlflowClient(f"sqlite:///{draft}").get_experiment_by_name("Default")
             draft.replace(file)
-        lock.unlink(missing_ok=True)  # who still waits for it finds the file
+        lock.unlink(missing_ok=True)  # a process that still waits for it finds the database
 
 
 def _has_content(file: Path) -> bool:
@@ -263,10 +263,10 @@ def _has_content(file: Path) -> bool:
 
 
 def _check_tables(file: Path) -> None:
-    """Refuse another program's database, to which MLflow would add its own tables.
+    """Refuse another program's database, because MLflow would add its own tables to it.
 
     Raises:
-        StorageError: it has tables, and not MLflow's.
+        StorageError: it has tables other than MLflow's.
     """
     try:
         with closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as database:
@@ -274,7 +274,7 @@ def _check_tables(file: Path) -> None:
                 name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
             }
     except sqlite3.Error:
-        return  # MLflow's client says what is wrong with it
+        return  # MLflow's client reports what is wrong with it
     if found and "experiments" not in found:
         raise StorageError(
             f"{file}: a SQLite file with the tables {', '.join(sorted(found)[:SHOWN_TABLES])}",

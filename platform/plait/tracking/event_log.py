@@ -1,9 +1,9 @@
-"""The event log: records for the tracking store stay here, on disk, until the store has them.
+"""The event log: keeps records for the tracking store on disk until the store has them.
 
 Each process appends to its own log; the writer reads the log and notes how much of it the store has. So
-nothing is lost when the process is killed, or when the store cannot be reached at its end: the next process
-of the search adopts the log. The log also knows which points have been written, so a step that is trained
-again after a crash is not written again.
+nothing is lost if the process is killed, or if the store cannot be reached at its end: the next process of
+the search adopts the log. The log also knows which points have been written, so a step that is trained again
+after a crash is not written again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from plait.utils.line_log import LineLog
 from plait.utils.paths import search_folder
 
 SUFFIX = ".jsonl"
-DIGITS = 20  # of the number of bytes that were sent; of one width, so that writing it takes no more room
+DIGITS = 20  # of the number of bytes sent; a fixed width, so that rewriting it needs no more space
 NO_HEAD = Head("", "", "")
-LATE = " (late)"  # after the name of a metric: its late values, which are written once, too
+LATE = " (late)"  # suffix of a metric's name for its late values, which are also written once
 
 
 def time_ms() -> int:
@@ -58,10 +58,10 @@ class EventLog:
     Attributes:
         head: the first line, which an empty log gets.
         now: milliseconds since 1970; stamps what is appended.
-        shared: whether other processes of this host worked on the search, too.
+        shared: whether other processes of this host also worked on the search.
 
     Raises:
-        StorageError: from every method that writes, if the disk is full or fails; what was there stays.
+        StorageError: from every method that writes, if the disk is full or fails; earlier records are kept.
     """
 
     def __init__(self, log: LineLog, head: Head, now: Callable[[], int] = time_ms) -> None:
@@ -70,17 +70,17 @@ class EventLog:
         self.now = now
         self.shared = False
         self._log = log
-        self._lock = threading.Lock()  # of the end of the log, and of the counts
+        self._lock = threading.Lock()  # guards the end of the log, and the counts
         self._steps: dict[str, dict[str, int]] = {}  # the last written step of each metric, by run
         self._newest: dict[str, NewestStep] = {}  # by run
-        self._committing = threading.Lock()  # held through a commit: who waits for it finds all on the disk
+        self._committing = threading.Lock()  # held during a commit: when it is free, all is on the disk
         self._texts: set[Path] = set()  # files of texts that are not on the disk yet; below the first lock
         self._waiting = 0  # records
-        self._peeked = (0, 0)  # where what was read last ends, and its records
+        self._peeked = (0, 0)  # the end of what was read last, and its number of records
         self._sent_file = os.open(log.path.with_suffix(".sent"), os.O_RDWR | os.O_CREAT, 0o644)
         self._sent = self._noted_sent()
         self._recover()
-        self._inherited = self._waiting  # of the records that wait, those of ended processes
+        self._inherited = self._waiting  # waiting records of ended processes
         if log.end == 0:
             self._sent = 0
             self._note_sent()
@@ -95,7 +95,8 @@ class EventLog:
         os.pwrite(self._sent_file, b"%0*d" % (DIGITS, self._sent), 0)
 
     def _recover(self) -> None:
-        """Read the log, learn what is in it and cut off what is no line of it, as after a loss of power."""
+        """Read the log, learn what is in it, and cut off anything that is not a line of it, as after a power
+        failure."""
         for at, text in self._log.lines():
             try:
                 line = decode(text)
@@ -122,21 +123,21 @@ class EventLog:
     # ---- writing ---------------------------------------------------------------------------------------
 
     def points(self, run: str, step: int, values: Mapping[str, float], *, late: bool = False) -> None:
-        """Append values of a run at a step; those that are not finite go to a tag. ``late`` ones may stand
-        beside those that the step has already."""
+        """Append values of a run at a step; those that are not finite go to a tag. ``late`` values may be
+        added to those that the step already has."""
         if kept := finite(values):
             self.append(LogPoints(run, step, self.now(), kept, late))
         if len(kept) < len(values):
             self.tags(run, {names.TAG_DIVERGED: f"step {step}: {not_finite(values)}"})
 
     def keep_newest(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        """Keep a step that is not written; :meth:`write_newest` writes it, in any later process too."""
+        """Keep a step that is not written; :meth:`write_newest` writes it, even in a later process."""
         before = self._newest.get(run)
         if before is None or before.step != step:
             self._write(NewestStep(run, step, self.now(), finite(values)))
 
     def write_newest(self, run: str) -> None:
-        """Append the step that was kept of a run, unless a later one was written since."""
+        """Append the step that was kept for a run, unless a later one was written since."""
         if (kept := self._newest.get(run)) is not None:
             self.append(LogPoints(run, kept.step, kept.time_ms, kept.values))
 
@@ -145,15 +146,16 @@ class EventLog:
         self.append(SetTags(run, tags))
 
     def state(self, run: str, state: JobState, reason: str) -> None:
-        """Append the state of a run that trains no more, or not now, in our words and in MLflow's."""
+        """Append the state of a run that has stopped training for now or for good, in our terms and in
+        MLflow's."""
         self.tags(run, {names.TAG_STATE: state, names.TAG_REASON: reason})
         self.append(SetStatus(run, STORED_AS[state].mlflow, self.now()))
 
     def text(self, run: str, path: str, text: str) -> None:
-        """Append a text artifact: its newest form is kept in a file beside the log."""
+        """Append a text artifact; its newest version is kept in a file next to the log."""
         file = self._beside(path)
         try:
-            write_text(file, text, durable=False)  # by commit()
+            write_text(file, text, durable=False)  # commit() syncs it
         except OSError as error:
             raise self._disk_error(error) from error
         with self._lock:
@@ -161,7 +163,7 @@ class EventLog:
         self._write(LogText(run, str(file), path))
 
     def append(self, record: Record) -> None:
-        """Add a record; of a point only those of its values that are not written yet."""
+        """Add a record; for a point, only the values that are not written yet."""
         if isinstance(record, LogPoints):
             values = self._new_values(record)
             if len(values) < len(record.values):
@@ -182,7 +184,7 @@ class EventLog:
                 self._waiting += 1
 
     def commit(self) -> None:
-        """Return when everything that was appended is on the disk. Any thread may call it."""
+        """Wait until everything appended is on the disk. Any thread may call this."""
         with self._committing:
             with self._lock:
                 texts, self._texts = self._texts, set()
@@ -211,8 +213,8 @@ class EventLog:
         return self._steps.get(run, {}).get(metric)
 
     def _learn(self, line: Line) -> None:
-        """Note which points a line has. Those of a run are written in the order of their steps, so that the
-        last step tells which are there."""
+        """Note which points a line has. A run's points are written in the order of their steps, so the last
+        step says which exist."""
         match line:
             case LogPoints():
                 steps = self._steps.setdefault(line.run, {})
@@ -239,13 +241,13 @@ class EventLog:
 
     @property
     def behind(self) -> bool:
-        """Whether the store lacks anything that ended processes left: what it says of their jobs is out of
+        """Whether the store lacks records of ended processes, so that its data on their jobs is out of
         date."""
         return self._inherited > 0
 
     def peek(self, count: int) -> list[Record]:
-        """The oldest records that the store does not have, safe on the disk: what the store has, the log has
-        too, even after a loss of power."""
+        """The oldest records that the store does not have, after syncing them, so that even after a power
+        failure the log has everything that the store has."""
         with self._lock:
             end = self._log.end
         self.commit()
@@ -264,20 +266,21 @@ class EventLog:
                 yield at + len(text), line
 
     def drop(self) -> None:
-        """Note that the store has what :meth:`peek` gave last."""
+        """Note that the store has what :meth:`peek` returned last."""
         at, records = self._peeked
         with self._lock:
             self._sent = at
             self._waiting -= records
             self._inherited = max(0, self._inherited - records)
             self._peeked = at, 0
-        with suppress(OSError):  # then it is sent once more, which changes nothing
+        with suppress(OSError):  # otherwise it is sent again, which changes nothing
             self._note_sent()
 
     # ---- several logs ----------------------------------------------------------------------------------
 
     def adopt(self, other: EventLog) -> None:
-        """Append what another log of the same search has and the store has not, and remove that log."""
+        """Append the records of another log of the same search that the store does not have, and remove that
+        log."""
         for _, record in other._unsent(other._log.end):
             if isinstance(record, LogText):
                 self._adopt_text(record)
@@ -295,17 +298,17 @@ class EventLog:
         other.remove()
 
     def _adopt_text(self, record: LogText) -> None:
-        """Keep the text, unless this process has a newer one of its path."""
+        """Keep the text, unless this process has a newer one for the same path."""
         with suppress(FileNotFoundError):
             if not self._beside(record.path).exists():
                 self.text(record.run, record.path, Path(record.file).read_text(encoding="utf-8"))
 
     def _beside(self, path: str) -> Path:
-        """The file that has the newest form of a text artifact."""
+        """The file with the newest version of a text artifact."""
         return self.path.with_suffix(f".{Path(path).name}")
 
     def adopt_ended(self) -> None:
-        """Adopt the logs of this run whose processes have ended."""
+        """Adopt this run's logs whose processes have ended."""
         self.shared |= self.others()
         for log in free_logs(self.path.parent, self.head.parent_id):
             self.adopt(log)
@@ -315,7 +318,8 @@ class EventLog:
         return any(path != self.path for path in _log_files(self.path.parent, self.head.parent_id))
 
     def describe_unsent(self, cause: str = "") -> str:
-        """What the store does not have, where it is kept and how it is sent; ``cause``: why it is not."""
+        """Describe what the store does not have, where it is kept and how to send it; ``cause``: why it was
+        not sent."""
         return (
             f"{self.waiting} records have not been sent to {self.head.store} yet"
             f"{f' ({cause})' if cause else ''}. They are kept in {self.path}; run the same command "
@@ -323,12 +327,12 @@ class EventLog:
         )
 
     def close(self) -> None:
-        """Let go of the log; what it has stays."""
+        """Release the log; its content is kept."""
         self._log.close()
         os.close(self._sent_file)
 
     def remove(self) -> None:
-        """Delete the log, which has nothing that the store does not have, and let go of it."""
+        """Delete and release the log, which must have nothing that the store does not have."""
         self.path.unlink(missing_ok=True)
         for beside in self.path.parent.glob(f"{self.path.stem}.*"):
             beside.unlink(missing_ok=True)
@@ -341,7 +345,7 @@ def logs_folder(root: Path, search: str) -> Path:
 
 
 def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -> EventLog:
-    """A log for a search's run, with what ended processes of it left unsent before everything of its own.
+    """A log for a search's run, beginning with the unsent records of the run's ended processes.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -350,7 +354,7 @@ def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -
         folder.mkdir(parents=True, exist_ok=True)
         for left in free_logs(
             folder
-        ):  # those of earlier searches of this name are of no use once they are sent
+        ):  # logs of earlier searches of this name are not needed once they are sent
             other = left.head.parent_id != head.parent_id
             left.remove() if other and not left.waiting else left.close()
         mine = EventLog(_free_number(folder, head), head, now)
@@ -365,7 +369,7 @@ def open_event_log(folder: Path, head: Head, now: Callable[[], int] = time_ms) -
 
 
 def _free_number(folder: Path, head: Head) -> LineLog:
-    """The locked file of an ended process, or a new one."""
+    """The locked file of an ended process, or a new file."""
     for number in itertools.count():
         log = LineLog(folder / f"{head.parent_id}-{number}{SUFFIX}", BEGINS)
         if log.lock(wait=False):
@@ -375,7 +379,7 @@ def _free_number(folder: Path, head: Head) -> LineLog:
 
 
 def free_logs(folder: Path, parent_id: str | None = None) -> Iterator[EventLog]:
-    """Logs that no process has open; of one search's run, if given."""
+    """Logs that no process has open; only those of one search's run, if given."""
     for path in _log_files(folder, parent_id):
         try:
             log = LineLog(path, BEGINS, make=False)
@@ -392,5 +396,5 @@ def free_logs(folder: Path, parent_id: str | None = None) -> Iterator[EventLog]:
 
 
 def _log_files(folder: Path, parent_id: str | None) -> list[Path]:
-    """The files of event logs, open or not; of one search's run, if given."""
+    """The files of event logs, open or not; only those of one search's run, if given."""
     return sorted(folder.glob(f"{parent_id or '*'}-*{SUFFIX}"))

@@ -1,5 +1,4 @@
-"""What is known of a search before its first job: its settings and command, the source, packages and
-hardware."""
+"""What is known about a search before its first job: settings, command, source code, packages, hardware."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ LONGEST_DIFF = 1_000_000  # characters
 
 @dataclass(frozen=True, slots=True)
 class GitState:
-    """Commit of the folder's repository, and what is changed since; empty strings outside of one."""
+    """Commit of the folder's repository, and the changes since; empty strings outside a repository."""
 
     commit: str
     branch: str
@@ -51,7 +50,7 @@ def git_state(folder: Path) -> GitState:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints, or nothing if there is no git or no repository."""
+    """The output of git; empty if there is no git or no repository."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, check=True)
@@ -61,7 +60,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def packages() -> str:
-    """Installed distributions, one ``name==version`` a line, sorted."""
+    """Installed distributions, one ``name==version`` per line, sorted."""
     installed = {_named(item) for item in metadata.distributions()}
     return "\n".join(sorted(installed, key=str.lower)) + "\n"
 
@@ -74,7 +73,7 @@ def _named(item: metadata.Distribution) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine. Devices are asked of torch only if it is loaded already."""
+    """The machine. Devices are listed only if torch is already imported."""
     facts: dict[str, Any] = {
         "host": platform.node(),
         "system": platform.platform(),
@@ -100,7 +99,7 @@ def _processor() -> str:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """A data set as MLflow shows it: its name, digest, where it comes from and how much of it there is."""
+    """A data set as MLflow shows it: its name, digest, origin and size."""
 
     name: str
     digest: str
@@ -124,17 +123,17 @@ def data_facts(spec: DataSpec, data: TokenisedData) -> DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """What is known of a search before its first job.
+    """What is known about a search before its first job.
 
     Attributes:
         name: identity of the search.
-        settings: of the run.
+        settings: settings of the run.
         config: resolved configuration, YAML.
         command: the command line, program first.
         overrides: as Hydra received them.
         fresh: do not resume an earlier search of this name.
-        study: what tells this search from an earlier one of its name; "" if nothing does.
-        searched: config keys and groups.
+        study: token that distinguishes this search from an earlier one of its name; "" if there is none.
+        searched: searched config keys and groups.
     """
 
     name: str
@@ -148,7 +147,7 @@ class SearchFacts:
 
 
 def artifacts(search: SearchFacts, git: GitState) -> dict[str, str | dict[str, Any]]:
-    """What is kept with a search's run from its beginning, by path."""
+    """Artifacts of a search's run from its beginning, by path."""
     found: dict[str, str | dict[str, Any]] = {
         names.CONFIG_FILE: search.config,
         "overrides.txt": "".join(f"{item}\n" for item in search.overrides),
@@ -183,7 +182,7 @@ def search_tags(search: SearchFacts, git: GitState) -> dict[str, str]:
 
 
 def run_parameters(settings: RunSettings) -> dict[str, str]:
-    """The run's settings, flat, without what is not set; addresses without passwords."""
+    """The run's settings, flattened, without unset ones; addresses without passwords."""
     flat = {
         f"{group}.{key}": value
         for group, values in asdict(settings).items()
@@ -194,7 +193,7 @@ def run_parameters(settings: RunSettings) -> dict[str, str]:
 
 
 def user() -> str:
-    """Who runs this, as MLflow's UI shows it."""
+    """The user name that MLflow's UI shows."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

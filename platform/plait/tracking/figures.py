@@ -1,7 +1,7 @@
-"""Figures of a search: made by whatever package offers them, while the search runs and when it has ended.
+"""Figures of a search, made by the packages that provide them, while the search runs and when it has ended.
 
-A package offers them by an entry point of the group ``plait.figures`` that names a :class:`Publish`. Plait
-itself contains none: without such a package a search has no figures, and everything else works.
+A package provides them through an entry point of the group ``plait.figures`` that names a :class:`Publish`.
+Plait itself contains none: without such a package a search has no figures, and everything else works.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from plait.core.errors import PlaitError
 from plait.core.settings import TrackingSettings
 
 GROUP = "plait.figures"
-FIRST_SECONDS = 60.0  # before figures are made of a running search, and the shortest time between two
-SHARE = 0.01  # of the time may go into making them
+FIRST_SECONDS = 60.0  # until the first figures of a running search, and the shortest time between two
+SHARE = 0.01  # share of the time that may be spent on making them
 PATIENCE = 30.0  # seconds that the end of a search waits for figures that are being made
 
 
@@ -26,18 +26,18 @@ class Publish(Protocol):
     """Reads a search from the tracking store and writes its figures to the search's run."""
 
     def __call__(self, settings: TrackingSettings, run_id: str, storage: str | None, final: bool) -> None:
-        """``storage`` is the study's; ``final``: the search has ended."""
+        """Publish the figures. ``storage`` is the study's; ``final``: the search has ended."""
 
 
 def publishers() -> list[Publish]:
-    """What the installed packages offer, by name."""
+    """The publishers of the installed packages, sorted by name."""
     return [point.load() for point in sorted(entry_points(group=GROUP), key=lambda item: item.name)]
 
 
 class Figures:
-    """Makes a search's figures now and then in the background; as a context manager, around the search.
+    """A context manager that makes a search's figures now and then in the background.
 
-    Whatever goes wrong with them is kept in ``trouble`` and stops nothing."""
+    Errors in making them are kept in ``trouble`` and stop nothing."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Figures:
             self._thread.join(PATIENCE)
 
     def publish(self, *, final: bool) -> None:
-        """Make them now; ``final`` once the store has all of the search."""
+        """Make the figures now; ``final`` once the store has the whole search."""
         self.trouble = ""
         try:
             for made in self._find():

@@ -1,7 +1,7 @@
-"""The leaderboard of a search: what is known of every job, gathered from events, and its rows, best first.
+"""The leaderboard of a search: what is known about every job from events, and its rows, best first.
 
-It is the source of the totals, of the live view and of what MLflow and the command line show. Plain Python,
-no clock and no store.
+The totals, the live view and what MLflow and the command line show all come from it. It is plain Python,
+without a clock or a store.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ class JobRecord:
 
     Attributes:
         trial: Optuna's number of the trial.
-        parameters: config keys that define the job.
-        steps: optimiser steps in all; 0 until the job is admitted.
-        eval_loss: of the last evaluation; of a finished job that keeps its best weights, of those.
-        best_eval_loss, best_eval_step: the lowest of all evaluations, and after which step.
-        tokens_per_s: of the newest step.
-        adapter: folder of the finished adapter, or its place among the run's artifacts.
+        parameters: values of the config keys that define the job.
+        steps: total optimiser steps; 0 until the job is admitted.
+        eval_loss: loss of the last evaluation or, for a finished job that keeps its best weights, of the
+            best.
+        best_eval_loss, best_eval_step: the lowest loss of all evaluations, and its step.
+        tokens_per_s: throughput of the newest step.
+        adapter: folder of the finished adapter, or its path among the run's artifacts.
         others: values of the further objectives, if there are several.
         feasible: it breaks no constraint of the search.
         on_front: no other job dominates it; set by ``Leaderboard.front``.
-        outside: its settings outside of what is searched, as overrides; "" if there are none.
+        outside: its settings outside the search space, as overrides; "" if there are none.
     """
 
     name: str
@@ -81,7 +82,7 @@ class JobRecord:
 
     @property
     def live(self) -> bool:
-        """It trains now."""
+        """Whether it trains now."""
         return self.state == JobState.RUNNING
 
     @property
@@ -91,25 +92,25 @@ class JobRecord:
 
     @property
     def was_better(self) -> bool:
-        """An earlier evaluation was better than the last one. Its weights are not those of the adapter."""
+        """Whether an earlier evaluation was better than the last one, whose weights the adapter has."""
         if self.best_eval_loss is None or self.eval_loss is None:
             return False
         return self.best_eval_loss < self.eval_loss
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Take in an evaluation after ``step`` optimiser steps; of equal ones the first is best. A job that
-        resumes from a checkpoint reports some of them again."""
+        """Add an evaluation after ``step`` optimiser steps; among equal ones the first is best. A job that
+        resumes from a checkpoint reports some evaluations again."""
         self.eval_loss = loss
         if math.isfinite(loss) and (self.best_eval_loss is None or loss < self.best_eval_loss):
             self.best_eval_loss, self.best_eval_step = loss, step
 
     @property
     def ended(self) -> bool:
-        """It will not train again."""
+        """Whether it will not train again."""
         return self.state.ended
 
     def recall(self, earlier: JobRecord) -> None:
-        """Take the best evaluation from what was recorded earlier, if that was better."""
+        """Adopt the best evaluation of an earlier record, if that was better."""
         loss = earlier.best_eval_loss
         if loss is not None and (self.best_eval_loss is None or loss < self.best_eval_loss):
             self.best_eval_loss, self.best_eval_step = loss, earlier.best_eval_step
@@ -117,12 +118,12 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialRungs:
-    """The rungs of a trial, and with whom it is compared there.
+    """The rungs of a trial, and the trials that it is compared with there.
 
     Attributes:
-        steps: of its rungs.
-        cohort: numbers of the trials that are compared with each other, itself included; empty if each is
-            decided by itself.
+        steps: steps of its rungs.
+        cohort: numbers of the trials that are compared with each other, including itself; empty if each is
+            decided alone.
     """
 
     steps: tuple[int, ...]
@@ -135,7 +136,7 @@ class Leaderboard:
 
     Attributes:
         direction: "minimize" or "maximize" the objective, or the first of several.
-        trials: trials that the search wants in all.
+        trials: total number of trials that the search wants.
         others: the further objectives.
         rungs_of: the rungs of a trial, by its number; None if a search has none.
         replicas: what each has done in this process's run, by its number.
@@ -154,7 +155,7 @@ class Leaderboard:
     )
 
     def add(self, record: JobRecord) -> None:
-        """Take a job in, or take up one that was there."""
+        """Add a job, or continue one that is already there."""
         self.jobs[record.name] = record
 
     def handle(self, event: Event) -> None:
@@ -192,8 +193,8 @@ class Leaderboard:
                 self._end(record, event)
 
     def take_result(self, result: JobResult) -> None:
-        """Learn from the study how a trial ended. One that failed before it had a run is none of the search's
-        jobs."""
+        """Learn from the study how a trial ended. A trial that failed before it had a run is not one of the
+        search's jobs."""
         if result.job not in self.jobs:
             if result.state == JobState.FAILED:
                 return
@@ -206,8 +207,8 @@ class Leaderboard:
         return None if self.others else best_of(self.jobs.values(), self.objectives[0])
 
     def front(self) -> list[JobRecord]:
-        """The finished jobs that break no constraint and that no other dominates, best in the first objective
-        first; none if there is only one objective."""
+        """The finished jobs that break no constraint and that no other one dominates, best in the first
+        objective first; empty if there is only one objective."""
         for record in self.jobs.values():
             record.on_front = False
         if not self.others:
@@ -219,12 +220,12 @@ class Leaderboard:
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
-        """All of them; the first one is called "objective"."""
+        """All objectives; the first one is called "objective"."""
         return Objective(OBJECTIVE, self.direction), *self.others
 
     def rank(self, record: JobRecord) -> tuple[int, float, int]:
-        """Sorting key: finished by objective, with those on a front first and those that break a constraint
-        last; others that have an objective, then the rest; ties by trial number."""
+        """A sorting key: finished jobs by objective, with those on a front first and those that break a
+        constraint last; then other jobs that have an objective, then the rest; ties by trial number."""
         if record.objective is None:
             return 4, 0.0, record.trial
         place = (
@@ -238,11 +239,12 @@ class Leaderboard:
         return sorted(self.jobs.values(), key=self.rank)
 
     def count(self, *states: JobState) -> int:
-        """Jobs in any of the states."""
+        """The number of jobs in any of the states."""
         return sum(job.state in states for job in self.jobs.values())
 
     def varying(self) -> list[str]:
-        """Parameters that are not the same in all jobs; compared only if a job is new or has others."""
+        """Parameters that differ between jobs; compared again only if a job is new or its parameters
+        changed."""
         now = [record.parameters for record in self.jobs.values()]
         before, found = self._varying
         if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -280,11 +282,10 @@ class Leaderboard:
 
 
 def varying(records: Sequence[JobRecord]) -> list[str]:
-    """Parameters that are not the same in all jobs, in the order in which jobs name them; of a single job
-    none.
+    """Parameters that differ between jobs, in the order in which jobs name them; none for a single job.
 
-    Values are the same that MLflow keeps as the same text: a list read back from it stands for the tuple that
-    another job has.
+    Values are equal if MLflow stores them as the same text, so a list read back from it equals the tuple of
+    another job.
     """
     jobs = [record.parameters for record in records]
     keys = dict.fromkeys(key for job in jobs for key in job)
@@ -297,7 +298,7 @@ def job_of(event: Event) -> str:
 
 
 def orphan(records: Iterable[JobRecord], names: Collection[str]) -> None:
-    """Mark those of these names that have begun and not ended as orphaned: their worker is dead."""
+    """Mark the unfinished jobs with these names as orphaned, because their worker is dead."""
     for record in records:
         if record.name in names and record.state in (JobState.RUNNING, JobState.PAUSED):
             record.state = JobState.ORPHANED
@@ -309,9 +310,9 @@ def orphan(records: Iterable[JobRecord], names: Collection[str]) -> None:
 def columns(
     records: Sequence[JobRecord], keys: Sequence[str] | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
-    """Names and rows; records in the order given. The parameters ``keys`` stand in the middle, by default
-    those that vary; who is on a front, who breaks a constraint and what lies outside of the search space is
-    said if there is such."""
+    """Names of columns, and rows in the order of the records. The parameters ``keys``, by default those that
+    vary, are in the middle; columns for the front, for broken constraints and for settings outside the search
+    space appear only if there are any."""
     keys = varying(records) if keys is None else keys
     several = max((len(record.others) for record in records), default=0)
     constrained = not all(record.feasible for record in records)
@@ -335,8 +336,7 @@ def columns(
 
 
 def _cell(value: Any) -> Cell:
-    """Numbers and words as they are; what else there is as compact text. A number that is not finite has no
-    place in JSON."""
+    """Numbers and words unchanged, other values as compact text. JSON has no numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, int, float)):
@@ -345,15 +345,15 @@ def _cell(value: Any) -> Cell:
 
 
 def to_split_json(records: Sequence[JobRecord], keys: Sequence[str] | None = None) -> str:
-    """The form in which MLflow's UI shows a JSON artifact as a table. It takes a dot in a column's name for
-    a path and then finds nothing, and shows every digit of a number."""
+    """The JSON in which MLflow's UI shows an artifact as a table. The UI reads a dot in a column's name as a
+    path and finds nothing there, and it shows every digit of a number."""
     names, rows = columns(records, keys)
     short = [[float(f"{cell:.6g}") if isinstance(cell, float) else cell for cell in row] for row in rows]
     return json.dumps({"columns": [name.replace(".", "_") for name in names], "data": short})
 
 
 def to_json(records: Sequence[JobRecord]) -> str:
-    """A list of objects, one a job, each with all its parameters."""
+    """A list of objects, one for each job, with all its parameters."""
     names, rows = columns(records)
     listed = []
     for record, row in zip(records, rows, strict=True):
@@ -362,7 +362,7 @@ def to_json(records: Sequence[JobRecord]) -> str:
 
 
 def to_csv(records: Sequence[JobRecord]) -> str:
-    """A header and one line a job."""
+    """A header, and one line for each job."""
     names, rows = columns(records)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Where tracking goes: one absolute address, decided once, printable without secrets."""
+"""The location of tracking: one absolute address, decided once, that can be printed without secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Location:
     Attributes:
         uri: tracking URI for MLflow's client, with its driver, and its password if it has one.
         root: absolute folder of everything that Plait itself writes.
-        artifacts: if a database's experiment keeps artifacts; None leaves it to a server.
+        artifacts: folder of the artifacts of a database's experiment; None leaves it to a server.
     """
 
     uri: str
@@ -38,12 +38,12 @@ class Location:
 
     @property
     def is_server(self) -> bool:
-        """An MLflow server answers here."""
+        """Whether it is the address of an MLflow server."""
         return self.scheme in ("http", "https")
 
     @property
     def sqlite_file(self) -> Path | None:
-        """The SQLite file, if it is one."""
+        """The SQLite file, if the address is one."""
         if self.scheme != "sqlite":
             return None
         return Path(unquote(self.uri.split("?")[0].removeprefix(self.uri.split(":")[0] + ":///")))
@@ -59,12 +59,12 @@ class Location:
 
 
 def locate(settings: TrackingSettings) -> Location:
-    """The address that the settings stand for: ``uri``, else MLFLOW_TRACKING_URI, else SQLite in ``root``.
+    """The address given by the settings: ``uri``, else MLFLOW_TRACKING_URI, else SQLite in ``root``.
 
-    Relative SQLite paths are taken from the current folder, as MLflow would, and made absolute here.
+    Relative SQLite paths are relative to the current folder, as in MLflow, and are made absolute here.
 
     Raises:
-        StorageError: an address that MLflow can no longer write to, or none of its kinds.
+        StorageError: MLflow can no longer write to this kind of address, or does not know it.
     """
     root = user_path(settings.root).resolve()
     uri = settings.uri or os.environ.get(VARIABLE) or sqlite_in(root)
@@ -91,12 +91,12 @@ def locate(settings: TrackingSettings) -> Location:
 
 
 def sqlite_in(root: Path) -> str:
-    """The address if none is given: a SQLite file in the folder."""
+    """The default address: a SQLite file in the folder."""
     return f"{SQLITE_PREFIX}{root / 'mlflow.db'}"
 
 
 def store_elsewhere(settings: TrackingSettings) -> str | None:
-    """The address that the settings and the environment stand for; None for the one in ``root``."""
+    """The address given by the settings and the environment; None for the one in ``root``."""
     location = locate(settings)
     return None if location.uri == sqlite_in(location.root) else location.uri
 

@@ -1,6 +1,7 @@
-"""The MLflow store: the few calls that Plait makes, on one experiment, and runs as records of jobs.
+"""The MLflow store: the few calls that Plait makes on one experiment, and the conversion of runs to job
+records.
 
-What a running search writes goes through :class:`StoreSender`, in the writer's thread.
+A running search writes through :class:`StoreSender`, in the writer's thread.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ PAGE = 1000
 _MARKS = re.compile(r"['\"\\`]")
 FOR_GOOD = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "RESOURCE_ALREADY_EXISTS"}
 
-# No news of tables being made, and no traceback of a database that is unavailable: Plait tells that itself.
+# Hide messages about new tables, and tracebacks of an unavailable database, which Plait reports itself.
 logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # so of a server, at each attempt
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the same for a server, at each attempt
 
 
 class Store:
@@ -69,7 +70,7 @@ class Store:
         found = self.client.get_experiment_by_name(self.experiment)
         if found is not None:
             return str(found.experiment_id)
-        # The kind tells MLflow's pages to show training runs and not conversations.
+        # With this kind, MLflow's pages show training runs instead of conversations.
         tags = {"mlflow.experimentKind": "custom_model_development"}
         try:
             return str(self.client.create_experiment(self.experiment, self.location.artifacts, tags))
@@ -82,13 +83,13 @@ class Store:
     # ---- reading ---------------------------------------------------------------------------------------
 
     def searches(self, name: str | None = None, study: str = "") -> list[Run]:
-        """Runs of searches, newest first; of one name and one study if given."""
+        """Runs of searches, newest first; only those of a name and a study, if given."""
         tags = {TAG_SEARCH: name, TAG_STUDY: study}
         wanted = {tag: value for tag, value in tags.items() if value}
         return list(self._runs(wanted, f"tags.`{TAG_SEARCH}` IS NOT NULL AND tags.`{TAG_TRIAL}` IS NULL"))
 
     def children(self, parent_id: str) -> dict[int, Run]:
-        """Runs of a search's jobs by trial number; of several for one trial, the newest."""
+        """Runs of a search's jobs by trial number; if a trial has several, the newest."""
         newest_last = reversed(self.all_children(parent_id))
         return {int(run.data.tags[TAG_TRIAL]): run for run in newest_last}
 
@@ -97,15 +98,16 @@ class Store:
         return list(self._runs({TAG_PARENT: parent_id}, f"tags.`{TAG_TRIAL}` IS NOT NULL"))
 
     def child(self, parent_id: str, *, trial: int | None = None, job: str | None = None) -> Run | None:
-        """The run of one trial, or of one job's name, if there is one; of several the newest."""
+        """The run of a trial, or of a job given by name; the newest if there are several, None if there is
+        none."""
         key, value = (TAG_JOB, job) if job is not None else (TAG_TRIAL, str(trial))
         return next(self._runs({TAG_PARENT: parent_id, key: value}, page_size=1), None)
 
     def _runs(self, tags: Mapping[str, str], condition: str = "", page_size: int = PAGE) -> Iterator[Run]:
         """Runs with these values of tags, newest first.
 
-        MLflow's filters have no way to write a quote or a backslash: there they match any character, and what
-        is found is looked at again.
+        MLflow's filters cannot express a quote or a backslash; these are replaced by a wildcard, and the
+        results are filtered again.
         """
         conditions = [
             f"tags.`{key}` LIKE '{_MARKS.sub('_', value)}'"
@@ -128,7 +130,7 @@ class Store:
                 return
 
     def run(self, run_id: str) -> Run | None:
-        """The run of an id, if there is one in this experiment."""
+        """The run with this id, if it exists in this experiment."""
         return next(self._runs({}, f"attributes.run_id = '{run_id}'"), None)
 
     def times(self, run_id: str, metric: str) -> dict[int, int]:
@@ -138,13 +140,13 @@ class Store:
     # ---- writing ---------------------------------------------------------------------------------------
 
     def create_run(self, name: str, tags: Mapping[str, str], time_ms: int) -> str:
-        """A new running run; the id."""
+        """Make a run with status RUNNING and return its id."""
         shortened = {key: value[:TAG_LENGTH] for key, value in tags.items()}
         run = self.client.create_run(self.experiment_id, time_ms, shortened, name)
         return str(run.info.run_id)
 
     def log_parameters(self, run_id: str, parameters: Mapping[str, str]) -> None:
-        """Log parameters; those that are there already must have the same value."""
+        """Log parameters; existing ones must have the same value."""
         pairs = list(parameters.items())
         for start in range(0, len(pairs), PAIRS_PER_REQUEST):
             part = pairs[start : start + PAIRS_PER_REQUEST]
@@ -167,7 +169,7 @@ class Store:
             metrics, pairs = metrics[most:], pairs[PAIRS_PER_REQUEST:]
 
     def log_data(self, run_id: str, data: UseData) -> None:
-        """Note the data set that a run trains on; once, however often it is noted."""
+        """Log the data set that a run trains on; repeating this has no effect."""
         name, digest = data.name[:DATA_NAME], data.digest[:DATA_DIGEST]
         found = Dataset(name, digest, "local", data.source, None, data.profile)
         used = DatasetInput(found, [InputTag(MLFLOW_DATASET_CONTEXT, "train")])
@@ -186,7 +188,7 @@ class Store:
             self.client.log_artifact(run_id, str(file), None if parent == "." else parent)
 
     def set_status(self, run_id: str, status: str, time_ms: int) -> None:
-        """Set a run's status; one that ends does not end before it began, whatever the clock says by now."""
+        """Set a run's status; its end is never before its start, whatever the clock says."""
         if status in ("RUNNING", "SCHEDULED"):
             self.client.update_run(run_id, status=status)
             return
@@ -196,15 +198,15 @@ class Store:
     # ---- jobs ------------------------------------------------------------------------------------------
 
     def jobs(self, parent_id: str) -> list[JobRecord]:
-        """A search's jobs; those that are tagged as on the Pareto front are so there."""
+        """Records of a search's jobs, including the tag for the Pareto front."""
         return [job_record(child) for child in self.children(parent_id).values()]
 
 
 class StoreSender:
-    """Carries the writer's requests out; knows which MLflow run belongs to which key of a search.
+    """Carries out the writer's requests; knows which MLflow run belongs to which key of a search.
 
-    ``connect`` gives the store, or raises if it does not answer; ``ids`` is filled with MLflow's ids of
-    runs, by key, as they are made or found.
+    ``connect`` returns the store, or raises if it does not answer; ``ids`` is filled with MLflow's ids of
+    runs, by key, as these are made or found.
     """
 
     def __init__(self, connect: Callable[[], Store], parent_id: str, ids: dict[str, str]) -> None:
@@ -266,8 +268,8 @@ class StoreSender:
         return self._ids[run]
 
     def _open(self, store: Store, request: OpenRun) -> None:
-        """Make the run, or resume the one that is there: from before, from another worker, or from an attempt
-        whose answer got lost on the way."""
+        """Make the run, or resume the existing one: from before, from another worker, or from an attempt
+        whose answer was lost."""
         run = store.child(request.parent_id, trial=request.trial)
         if run is None:
             run_id = store.create_run(request.name or request.run, request.tags, request.time_ms)
@@ -283,9 +285,8 @@ class StoreSender:
         store.log_parameters(run_id, parameters)
 
     def _new_points(self, request: UpdateRun) -> list[LogPoints]:
-        """The points without those that the run had when it was found: a job that is resumed from a
-        checkpoint on another machine, or without its log, repeats some steps, and no step is counted
-        twice."""
+        """The points without those that the run had when it was found. A job that resumes from a checkpoint
+        on another machine, or without its log, repeats some steps, and no step may count twice."""
         had = self._had.get(request.run)
         if not had:
             return list(request.points)
@@ -322,7 +323,7 @@ NO_POINT = NewestPoint()
 
 def newest_point(run: Run, metric: str) -> NewestPoint:
     """What a run, as it was read, says of a metric."""
-    # Only as a message does a run tell the steps of its newest points without reading whole histories.
+    # Only the protobuf message has the steps of the newest points, without reading whole histories.
     points = run.data.to_proto().metrics
     found = (NewestPoint(int(each.step), each.value, each.timestamp) for each in points if each.key == metric)
     return next(found, NO_POINT)
@@ -334,7 +335,7 @@ def last_steps(run: Run) -> dict[str, int]:
 
 
 def job_record(run: Run) -> JobRecord:
-    """What a job's run says of the job. The step of a job that ended is in a tag; that of another one is the
+    """The record of a job from its run. For a job that has ended, its step is in a tag; otherwise it is the
     step of its newest point."""
     tags, metrics = run.data.tags, run.data.metrics
     step = _step(run)

@@ -1,4 +1,4 @@
-"""Names that MLflow's saved charts and searches depend on: they do not change."""
+"""Names that users' saved charts and filters in MLflow depend on, so they do not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAIN_TOKENS: Final = "train/tokens"
 EVAL_LOSS: Final = "eval/loss"
 EVAL_TOKENS: Final = "eval/tokens"
 EVAL_BEST_LOSS: Final = "eval/best_loss"  # the lowest so far
-EVAL_BEST_STEP: Final = "eval/best_step"  # after which it was measured
+EVAL_BEST_STEP: Final = "eval/best_step"  # the step after which it was measured
 EVAL_ACCURACY: Final = "eval/accuracy"
 THROUGHPUT: Final = "throughput/tokens_per_s"
 DEVICE_SECONDS: Final = "cost/device_seconds"
@@ -41,7 +41,7 @@ PREDICTED_BUSY_SECONDS: Final = "predicted_busy_seconds"
 PREDICTED_WAITED_SECONDS: Final = "predicted_waited_seconds"
 
 # ---- tags ---------------------------------------------------------------------------------------------
-TAG_STUDY: Final = "plait.study"  # of a search: tells it from an earlier one of its name
+TAG_STUDY: Final = "plait.study"  # of a search: distinguishes it from an earlier one of its name
 TAG_SEARCH: Final = "plait.search"
 TAG_TRIAL: Final = "plait.trial"
 TAG_JOB: Final = "plait.job"
@@ -49,14 +49,14 @@ TAG_STATE: Final = "plait.state"
 TAG_GROUP: Final = "plait.group"
 TAG_REASON: Final = "plait.reason"
 TAG_DIVERGED: Final = "plait.diverged"
-TAG_STEP: Final = "plait.step"  # at which a job ended
-TAG_STEPS: Final = "plait.steps"  # that a job is to take in all
+TAG_STEP: Final = "plait.step"  # the step at which a job ended
+TAG_STEPS: Final = "plait.steps"  # total steps of a job
 TAG_ADAPTER: Final = "plait.adapter"
 TAG_DIRECTION: Final = "plait.direction"
 TAG_METRIC: Final = "plait.metric"
 TAG_OBJECTIVES: Final = "plait.objectives"  # of a search with several: JSON, a metric and a direction each
 TAG_FEASIBLE: Final = "plait.feasible"  # of a job: "false" if it breaks a constraint
-TAG_OUTSIDE: Final = "plait.outside"  # of a job: its settings outside of what is searched, as overrides
+TAG_OUTSIDE: Final = "plait.outside"  # of a job: its settings outside the search space, as overrides
 TAG_PARETO: Final = "plait.pareto"  # of a job: "true" if it is on the front of several objectives
 TAG_PARENT: Final = "mlflow.parentRunId"
 TAG_NOTE: Final = "mlflow.note.content"
@@ -75,5 +75,5 @@ def replica_name(replica: int, what: str) -> str:
 
 
 def objective_name(at: int) -> str:
-    """The metric of a job's run that holds its objective at this place."""
+    """The metric of a job's run with its objective of this index."""
     return OBJECTIVE if at == 0 else f"{OBJECTIVE}_{at + 1}"

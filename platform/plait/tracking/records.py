@@ -1,9 +1,8 @@
-"""What the tracking store is to get, as plain data: a record may be carried out again without changing the
-result.
+"""Records for the tracking store, as plain data; carrying out a record again does not change the result.
 
-Runs are named by a key (a job's name, or the search's), since a run's MLflow id is known only when the writer
-has made it. Times are taken when a record is made, not when it is sent: MLflow keeps a point once however
-often the same one arrives.
+Runs are named by a key (a job's or the search's name), because a run's MLflow id is known only after the
+writer has made it. Times are taken when a record is made, not when it is sent, because MLflow then stores a
+point once however often it arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True)
 class UseData:
-    """Note the data set that a run trains on, as MLflow's dataset input; ``source`` and ``profile`` are
+    """Log the data set that a run trains on, as MLflow's dataset input; ``source`` and ``profile`` are
     JSON."""
 
     run: str
@@ -48,7 +47,7 @@ class UseData:
 class LogPoints:
     """Metric values of one run at one step; all finite.
 
-    ``late`` values stand beside those that the step already has.
+    ``late`` values are added to those that the step already has.
     """
 
     run: str
@@ -68,11 +67,11 @@ class SetTags:
 
 @dataclass(frozen=True, slots=True)
 class LogText:
-    """Write a text artifact with what ``file`` holds when it is sent; a later one of the same path replaces
-    it.
+    """Write a text artifact with the content that ``file`` has when it is sent; a later one for the same path
+    replaces it.
 
-    Where :func:`run_reference` stands in the text, the writer puts the run's MLflow id, which may not be
-    known yet when the text is made.
+    The writer replaces each :func:`run_reference` in the text by the run's MLflow id, which may not be known
+    yet when the text is made.
     """
 
     run: str
@@ -91,7 +90,7 @@ class LogFolder:
 
 @dataclass(frozen=True, slots=True)
 class SetStatus:
-    """Set a run's status in MLflow's words."""
+    """Set a run's status, in MLflow's terms."""
 
     run: str
     status: str
@@ -105,7 +104,7 @@ class Head:
     Attributes:
         parent_id: MLflow's id of the search's run, to which all runs of the log belong.
         parent: key of that run.
-        store: address, without a password, of the store that the log is for.
+        store: address, without a password, of the log's store.
     """
 
     parent_id: str
@@ -124,8 +123,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class NewestStep:
-    """The newest step of a job at a commit, if its curve leaves it out; not sent. It becomes a point if
-    the job ends without training on, as when its process is killed and the job is cancelled.
+    """The newest step of a job at a commit, if its curve leaves it out; not sent. It becomes a point if the
+    job ends without further training, as when its process is killed and the job is cancelled.
     """
 
     run: str
@@ -148,7 +147,7 @@ KINDS: Mapping[str, type[Line]] = {
     "folder": LogFolder,
     "status": SetStatus,
 }
-BEGINS = b'["'  # of every line
+BEGINS = b'["'  # the beginning of every line
 _FIELDS = {made: (kind, tuple(field.name for field in fields(made))) for kind, made in KINDS.items()}
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
@@ -163,7 +162,7 @@ def decode(text: bytes) -> Line:
     """The line that :func:`encode` wrote.
 
     Raises:
-        ValueError: it is none of its lines, or of another version.
+        ValueError: it is not such a line, or has another version.
     """
     try:
         kind, *values = json.loads(text)
@@ -179,10 +178,10 @@ _REFERENCE = re.compile(r"@run\(([^()\s]*)\)")
 
 
 def run_reference(run: str) -> str:
-    """What stands for the MLflow id of a run in a text."""
+    """The placeholder for the MLflow id of a run in a text."""
     return f"@run({run})"
 
 
 def resolve_references(text: str, ids: Mapping[str, str]) -> str:
-    """The text with the ids of the runs it refers to; of a run that is not there, nothing."""
+    """The text with references replaced by ids; by nothing if a run does not exist."""
     return _REFERENCE.sub(lambda match: ids.get(match[1], ""), text)

@@ -1,4 +1,4 @@
-"""Finished and running searches, read back for the command line: leaderboard, export and deletion."""
+"""Reads finished and running searches for the command line: leaderboard, export and deletion."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from plait.tracking.location import Location, locate, sqlite_in
 from plait.tracking.mlflow_store import Store, job_record, stored_leaderboard
 from plait.tracking.ui import page_tag, search_page
 
-SHOWN = 20  # searches listed in a remedy
+SHOWN = 20  # most searches listed in a remedy
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A search as the store has it.
+    """A search as read from the store.
 
     Attributes:
         records: its jobs, best objective first.
-        direction, metric: of the objective, or of the first of several.
-        others: the further objectives.
+        direction, metric: direction and metric of the objective, or of the first of several.
+        others: the other objectives.
     """
 
     name: str
@@ -52,7 +52,7 @@ class SearchResult:
 
     @property
     def objectives(self) -> tuple[Objective, ...]:
-        """What was optimised."""
+        """All objectives."""
         return Objective(self.metric, self.direction), *self.others
 
 
@@ -70,21 +70,21 @@ def search_names(settings: TrackingSettings) -> list[str]:
 
 
 def load_search(settings: TrackingSettings, name: str | None = None) -> SearchResult:
-    """A search with its jobs: by name or run id, or the newest.
+    """A search with its jobs, by name or run id, or the newest.
 
     Raises:
-        SearchError: there is none of that name, or none at all.
+        SearchError: there is none with that name, or none at all.
         StorageError: the store cannot be used.
     """
     return _result(*_find(settings, name))
 
 
 def search_address(settings: TrackingSettings, name: str | None, address: str) -> str:
-    """Where MLflow's pages at an address show a search, by name or run id, or the newest; ``address`` itself
-    if there is none yet.
+    """The address of a search in MLflow's pages at ``address``, by name or run id, or the newest; ``address``
+    if there is no search yet.
 
     Raises:
-        SearchError: there is none of that name.
+        SearchError: there is none with that name.
         StorageError: the store cannot be used.
     """
     try:
@@ -118,14 +118,14 @@ def _result(store: Store, run: Run) -> SearchResult:
 def export(
     settings: TrackingSettings, name: str | None, destination: Path, *, trial: int | None = None
 ) -> tuple[JobRecord, Path]:
-    """Copy an adapter's PEFT folder out of the store into one that does not exist or is empty.
+    """Copy an adapter's PEFT folder from the store into a folder that does not exist or is empty.
 
     Args:
-        name: of the search, or the run id of a search or of a job; None takes the newest search.
-        trial: its number; None takes the best.
+        name: name of the search, or run id of a search or a job; None means the newest search.
+        trial: number of the trial; None means the best.
 
     Raises:
-        SearchError: no such search or trial, or no adapter there.
+        SearchError: the search or trial does not exist, or has no adapter.
         StorageError: the store or the folder cannot be used.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
@@ -201,7 +201,8 @@ def recorded_text(result: SearchResult, settings: TrackingSettings, path: str) -
 
 
 def store_to_read(settings: TrackingSettings) -> Store | None:
-    """The store to read from; None if no SQLite file is there yet: reading makes none."""
+    """The store to read from; None if its SQLite file does not exist yet, because reading does not make
+    one."""
     location = locate(settings)
     if location.sqlite_file is not None and not location.sqlite_file.exists():
         return None
@@ -228,7 +229,7 @@ def _find(settings: TrackingSettings, name: str | None) -> tuple[Store, Run]:
 
 
 def _run_by_id(store: Store, text: str) -> Run | None:
-    """The run of this id, if the text is one."""
+    """The run whose id the text is, if any."""
     if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
         return None
     return store.run(text)
@@ -237,10 +238,9 @@ def _run_by_id(store: Store, text: str) -> Run | None:
 def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]:
     """MLflow's ids of a search's runs, the jobs' first.
 
-    In the folder of the runs, if no other search has its name, those of all its starts; elsewhere another
-    person may have a search of this name, and only the run that is known to be its own counts.
-
-    ``run_id`` is that of its run, as its study has it; "" if that is not known.
+    In the folder of the runs, where no other search has its name, these are the runs of all its starts. In
+    other stores another person may have a search of this name, so only the run known to belong to it counts:
+    ``run_id``, as in its study; "" if that is not known.
 
     Raises:
         AwayError, StorageError: the store does not answer, or refuses.
@@ -258,7 +258,8 @@ def stored_runs(settings: TrackingSettings, name: str, run_id: str) -> list[str]
 
 
 def delete_runs(settings: TrackingSettings, run_ids: Sequence[str]) -> None:
-    """Delete runs as MLflow does: they are hidden, and come back by `mlflow runs restore` until `mlflow gc`.
+    """Delete runs as MLflow does: they are hidden, and `mlflow runs restore` brings them back until `mlflow
+    gc`.
 
     Raises:
         AwayError, StorageError: the store does not answer, or refuses.

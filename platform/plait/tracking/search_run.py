@@ -1,8 +1,8 @@
 """The search's own run in MLflow: its start, its curves, its tables of all jobs, and its final state.
 
-Each process of a search knows its own jobs and, of the others', what the store had when it last looked. What
-it writes while it trains is its own view; when all trials have ended, the study knows them all, and the last
-process writes from there.
+Each process of a search knows its own jobs and, about those of other processes, what the store had when it
+last read it. While it trains, it writes this view; when all trials have ended, the last process writes the
+final state from the study, which knows them all.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from plait.tracking.writer import BATCH, RefusedError, describe_refused, gather
 from plait.utils.addresses import redact
 from plait.utils.line_log import real_locks
 
-REFRESH_SECONDS = 10.0  # between two leaderboards of a search that is running
-REFRESH_SHARE = 0.005  # of the time may go into making them
-SKIPPED_SECONDS = 120.0  # of steps, if another host's process has written the curves so far
+REFRESH_SECONDS = 10.0  # interval between two leaderboards of a running search
+REFRESH_SHARE = 0.005  # share of the time that may be spent on making them
+SKIPPED_SECONDS = 120.0  # steps of this many seconds are skipped if another host wrote the curves so far
 DIGITS = 20  # of the step of the search's curves, and of the microseconds after it, in their file
-SUMS = (  # over all jobs, those of earlier processes included
+SUMS = (  # over all jobs, including those of earlier processes
     names.TRAIN_TOKENS,
     names.DEVICE_SECONDS,
     names.SEARCH_THROUGHPUT,
@@ -59,11 +59,11 @@ SUMS = (  # over all jobs, those of earlier processes included
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What is known, without the store, of a search that was recorded in it before.
+    """What is known without the store about a search that was recorded in it before.
 
     Attributes:
         run_id: MLflow's id of the search's run.
-        ended: its trials that have ended.
+        ended: results of its trials that have ended.
     """
 
     run_id: str
@@ -93,12 +93,12 @@ class FoundRun:
 def begin_run(
     connection: Connection, search: SearchFacts, begun: Begun | None, tags: Mapping[str, str], now: int
 ) -> FoundRun:
-    """The run of a search that begins or is resumed: asked of the store, which gets what ended processes left
-    first; if it is unavailable, the one that is known from before.
+    """The run of a search that begins or resumes: from the store, after sending what ended processes left,
+    or, if that is unavailable, the one known from before.
 
     Raises:
         AwayError: the store is unavailable, and no run is known.
-        StorageError: it refuses.
+        StorageError: the store refuses.
     """
     try:
         store = connection.store()
@@ -142,10 +142,10 @@ def left_unsent(settings: TrackingSettings, search: str) -> list[str]:
 
 
 def send_left(settings: TrackingSettings, search: str) -> list[str]:
-    """Send what is left of a search; nothing if nothing is. Waits for the store.
+    """Send what ended processes of a search left unsent. Waits for the store.
 
     Returns:
-        what could not be sent for good, in words.
+        What can never be sent, in words.
 
     Raises:
         AwayError: the store does not answer; what was not sent is kept.
@@ -159,10 +159,10 @@ def send_left(settings: TrackingSettings, search: str) -> list[str]:
 
 
 def send_logs(store: Store, folder: Path) -> list[str]:
-    """Send what the logs of a folder hold that no process has open; as :func:`send_left`.
+    """Send the unsent records of a folder's logs that no process has open; otherwise as :func:`send_left`.
 
-    A log stays where it is, without anything unsent: it knows which points are written. Only that of a
-    search's run which is not in this store, or that was deleted, is not sent.
+    The logs are kept, because they know which points are written. A log is not sent if the search's run is
+    not in this store, or was deleted.
     """
     troubles: list[str] = []
     for log in free_logs(folder):
@@ -195,15 +195,15 @@ def _send(store: Store, log: EventLog) -> list[str]:
 
 
 class SearchClock:
-    """Steps and seconds of the search's curves: one process writes them at a time, however many train.
+    """Steps and seconds of the search's curves, which only one process writes at a time.
 
-    That process holds a lock until it ends; then another one continues where it stopped. Of processes that do
-    not share the folder, those of one folder write.
+    That process holds a lock until it ends; then another one continues where it stopped. If processes do not
+    share a folder, only those of one folder write.
 
-    The lock is on the file ``path``, which holds the last step and seconds.
+    The lock is on the file ``path``, which contains the last step and seconds.
 
     Attributes:
-        here: whether the curves are written in this folder.
+        here: whether processes of this folder write the curves.
         behind: another folder's processes may have written them since.
 
     Raises:
@@ -231,16 +231,16 @@ class SearchClock:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of the search, those of earlier processes included."""
+        """Wall-clock seconds of the search, including those of earlier processes."""
         return self._before + self._rising() - self._started
 
     def next(self) -> tuple[int, float] | None:
-        """The next step and its seconds, if this process writes it."""
+        """The next step and its seconds, if this process writes the curves."""
         if not self.here or self._file is None or not self._take(self._file):
             return None
         self._step += 1
         microseconds = round(self.seconds * 1_000_000)
-        with suppress(OSError):  # a disk that is full: then others begin with what the store has
+        with suppress(OSError):  # the disk is full: others then start from what the store has
             os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self._step, DIGITS, microseconds), 0)
         return self._step, microseconds / 1_000_000
 
@@ -267,12 +267,12 @@ class SearchClock:
         if taken:
             step, seconds = self._noted()
             self._step = max(self._step, step)
-            self._before += max(seconds - self.seconds, 0.0)  # whatever this process knew: time only rises
+            self._before += max(seconds - self.seconds, 0.0)  # time only increases
             self._mine = True
         return self._mine
 
     def _noted(self) -> tuple[int, float]:
-        """Step and seconds of the last point that a process of this host wrote."""
+        """Step and seconds of the last point written by a process of this host."""
         text = b"" if self._file is None else os.pread(self._file, 2 * DIGITS, 0)
         step, seconds = (int(part) if part.isdigit() else 0 for part in (text[:DIGITS], text[DIGITS:]))
         return step, seconds / 1_000_000
@@ -282,7 +282,7 @@ class SearchRun:
     """Writes the search's run while the search is running.
 
     Attributes:
-        whole: the board has all jobs that had ended when this process began.
+        whole: whether the board has all jobs that had ended when this process began.
         front: jobs that are tagged as being on the Pareto front.
     """
 
@@ -294,12 +294,12 @@ class SearchRun:
         self._key = log.head.parent
         self._board = board
         self._most = most
-        self._next = 0.0  # when the leaderboard is written again
+        self._next = 0.0  # time at which the leaderboard is written again
         self._tables = [*([names.PARETO_FILE] if board.others else []), names.LEADERBOARD_FILE]
 
     def write_point(self, more: Mapping[str, float]) -> None:
-        """One point of the search's curves, with ``more`` values; the last one, without any, is always
-        written. What sums over jobs that are not known yet is left out."""
+        """Write one point of the search's curves, with ``more`` values; the last point, without any, is
+        always written. Sums over jobs that are not known yet are left out."""
         if (point := self.clock.next()) is None:
             return
         step, seconds = point
@@ -317,8 +317,8 @@ class SearchRun:
             self._log.tags(self._key, self._table_tag())
 
     def refresh(self, run_id: Callable[[str], str], *, now: bool = False) -> None:
-        """Write leaderboard, Pareto front and best so far, if that is due: it takes the longer the more jobs
-        there are. ``run_id``: MLflow's id of a job's run."""
+        """Write leaderboard, Pareto front and best so far, if due, because this takes longer with more jobs.
+        ``run_id`` returns MLflow's id of a job's run."""
         started = time.monotonic()
         if not now and started < self._next:
             return
@@ -343,7 +343,7 @@ class SearchRun:
         self.front = set(front)
 
     def _table_tag(self) -> dict[str, str]:
-        """The tag by which MLflow's pages know which artifacts are tables."""
+        """The tag that tells MLflow's pages which artifacts are tables."""
         return {names.TAG_TABLES: json.dumps([{"path": path, "type": "table"} for path in self._tables])}
 
 
@@ -368,7 +368,7 @@ def search_values(board: Leaderboard, seconds: float) -> dict[str, float]:
 
 
 def best_so_far(board: Leaderboard) -> str:
-    """What the search has found, in a line for its run's page; "" if there is nothing to tell."""
+    """One line for the run's page about what the search has found; "" if it has found nothing."""
     if board.others:
         return f"Pareto front so far: {', '.join(row.name for row in board.front()) or 'empty'}"
     best = board.best()
@@ -381,11 +381,11 @@ def best_so_far(board: Leaderboard) -> str:
 
 
 def conclude(settings: TrackingSettings, search: str, study: str, results: Sequence[JobResult]) -> str | None:
-    """End the run of a search whose trials have ended, as :func:`write_final` does, if its last process
-    could not.
+    """End the run of a search whose trials have ended, using :func:`write_final`, if its last process could
+    not.
 
     Returns:
-        MLflow's id of the run; None if the store has none.
+            MLflow's id of the run; None if it is not in the store.
 
     Raises:
         StorageError: the store does not answer or refuses.
@@ -407,11 +407,11 @@ def conclude(settings: TrackingSettings, search: str, study: str, results: Seque
 
 
 def write_final(store: Store, run_id: str, results: Sequence[JobResult]) -> Leaderboard:
-    """Write leaderboard, Pareto front, best so far and totals of a search whose trials have ended, as the
-    study has them; the rest of each job as the store has it.
+    """Write leaderboard, Pareto front, best so far and totals of a search whose trials have ended, from the
+    study; other facts about each job come from the store.
 
-    Of several processes only one may do so at a time, after it has sent everything else: then what the last
-    one writes is whole.
+    Only one process may do this at a time, after it has sent everything else, so that what the last one
+    writes is complete.
 
     Raises:
         mlflow.exceptions.MlflowException: the store refuses or does not answer.

@@ -1,8 +1,8 @@
 """Tables that grow with a search: one row for each group step and one for each fit of a model.
 
-They are JSON-lines logs in the search's folder, appended over restarts and by several processes at once; the
-search's run in MLflow has the same as a table, thinned evenly if it is long. A step that is trained again
-after a crash has a second row: both took their seconds.
+They are JSON-lines logs in the search's folder, to which restarts and several processes at once append. The
+search's run in MLflow has the same table, thinned evenly if it is long. A step that is trained again after a
+crash has a second row, because both took time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class GroupStepRow:
         iteration: number in the search, from 1, over all processes and restarts.
         job_tokens: real tokens by job, in the order of ``jobs``.
         seconds: from the first microbatch to the last job's optimiser step.
-        predicted_seconds, predicted_bytes: known before it ran; None if nothing was.
-        peak_bytes: None if the device cannot tell.
-        bytes_by_rule: ``predicted_bytes`` is an upper bound, made before anything was observed.
+        predicted_seconds, predicted_bytes: predictions made before it ran; None if there were none.
+        peak_bytes: peak bytes; None if the device cannot tell.
+        bytes_by_rule: whether ``predicted_bytes`` is an upper bound, made before anything was observed.
     """
 
     iteration: int
@@ -65,11 +65,12 @@ class LineTable:
 
     Args:
         path: its folder is made if it is missing.
-        columns: on disk, and as MLflow shows them. A column "iteration" that comes first is the row's number.
-        most: rows that MLflow shows.
+        columns: on disk, and as MLflow shows them. If the first column is "iteration", it is the row's
+            number.
+        most: most rows that MLflow shows.
 
     Raises:
-        StorageError: from every method, if the file cannot be read or written or is another table.
+        StorageError: from every method, if the file cannot be read or written, or is another table.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], most: int) -> None:
@@ -83,7 +84,7 @@ class LineTable:
         self._shown = 0
 
     def add(self, event: GroupStep | ModelFitted) -> None:
-        """Append what an event says."""
+        """Append the row of an event."""
         row = {name: getattr(event, name) for name in self._columns}
         if isinstance(event, GroupStep):
             row["iteration"] = self._count + 1
@@ -96,16 +97,16 @@ class LineTable:
 
     @property
     def grown(self) -> bool:
-        """Whether enough was added since :meth:`artifact` to write it again."""
+        """Whether enough was added since :meth:`artifact` was called to write it again."""
         return self._count >= max(1, GROWTH * self._shown)
 
     @property
     def behind(self) -> bool:
-        """Whether anything was added since :meth:`artifact`."""
+        """Whether anything was added since :meth:`artifact` was called."""
         return self._count > self._shown
 
     def artifact(self) -> str:
-        """The table in the form that MLflow shows, the newest row in it."""
+        """The table in the form that MLflow shows, including the newest row."""
         self._shown = self._count
         with _table_errors(self.path):
             data = [self._cells(*each) for each in _numbered_rows(self.path, self._most)]
@@ -122,7 +123,7 @@ def group_steps_table(folder: Path) -> LineTable:
 
 
 def fits_table(folder: Path) -> LineTable:
-    """The fits of the models of seconds and of bytes of the search in ``folder``, with their errors."""
+    """The fits of the time and memory models of the search in ``folder``, with their errors."""
     return LineTable(folder / FITS_FILE, FIT_COLUMNS, MOST_FITS)
 
 
@@ -135,37 +136,37 @@ class SearchTables:
         self._show = show
 
     def handle(self, event: GroupStep | ModelFitted) -> None:
-        """Add a row, and show the table if it has grown."""
+        """Add a row, and show the table if it has grown enough."""
         (self._steps if isinstance(event, GroupStep) else self._fits).add(event)
         for path, table in self._paths.items():
             if table.grown:
                 self._show(path, table.artifact())
 
     def finish(self) -> None:
-        """Show the tables as they are at the end."""
+        """Show the final tables."""
         for path, table in self._paths.items():
             if table.behind:
                 self._show(path, table.artifact())
 
 
 def read_group_steps(path: Path, most: int | None = None) -> list[GroupStepRow]:
-    """Rows of a table, oldest first; of more than ``most`` every k-th. No table has none.
+    """Rows of a table, oldest first; every k-th if there are more than ``most``. A missing table has none.
 
     Raises:
-        StorageError: it cannot be read, or is no such table.
+        StorageError: it cannot be read, or is not such a table.
     """
     with _table_errors(path):
         return [group_step_row({**row, "iteration": at}) for at, row in _numbered_rows(path, most)]
 
 
 def group_step_row(cells: Mapping[str, Any]) -> GroupStepRow:
-    """A row from its cells by column, lists for tuples."""
+    """A row from its cells by column, which have lists for tuples."""
     return GroupStepRow(**{**cells, "jobs": tuple(cells["jobs"]), "job_tokens": tuple(cells["job_tokens"])})
 
 
 def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a table with their numbers from 1, oldest first; of more than ``most`` every k-th is
-    parsed, up to the newest. What a crash left of a line is no row."""
+    """The rows of a table with their numbers from 1, oldest first; if there are more than ``most``, every
+    k-th is parsed, up to the newest. A partial line left by a crash is ignored."""
     if (count := _count_lines(path)) == 0:
         return
     every = 1 if most is None else -(-count // most)
@@ -176,7 +177,7 @@ def _numbered_rows(path: Path, most: int | None = None) -> Iterator[tuple[int, d
 
 
 def _count_lines(path: Path) -> int:
-    """Whole lines of a file; 0 if there is none."""
+    """Number of complete lines of a file; 0 if there is no file."""
     try:
         with path.open("rb") as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(BLOCK), b""))
@@ -186,7 +187,7 @@ def _count_lines(path: Path) -> int:
 
 @contextmanager
 def _table_errors(path: Path) -> Iterator[None]:
-    """What goes wrong with a table inside, as a StorageError that names its file."""
+    """Turn errors of a table into a StorageError that names its file."""
     try:
         yield
     except StorageError:

@@ -1,4 +1,4 @@
-"""Turns what happens in a search into MLflow runs: a parent for the search, a child for every job."""
+"""Records a search as MLflow runs: a parent for the search, a child for every job."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from plait.tracking.values import (
 from plait.tracking.writer import Writer
 from plait.utils.addresses import redact
 
-LAST_SECONDS = 1.0  # that a store has to take the last records of a process that ends at once
-READ_PAUSE = 15.0  # seconds at least between two readings of what other processes train
-WATCH_PAUSE = 5.0  # seconds between two questions where the search's own curves are written
-READ_SHARE = 0.005  # of the time may go into them
+LAST_SECONDS = 1.0  # time for the store to accept the last records of a process that ends immediately
+READ_PAUSE = 15.0  # least seconds between two reads of what other processes train
+WATCH_PAUSE = 5.0  # seconds between two checks of which folder writes the search's own curves
+READ_SHARE = 0.005  # share of the time that may be spent on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class _Started:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the study knows of the processes of a search; by default there is this one alone.
+    """What the study knows about the processes of a search; by default, only this one exists.
 
     Attributes:
-        training: others train jobs of the search.
+        training: whether others train jobs of the search.
         ended: jobs that have ended, in any process.
         orphaned: jobs whose worker is dead.
     """
@@ -88,18 +88,19 @@ class Peers:
 class Tracker:
     """Writes a search to MLflow, in the background.
 
-    Whatever is to be sent goes to the event log in the search's folder first, and from there to the store as
-    it takes it. Every method but :meth:`start_search`, :meth:`flush`, :meth:`commit` and :meth:`close`
-    returns at once. As a context manager it ends the search's run and closes.
+    All records go to the event log in the search's folder first, and from there to the store when it accepts
+    them. All methods except :meth:`start_search`, :meth:`flush`, :meth:`commit` and :meth:`close` return
+    immediately. As a context manager it ends the search's run and closes.
 
     Args:
-        clock: seconds since 1970; stamps points and runs. Where it is set back, stamps wait for it.
-        rising: seconds that only rise; measures how long the search takes.
-        peers: asked of the study; by the writer's thread, too.
+        clock: returns seconds since 1970, for the time stamps of points and runs. If it is set back, stamps
+            wait for it to catch up.
+        rising: returns seconds that never decrease, to measure how long the search takes.
+        peers: asks the study; also called by the writer's thread.
 
     Attributes:
-        board: what is known of every job.
-        notices: what the store did not take, in words; filled by :meth:`start_search` and :meth:`close`.
+        board: what is known about every job.
+        notices: what the store did not accept, in words; filled by :meth:`start_search` and :meth:`close`.
         away: why the search began without the store, if it did.
 
     Raises:
@@ -128,13 +129,13 @@ class Tracker:
         self._rising = rising
         self._connection = Connection(self.location, settings.experiment)
         self._started: _Started | None = None
-        self._state: JobState | None = None  # in which the search ended
+        self._state: JobState | None = None  # the state in which the search ended
         self._ids: dict[str, str] = {}  # MLflow's, by key of the run; filled by the writer as it makes runs
         self._curves: dict[str, Curve] = {}  # of the jobs that train here
         self._data: dict[DataSpec, DataFacts] = {}
         self._own: set[str] = set()  # jobs that this process trains or has trained
-        self._ended: dict[str, JobResult] = {}  # jobs that had ended when it began without the store
-        self._read: Sequence[JobRecord] = ()  # what the writer's thread read of other processes' jobs
+        self._ended: dict[str, JobResult] = {}  # jobs that had already ended if it began without the store
+        self._read: Sequence[JobRecord] = ()  # other processes' jobs, as read by the writer's thread
         self._next_reading = time.monotonic() + READ_PAUSE
         self._next_watch = time.monotonic() + WATCH_PAUSE
 
@@ -146,17 +147,17 @@ class Tracker:
         begun: Begun | None = None,
         rungs_of: Callable[[int], TrialRungs] | None = None,
     ) -> str:
-        """Make the search's run, or resume the one of its name; waits for the store if that answers.
+        """Make the search's run, or resume the existing one; waits for the store while that answers.
 
         Args:
-            begun: if this store recorded it before. Then it can begin while the store is unavailable.
+            begun: given if this store recorded it before; then it can begin while the store is unavailable.
             rungs_of: the rungs of a trial by its number; None if the search has none.
 
         Returns:
             MLflow's id of the run.
 
         Raises:
-            AwayError: the store does not answer, and nothing is known of an earlier start.
+            AwayError: the store does not answer, and no earlier start is known.
             StorageError: it refuses.
         """
         first, *others = search.settings.search.objectives
@@ -204,7 +205,7 @@ class Tracker:
 
     @property
     def page(self) -> str:
-        """The address of the search among MLflow's pages, if a server shows them; else ""."""
+        """The address of the search in MLflow's pages, if a server shows them; else ""."""
         store = self._connection.opened
         if store is None or not self.location.is_server:
             return ""
@@ -212,21 +213,21 @@ class Tracker:
 
     @property
     def unreachable(self) -> str:
-        """Why the store does not take anything at the moment; empty if it does, as far as is known."""
+        """Why the store accepts nothing at the moment; empty if it does, as far as is known."""
         return "" if self._started is None else self._started.writer.away
 
     def record(self, path: str, content: str | Mapping[str, Any]) -> None:
-        """Keep a fact with the search's run as an artifact: text as it is, a mapping as JSON.
+        """Store a fact with the search's run as an artifact: text unchanged, a mapping as JSON.
 
-        For the plan ("plan.json"), the lengths ("lengths.json"), the data digests ("data.json").
+        Used for the plan ("plan.json"), the lengths ("lengths.json") and the data digests ("data.json").
         """
         text = content if isinstance(content, str) else json.dumps(content, indent=2, default=str)
         self._log.text(self._log.head.parent, path, redact(text))
 
     def end_search(self, state: JobState = JobState.FINISHED, reason: str = "") -> None:
-        """End the search's run: finished, paused or failed. Jobs that still train are marked paused, and a
-        later process adopts them. While other processes train jobs of this search, their jobs' runs and the
-        search's are theirs to end."""
+        """End the search's run as finished, paused or failed. Jobs that still train are marked paused, and a
+        later process adopts them. While other processes train jobs of this search, they end their jobs' runs
+        and the search's."""
         if self._state is not None or self._started is None:
             return
         self._state = state
@@ -253,12 +254,13 @@ class Tracker:
     # ---- jobs of other processes -----------------------------------------------------------------------
 
     def _between(self) -> None:
-        """What the writer's thread does beside sending: training waits for no store and no study."""
+        """Other work of the writer's thread, so that training waits for no store and no study."""
         self._watch_curves()
         self._read_others()
 
     def _watch_curves(self) -> None:
-        """Ask now and then where the search's own curves are written; adopt them when it is to be here."""
+        """Check now and then which folder writes the search's own curves, and adopt them if it should be this
+        one."""
         now, started = time.monotonic(), self._started
         if started is None or now < self._next_watch:
             return
@@ -274,14 +276,14 @@ class Tracker:
         clock.behind |= not here
 
     def _read_others(self) -> None:
-        """Read now and then what other processes train; in the writer's thread: training waits for no
-        store."""
+        """Read now and then what other processes train, in the writer's thread, so that training does not
+        wait for the store."""
         begun, started = time.monotonic(), self._started
         if started is None or begun < self._next_reading:
             return
         self._next_reading = begun + READ_PAUSE
         if started.log.behind:
-            return  # while the store lacks what ended processes left, what it says of theirs is out of date
+            return  # while the store lacks records of ended processes, its data on their jobs is out of date
         if started.log.others() or not started.run.whole:
             self._read = self._stored_jobs()
             took = time.monotonic() - begun
@@ -293,7 +295,7 @@ class Tracker:
         return records
 
     def _take_others(self, records: Sequence[JobRecord]) -> None:
-        """Have the jobs on the board that this process does not train, as the store knows them."""
+        """Put the jobs that this process does not train on the board, as they are in the store."""
         run = self._running.run
         for record in records:
             if record.on_front:
@@ -310,10 +312,10 @@ class Tracker:
     # ---- jobs ------------------------------------------------------------------------------------------
 
     def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
-        """Announce a job, named as its run: makes the run, or resumes the one that its trial has.
+        """Announce a job, whose run has its name: make the run, or resume the one that its trial has.
 
         Args:
-            outside: its settings outside of what is searched, as overrides.
+            outside: its settings outside the search space, as overrides.
         """
         shown = job.parameters()
         record = self.board.jobs.get(job.name) or JobRecord(job.name, trial, shown)
@@ -337,7 +339,7 @@ class Tracker:
             self._note_data(job.name, used)
 
     def use_data(self, found: Mapping[DataSpec, DataFacts]) -> None:
-        """Note the data sets that the search's jobs train on, with its run and theirs."""
+        """Log the data sets that the search's jobs train on, in its run and theirs."""
         self._data.update(found)
         for data in found.values():
             self._note_data(self._log.head.parent, data)
@@ -347,7 +349,7 @@ class Tracker:
         self._log.append(UseData(run, data.name, data.digest, redact(source), profile))
 
     def lose(self, job: str) -> None:
-        """Another process trains a job from here on: nothing more is written of it."""
+        """Stop recording a job, because another process trains it from now on."""
         self._own.discard(job)
         self.board.jobs.pop(job, None)
         self._curves.pop(job, None)
@@ -401,14 +403,15 @@ class Tracker:
         log.tags(job, tags | {names.TAG_STEPS: str(event.steps)})
 
     def _write_left_out(self, job: str) -> None:
-        """Write the newest step of a job, though its number is not one of those that are written."""
+        """Write the newest step of a job, even if its number would be left out of the curve."""
         curve = self._curves.get(job)
         if curve is not None and (event := curve.left_out) is not None:
             curve.left_out = None
             self._log.points(job, event.step, step_values(event))
 
     def _job_ended(self, result: JobResult, tokens: int | None, seconds: float | None) -> None:
-        """The search's decision on a job; ``tokens`` and ``seconds``: of its last complete step."""
+        """Record the search's decision on a job; ``tokens`` and ``seconds`` are those of its last complete
+        step."""
         log, job, record = self._log, result.job, self.board.jobs[result.job]
         self._write_left_out(job)
         if result.state.ended:
@@ -416,7 +419,7 @@ class Tracker:
         if result.completion_seconds is None:  # it did not train here
             log.write_newest(job)
             record.step = max(record.step, log.last_step(job, names.TRAIN_LOSS) or 0)
-        elif result.state.ended:  # of one that is interrupted, the next step has what was done since the last
+        elif result.state.ended:  # if interrupted, the next step includes the rest
             log.points(job, result.step, {names.COMPLETION_SECONDS: result.completion_seconds})
             after = {names.TRAIN_TOKENS: float(result.tokens)} if 0 != tokens != result.tokens else {}
             if result.device_seconds != seconds:  # as after an evaluation
@@ -440,7 +443,7 @@ class Tracker:
 
     @property
     def writer_seconds(self) -> float:
-        """CPU seconds that sending took so far, in the background."""
+        """CPU seconds that sending in the background took so far."""
         return self._running.writer.cpu_seconds
 
     @property
@@ -460,8 +463,8 @@ class Tracker:
     # ---- the end ---------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Return when everything handed over so far is safe on the disk: after a crash it is sent, and steps
-        that are trained again from a checkpoint made since are not sent twice."""
+        """Wait until everything recorded so far is on the disk. After a crash it is sent, and steps that are
+        trained again from a later checkpoint are not sent twice."""
         if self._started is None:
             return
         log = self._started.log
@@ -474,7 +477,7 @@ class Tracker:
         """Wait until the store has everything.
 
         Raises:
-            StorageError: it refused something, or did not answer to several attempts; what it has not taken
+            StorageError: it refused something, or did not answer several attempts; what it has not accepted
                 is kept and tried again.
         """
         writer = self._running.writer
@@ -490,8 +493,9 @@ class Tracker:
     def close(self, patience: float | None = None) -> None:
         """Send what is left and stop writing; further calls do nothing.
 
-        What the store does not take in ``patience`` seconds (None: while it takes anything) is kept in the
-        event log and listed in ``notices``: a search that has its results does not fail for it.
+        What the store does not accept within ``patience`` seconds (None: as long as it accepts anything) is
+        kept in the event log and listed in ``notices``; a search that has its results does not fail because
+        of it.
         """
         started, self._started = self._started, None
         if started is None:
@@ -501,13 +505,14 @@ class Tracker:
         closed = started.writer.close(patience)
         self.notices += started.writer.troubles()
         if closed and self._state == JobState.FINISHED and not log.waiting:
-            log.remove()  # it is of no use any more
+            log.remove()  # it is no longer needed
         elif closed:
             log.close()
 
     def conclude(self, results: Sequence[JobResult]) -> None:
-        """After :meth:`close`, when all trials of the search have ended: what its run says of the whole, from
-        the study, if other processes trained some of them. For one process at a time; waits for the store.
+        """Write the summary of the search's run from the study, if other processes trained some of its
+        trials. Called after :meth:`close`, when all trials have ended, by one process at a time; waits for
+        the store.
 
         Raises:
             StorageError: the store does not answer or refuses.
@@ -524,7 +529,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a second interrupt, or with a full disk, no one wants to wait for an unavailable server.
+        # After a second interrupt, or with a full disk, do not wait for an unavailable server.
         patience = None if error is None else LAST_SECONDS
         try:
             if error is None:
@@ -533,7 +538,7 @@ class Tracker:
                 state, reason = JobState.FAILED, f"{type(error).__name__}: {error}"
                 if isinstance(error, KeyboardInterrupt):
                     state, reason = JobState.PAUSED, "Interrupted."
-                with suppress(StorageError):  # a disk that is full said so already
+                with suppress(StorageError):  # a full disk has been reported already
                     self.end_search(state, reason)
         finally:
             self.close(patience)

@@ -1,4 +1,4 @@
-"""MLflow's web pages on the store that Plait writes to."""
+"""MLflow's web pages for the store that Plait writes to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.core.settings import SearchSettings, TrackingSettings
 from plait.tracking import names
 from plait.tracking.location import locate
 
-SHARED_VIEW = "mlflow.sharedViewState."  # tag of an experiment, before the key that an address names
+SHARED_VIEW = "mlflow.sharedViewState."  # prefix of a tag; the key in the address follows
 HOST = "127.0.0.1"
 PORT = "5000"
 GRACE_SECONDS = 10
@@ -30,10 +30,10 @@ class UiCommand:
     """How the pages are served.
 
     Attributes:
-        url: where they are.
-        command: program and arguments; empty if a server shows them already.
-        environment: what the program needs beside the present environment; addresses go this way, since
-            a password on a command line can be read by everybody on the machine.
+        url: address of the pages.
+        command: program and arguments; empty if a server already shows them.
+        environment: variables that the program needs in addition to the present ones; addresses are passed
+            this way, because every user of the machine can read a password on a command line.
     """
 
     url: str
@@ -49,12 +49,12 @@ def search_page(address: str, experiment_id: str, run_id: str) -> str:
 
 
 def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) -> tuple[str, str]:
-    """How MLflow's pages show the trials of a search: a tag of the experiment, as the pages themselves write
-    it if someone shares a view (MLflow 3.17).
+    """How MLflow's pages show the trials of a search: a tag of the experiment in the form that the pages
+    write when a user shares a view (MLflow 3.17).
 
     Args:
-        run_id: of the search's run.
-        searched: config keys and groups.
+        run_id: id of the search's run.
+        searched: searched config keys and groups.
     """
     first = search.objectives[0]
     metrics = dict.fromkeys([names.OBJECTIVE, names.EVAL_LOSS, names.TRAIN_LOSS, names.DEVICE_SECONDS])
@@ -70,7 +70,7 @@ def page_settings(run_id: str, search: SearchSettings, searched: Sequence[str]) 
 
 
 def page_tag(run_id: str) -> str:
-    """The tag of the experiment that says how the trials of a search's run are shown."""
+    """The name of the experiment's tag for how the trials of a search's run are shown."""
     return f"{SHARED_VIEW}{_share_key(run_id)}"
 
 
@@ -79,10 +79,10 @@ def _share_key(run_id: str) -> str:
 
 
 def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiCommand:
-    """The command behind ``plait ui``; ``arguments`` are handed to ``mlflow server``.
+    """The command that ``plait ui`` runs; ``arguments`` are passed to ``mlflow server``.
 
     Raises:
-        StorageError: an address of a kind that MLflow cannot serve.
+        StorageError: MLflow cannot serve this kind of address.
     """
     location = locate(settings)
     if location.is_server:
@@ -96,9 +96,9 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
         command += [f"--{name}", value]
     environment = {
         "MLFLOW_BACKEND_STORE_URI": location.uri,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # workers for evaluations that Plait has no use for
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # workers for evaluations, which Plait does not use
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "PYTHONSAFEPATH": "1",  # or a file mlflow.py of the current folder would run
+        "PYTHONSAFEPATH": "1",  # otherwise a file mlflow.py in the current folder would run
     }
     if location.artifacts is not None:
         environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] = location.artifacts
@@ -107,10 +107,10 @@ def ui_command(settings: TrackingSettings, arguments: Sequence[str] = ()) -> UiC
 
 
 def check_port(command: UiCommand) -> None:
-    """Make sure that the pages can have their address.
+    """Check that the address of the pages is free.
 
     Raises:
-        ConfigError: its port is not a port, or another program uses it.
+        ConfigError: the port is invalid, or another program uses it.
     """
     try:
         address = urlsplit(command.url)
@@ -133,7 +133,7 @@ def run_ui(command: UiCommand) -> int:
     """Serve the pages until interrupted.
 
     Returns:
-        the server's exit status; 0 after an interrupt.
+            The server's exit status; 0 after an interrupt.
     """
     server = subprocess.Popen(command.command, env=os.environ | command.environment)
     try:

@@ -1,5 +1,5 @@
-"""Values as MLflow keeps them: events as metrics, parameters as text; and which steps of a curve are
-written."""
+"""Converts events to metrics and parameters to text, as MLflow stores them, and chooses the steps of a curve
+that are written."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def _replica_values(time: ReplicaTime) -> dict[str, float]:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """The values that MLflow can keep: it turns infinity into a large number."""
+    """The values that MLflow can store; it would turn infinity into a large number."""
     return {key: float(value) for key, value in values.items() if math.isfinite(value)}
 
 
 def not_finite(values: Mapping[str, float]) -> str:
-    """The others, in words; empty if there are none."""
+    """The values that are not finite, in words; empty if there are none."""
     return ", ".join(f"{key}={value}" for key, value in values.items() if not math.isfinite(value))
 
 
@@ -86,26 +86,26 @@ def not_finite(values: Mapping[str, float]) -> str:
 
 
 def is_kept(step: int, stride: int) -> bool:
-    """Whether a step is written by its number alone, so that a job that is trained again has the same
+    """Whether a step is written because of its number, so that a job that is trained again has the same
     points."""
     return step <= 1 or step % stride == 0
 
 
 def grown_stride(step: int, points: int) -> int:
-    """Stride at a step of a curve of unknown length: a power of two that doubles whenever the steps
-    do, from a quarter of ``points`` on. Of T steps it keeps about points / 4 · (1 + log2(4 T / points))."""
+    """Stride at a step of a curve of unknown length: a power of two that doubles whenever the steps do, from
+    a quarter of ``points`` on. For T steps, it keeps about points / 4 · (1 + log2(4 T / points))."""
     return 1 << max(0, (step // max(1, points // 4)).bit_length() - 1)
 
 
 @dataclass(slots=True)
 class Curve:
-    """The curve of one job: the first and the last step are written, every ``stride``-th between them, and
-    each at which the job is evaluated, pauses or ends.
+    """The curve of one job: the first and the last step, every ``stride``-th in between, and each step at
+    which the job is evaluated, pauses or ends are written.
 
     Attributes:
-        steps: optimiser steps in all.
-        points: that the curve is to have, about.
-        left_out: the newest step, if it is not written.
+        steps: total optimiser steps.
+        points: approximate number of points of the curve.
+        left_out: the newest step, if it was not written.
     """
 
     steps: int
@@ -113,7 +113,7 @@ class Curve:
     left_out: JobProgress | None = None
 
     def takes(self, event: JobProgress) -> bool:
-        """Whether a step is written at once, by its number or since it diverged."""
+        """Whether a step is written immediately, because of its number or because it diverged."""
         stride = max(1, -(-self.steps // self.points))
         taken = is_kept(event.step, stride) or event.step == self.steps
         taken = taken or not math.isfinite(event.loss + event.grad_norm)
@@ -123,7 +123,7 @@ class Curve:
 
 # ---- names of runs -----------------------------------------------------------------------------------
 
-SHORT = {  # what stands before a value in the name of a run, of keys whose last word is long
+SHORT = {  # abbreviations before values in the names of runs, for keys whose last word is long
     "adapter.rank": "r",
     "adapter.alpha": "a",
     "adapter.dropout": "do",
@@ -147,7 +147,7 @@ def run_name(search: str, trial: int, parameters: Mapping[str, Any], searched: S
 
 
 def short_value(value: Any) -> str:
-    """A value in few characters: 3e-3, 16; text after an equals sign."""
+    """A value in few characters, such as 3e-3 or 16; text is preceded by an equals sign."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         text = parameter_text(value).replace('"', "").replace(" ", "")
         return f"={text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + '…'}"
@@ -161,12 +161,12 @@ def short_value(value: Any) -> str:
 
 
 def parameter_text(value: object) -> str:
-    """A parameter's value as MLflow keeps it: words and numbers as they are, the rest as JSON."""
+    """A parameter's value as MLflow stores it: words and numbers unchanged, other values as JSON."""
     return json.dumps(value) if isinstance(value, (list, tuple, dict)) else str(value)
 
 
 def parameter_value(text: str) -> Any:
-    """The value that :func:`parameter_text` wrote, as far as text can tell: lists for tuples."""
+    """The value that :func:`parameter_text` wrote, except that tuples become lists."""
     if text in _WORDS:
         return _WORDS[text]
     try:

@@ -1,9 +1,9 @@
-"""The one background thread that talks to MLflow, so that training never waits for it.
+"""The background thread that sends records to MLflow, so that training never waits for it.
 
 Records wait in the event log until the store has them. If the store does not answer, the writer tries again
 after longer and longer pauses. If the store is slow for the number of runs, the writer sends more records
-less often. Records that the store rejects for good (a changed parameter, a deleted run) are set aside, so
-that they do not hold up the rest.
+less often. Records that the store rejects permanently (a changed parameter, a deleted run) are set aside, so
+that they do not block the others.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from plait.tracking.event_log import EventLog
 from plait.tracking.records import LogFolder, LogPoints, LogText, OpenRun, Record, SetStatus, SetTags, UseData
 from plait.utils.addresses import first_line, redact
 
-BATCH = 16_000  # records that are gathered into one set of requests
-SHARE = 0.02  # of the time may go into sending while nothing waits for it
-LONGEST_PAUSE = 30.0  # seconds, for the sake of who looks at the curves
-AWAY_ATTEMPTS = 3  # that failed in a row, before the store counts as away
-ATTEMPTS = 4  # of one request, before flush() or close() give up
-STALL_SECONDS = 60.0  # without any progress, after which they give up too: a store that hangs
-GRACE_SECONDS = 1.0  # that a request under way has to come back when its writer is closed
+BATCH = 16_000  # records that are combined into one set of requests
+SHARE = 0.02  # share of the time that may be spent on sending while nothing waits for it
+LONGEST_PAUSE = 30.0  # seconds, so that curves stay up to date for the user
+AWAY_ATTEMPTS = 3  # failed attempts in a row, after which the store counts as unavailable
+ATTEMPTS = 4  # attempts of one request, after which flush() and close() give up
+STALL_SECONDS = 60.0  # seconds without progress, after which they also give up, because the store hangs
+GRACE_SECONDS = 1.0  # time for a running request to return when its writer is closed
 FIRST_DELAY = 0.5  # seconds before the second attempt; doubles with each
 LONGEST_DELAY = 30.0
 
 
 class RefusedError(Exception):
-    """The store will never take this request."""
+    """The store will never accept this request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class Writer:
     """Sends records in the background.
 
     Args:
-        flush_seconds: time that a record waits, so that several go out together; longer if sending would
-            take more than a small share of the time.
-        between: called in the thread when a round of sending is over; its errors are ignored.
+        flush_seconds: time that a record waits, so that several are sent together; longer if sending would
+            take more than a small share of the time. between: called in the thread after each round of
+            sending; its errors are ignored.
         first_delay: seconds before a request is tried a second time.
         stall: seconds without any progress after which flush() gives up.
 
     Attributes:
-        away: why the store counts as away, from the attempts that failed; empty: it answers.
+        away: why the store counts as unavailable, from the failed attempts; empty if it answers.
         error: the last error of an attempt.
-        cpu_seconds: of the thread, so far.
+        cpu_seconds: CPU seconds of the thread so far.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class Writer:
         self._first_delay = first_delay
         self._stall = stall
         self._condition = threading.Condition()
-        self._requests: deque[Request] = deque()  # of the batch in hand, not yet taken by the store
+        self._requests: deque[Request] = deque()  # of the current batch, not yet accepted by the store
         self._in_hand = False
-        self._round_seconds = 0.0  # that the last round of sending took
-        self._flushing = 0  # callers that wait until nothing waits
+        self._round_seconds = 0.0  # seconds of the last round of sending
+        self._flushing = 0  # number of callers that wait for all records to be sent
         self._closing = False
-        self._failures = 0  # attempts in a row that failed
-        self._progress = time.monotonic()  # when a request last came through
+        self._failures = 0  # failed attempts in a row
+        self._progress = time.monotonic()  # time of the last successful request
         self._refused: list[str] = []
         self.cpu_seconds = 0.0
         self.error: BaseException | None = None
@@ -108,10 +108,10 @@ class Writer:
         self._thread.start()
 
     def flush(self, patience: float | None = None) -> bool:
-        """Wait until the store has everything, at most ``patience`` seconds if given; whether it has.
+        """Wait until the store has everything, at most ``patience`` seconds if given; return whether it has.
 
-        It gives up after several attempts that failed, or a time without progress. What the store has not
-        taken stays in the log and is tried again.
+        It gives up after several failed attempts, or after a time without progress. What the store has not
+        accepted stays in the log and is tried again.
         """
         until = None if patience is None else time.monotonic() + patience
         with self._condition:
@@ -131,10 +131,10 @@ class Writer:
         return not self._log.waiting
 
     def close(self, patience: float | None = None) -> bool:
-        """Send what is left, as :meth:`flush`, and end the thread; whether it has ended by now.
+        """Send what is left, as :meth:`flush` does, and end the thread; return whether it has ended.
 
-        Where the store did not take everything, or an interrupt ends the waiting, the request that is under
-        way is not waited for: the thread ends with it, or with the process.
+        If the store did not accept everything, or an interrupt ends the waiting, a running request is not
+        waited for: the thread ends with it, or with the process.
         """
         try:
             if not self._closing:
@@ -147,8 +147,8 @@ class Writer:
         return not self._thread.is_alive()
 
     def troubles(self) -> list[str]:
-        """What the store did not take, in words: what waits now, and what it has refused since this was last
-        asked."""
+        """What the store did not accept, in words: what waits now, and what was refused since the last
+        call."""
         refused, self._refused = self._refused, []
         waiting = [self._log.describe_unsent(first_line(self.error))] if self._log.waiting else []
         return waiting + describe_refused(refused)
@@ -170,15 +170,15 @@ class Writer:
                     self._between()
 
     def _take_batch(self) -> bool:
-        """Have requests in hand: those that are left, or a new batch. False if nothing waits, or the disk
-        does not hold what waits."""
+        """Make sure there are requests to send: remaining ones, or a new batch. False if nothing waits, or
+        the waiting records are not on the disk."""
         if self._closing:
             return False
         if self._in_hand:
             return True
         try:
             batch = self._log.peek(BATCH)
-        except (StorageError, OSError, ValueError) as error:  # who appends sees it, too
+        except (StorageError, OSError, ValueError) as error:  # the appending thread sees it, too
             self._failed(error)
             return False
         self._requests.extend(gather(batch))
@@ -198,7 +198,7 @@ class Writer:
         return min(self._first_delay * 2.0 ** (self._failures - 1), LONGEST_DELAY)
 
     def _send_batch(self) -> bool:
-        """Send the requests in hand until one fails; drop the batch when all are through."""
+        """Send the current requests until one fails; drop the batch when all have succeeded."""
         while self._requests:
             if self._closing:
                 return False
@@ -269,11 +269,11 @@ class _Gathered:
 
 
 def gather(records: Iterable[Record]) -> list[Request]:
-    """Requests that leave every run as the records would, in few calls.
+    """Combine records into few requests with the same result for every run.
 
-    Points and tags of one run are joined, however the runs' records lie between each other; of several values
-    of a tag, texts of a path or statuses the last one goes out. Texts come last, so that the runs they refer
-    to are there.
+    Points and tags of one run are joined, even if records of other runs are in between; of several values of
+    a tag, texts for a path or statuses, only the last is sent. Texts come last, so that the runs they refer
+    to exist.
     """
     gathered: list[_Gathered] = []
     newest: dict[str, _Gathered] = {}
@@ -291,5 +291,5 @@ def gather(records: Iterable[Record]) -> list[Request]:
 
 
 def describe_refused(refused: Sequence[str]) -> list[str]:
-    """What the store refused for good, in one line; nothing if it refused nothing."""
+    """What the store refused permanently, in one line; empty if it refused nothing."""
     return [f"{len(refused)} records were refused; the first: {refused[0]}"] if refused else []
