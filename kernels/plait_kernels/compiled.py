@@ -74,6 +74,7 @@ def compile_library(source: Path, folder: Path) -> Path:
         message = _build(compiler, source, built)
         if message:
             raise OSError(message)
+        built.chmod(0o755)
         checksum = Path(scratch) / "checksum"
         checksum.write_text(_digest(built))
         for file in (built, checksum):
@@ -85,9 +86,12 @@ def compile_library(source: Path, folder: Path) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the library is as it was compiled: to load a part of one ends the process by a signal."""
+    """Whether the library is as this user compiled it. What others can write, as in a shared folder, would
+    run with this user's rights; to load a part of a library ends the process by a signal."""
     try:
-        return _checksum_of(library).read_text() == _digest(library)
+        facts = library.stat()
+        own = facts.st_uid in (0, os.geteuid()) and not facts.st_mode & 0o022
+        return own and _checksum_of(library).read_text() == _digest(library)
     except OSError:
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 
 import pytest
 import torch
@@ -175,6 +176,20 @@ def test_a_compiled_library_that_is_not_whole_is_compiled_again(tmp_path, spoilt
     assert compiled.compile_library(source, tmp_path / "cache") == built
     assert len(built.read_bytes()) == len(whole)
     assert ctypes.CDLL(str(built)).one() == 1
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path):
+    """With a checksum that fits, as in a folder that users share."""
+    _library()
+    source = tmp_path / "one.c"
+    source.write_text("int one(void) { return 1; }")
+    built = compiled.compile_library(source, tmp_path / "cache")
+    built.write_bytes(foreign := built.read_bytes() + b"x")
+    built.with_suffix(".sha256").write_text(hashlib.sha256(foreign).hexdigest())
+    built.chmod(0o775)
+    compiled.compile_library(source, tmp_path / "cache")
+    assert built.read_bytes() != foreign
+    assert built.stat().st_mode & 0o777 == 0o755
 
 
 def test_keep_scale_undoes_the_rounded_share():
