@@ -18,8 +18,8 @@ from plait.core.samples import Int64
 from plait.core.settings import RunSettings
 from plait.cost.fitting import Fit
 from plait.cost.profiles import ClusterProfile
-from plait.cost.replica import ReplicaCost
-from plait.cost.time import LayerTime, MicrobatchShape, fit_layer
+from plait.cost.replica import Configuration, ReplicaCost
+from plait.cost.time import LayerTime, MicrobatchShape, TimeModel, fit_layer
 from plait.planner.buckets import BUCKETS, Buckets, dynamic_buckets, fixed_buckets
 from plait.planner.deployment import Deployment, best_equal_replicas, deploy
 from plait.planner.deployment_patterns import Devices
@@ -52,6 +52,7 @@ OURS = "Plait's deployment, shares by replica"
 SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in the paper
 DEPLOY_LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
 STEP_LIMITS = Limits(nodes=100, gap=0.005, seconds=5.0)
+LAYERS = 32  # of Llama-2-7B, of which the published steps are
 COLUMNS = ("tp", "seq_len", "mbs", "time")  # of the table of layer times
 Rows = tuple[tuple[int, int, int], ...]  # of a deployment: tensor and pipeline degree, replicas
 
@@ -200,6 +201,7 @@ def deployment(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         tuple(figures),
         (
             f"cost model: {profile.source}",
+            f"its error: {100 * (profile.error or 0.0):.1f} % ({profile.error_source})",
             f"most tokens of a microbatch: table {profile.table!r} of {', '.join(profile.tables)}",
             "makespan: T(⌈d/p⌉) of LobRA Eq. 2, integer program within 0.5 % of its bound",
         ),
@@ -464,10 +466,13 @@ class LayerTimeOptions:
     Attributes:
         table: CSV file of layer times, by name one that comes with Plait.
         held_out: rows that are not fitted to, from 0.
+        steps: published seconds of steps of equal sequences, one in a microbatch, none fitted to:
+            (tp, pp, tokens of a sequence, sequences of a replica, seconds).
     """
 
     table: Path
     held_out: tuple[int, ...]
+    steps: tuple[tuple[int, int, int, int, float], ...] = ()
 
 
 @BENCHMARKS.register("lobra/time_model")
@@ -495,7 +500,7 @@ def time_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
         raise ConfigError(
             f"bench.options.held_out holds every row of tp={lost[0]}", "Some must be left to fit to."
         )
-    figures = []
+    figures = step_errors(TimeModel(LAYERS, layers), asked.steps)
     for tp, (_, fit) in fits.items():
         errors = 100.0 * np.abs(relative_errors([row for row in unseen if row.tp == tp], layers))
         note = f"fitted {100.0 * fit.mean_absolute_error:.2f} %, largest held-out {errors.max():.1f} %"
@@ -504,7 +509,31 @@ def time_model(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[
     mean, fitted = (100.0 * float(np.abs(relative_errors(some, layers)).mean()) for some in (unseen, seen))
     beside = Baseline(fitted, "the error on the rows that the model was fitted to")
     figures.append(Figure(f"all, {len(unseen)} of {len(rows)} rows", mean, "%", "computed", beside))
-    return Report("Held-out mean relative error of layer seconds, Llama-2-7B on A100-40GB", tuple(figures))
+    return Report(
+        "Held-out mean relative error of layer and step seconds, Llama-2-7B on A100-40GB", tuple(figures)
+    )
+
+
+def step_errors(model: TimeModel, steps: Sequence[tuple[int, int, int, int, float]]) -> list[Figure]:
+    """Mean relative error of steps, with its sign for each number of stages, and without over all."""
+    errors: dict[int, list[float]] = {}
+    for tp, stages, tokens, sequences, seconds in steps:
+        cost = ReplicaCost.of(Configuration(tp, stages, tokens), [tokens], model)
+        errors.setdefault(stages, []).append(100.0 * (cost.seconds([sequences]) / seconds - 1.0))
+    figures = [
+        Figure(
+            f"steps, pp={stages}",
+            float(np.mean(each)),
+            "%",
+            "computed",
+            note=f"with its sign; {len(each)} steps",
+        )
+        for stages, each in sorted(errors.items())
+    ]
+    if errors:
+        every = np.abs(np.concatenate(list(errors.values())))
+        figures.append(Figure(f"steps, all {len(every)}", float(every.mean()), "%", "computed"))
+    return figures
 
 
 def length_based(kinds: Sequence[ReplicaKind], counts: Sequence[int]) -> Dispatch:

@@ -66,10 +66,18 @@ def test_planning_time_shows_plan_and_bound(settings: RunSettings) -> None:
 
 
 def test_the_error_in_the_profile_is_that_of_the_benchmark(settings: RunSettings) -> None:
-    *_, whole = time_model(settings, [], _options("lobra/time_model")).figures
-    error = cluster_profile(settings.cluster.options).error
-    assert error is not None
-    assert 100 * error == pytest.approx(whole.ours, abs=0.05)
+    figures = {
+        figure.name: figure for figure in time_model(settings, [], _options("lobra/time_model")).figures
+    }
+    profile = cluster_profile(settings.cluster.options)
+    assert profile.error is not None
+    assert 100 * profile.error == pytest.approx(figures["steps, all 32"].ours, abs=0.1)
+    by_stages = {stages: figures[f"steps, pp={stages}"].ours for stages in (1, 2, 4, 8)}
+    assert (
+        f"8 stages are {-by_stages[8]:.0f} % too fast, others up to {-by_stages[4]:.0f} %"
+        in profile.error_source
+    )
+    assert figures["all, 75 of 250 rows"].ours == pytest.approx(3.7, abs=0.05)
 
 
 def test_absent_table_is_said(settings: RunSettings, tmp_path: Path) -> None:
