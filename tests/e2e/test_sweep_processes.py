@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -45,6 +46,14 @@ def test_two_processes_train_what_one_does(
         found = {key for (key,) in store.execute("SELECT key FROM latest_metrics")}
     measured = ("busy_seconds", "waited_seconds", "tokens", "received_bytes")
     assert found >= {f"replica/{replica}/{each}" for replica in range(2) for each in measured}
+    capsys.readouterr()
+    assert main(["plan", *command[1:], "cluster.processes=2", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["processes"]
+    trained = [
+        sum(span["args"]["tokens"] for span in spans if span["cat"] == "microbatch")
+        for spans in tracks.values()
+    ]
+    assert [each["tokens"] for each in planned] == trained
 
 
 @pytest.fixture

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from plait.core.errors import CapacityError
 from plait.core.jobs import AdapterSpec, DataSpec, JobSpec, TrainSpec
+from plait.core.plans import Replica
 from plait.core.samples import Sample, Split, TokenisedData
 from plait.core.settings import ClusterSettings, RunSettings
 from plait.cost.time import LayerTime, TimeModel
 from plait.engine.catalogue import DataCatalogue
-from plait.planning.here import fill_waves, plan_here
+from plait.planning.here import Here, fill_waves, plan_here
+from plait.planning.outlook import Outlook
 from plait.planning.workload import MOST_STEPS, Workload
 
 
@@ -70,33 +72,62 @@ def test_a_sample_that_fits_nowhere_is_named() -> None:
         workload.check_fits(9, "The cluster")
 
 
-def test_every_device_of_several_processes_is_paid_for() -> None:
-    """Seconds stay those of one process, and the plan says so."""
+def planned(number: int, *, capacities: tuple[int, ...] = (), speeds: tuple[float, ...] = ()) -> Outlook:
+    """The plan of two jobs on so many processes, each on a device of its own."""
     workload = Workload.of([job("a", steps=3), job("b", steps=2)], catalogue())
     admission: Any = SimpleNamespace(
-        demand=lambda *_: None, fits=lambda _: True, predicted=lambda _: 0, model_for=lambda _: None
+        demand=lambda *_: None,
+        fits=lambda _: True,
+        predicted=lambda _: 0,
+        predicted_on=lambda replica, _: 1000 + replica.capacity,
+        model_for=lambda _: None,
     )
     time = TimeModel(2, {1: LayerTime(0.1, 0.01, 0.0)}, {})
     key = SimpleNamespace(dtype="float32", device="cuda")
     profile: Any = SimpleNamespace(model="m", key=key, how="measured", time=time, time_error=0.1)
-    one, four = (
-        plan_here(
-            workload,
-            RunSettings(cluster=ClusterSettings(processes=number, price_per_device_hour=2.0)),
-            admission,
-            profile,
-            devices="",
-            number=number,
-        )
-        for number in (1, 4)
+    rooms, rates = capacities or (64,) * number, speeds or (1.0,) * number
+    replicas = [
+        Replica(at, devices=(f"cuda:{at}",), capacity=rooms[at], speed=rates[at]) for at in range(number)
+    ]
+    settings = RunSettings(cluster=ClusterSettings(processes=number, price_per_device_hour=2.0))
+    return plan_here(
+        workload, settings, admission, profile, Here("", number, replicas=replicas, dispatch=time)
     )
-    assert one.money is not None
-    assert one.device_seconds is not None
-    assert four.predicted_seconds == one.predicted_seconds == one.device_seconds
-    assert (four.money, four.device_seconds) == (4 * one.money, 4 * one.device_seconds)
-    assert sum(group.device_seconds or 0 for group in four.groups) == pytest.approx(four.device_seconds)
-    assert [line for line in four.assumptions if "cluster.processes=4" in line]
-    assert not [line for line in one.assumptions if "cluster.processes" in line]
+
+
+def test_one_process_has_no_table_of_processes() -> None:
+    one = planned(1)
+    assert one.processes == ()
+    assert one.device_seconds == one.predicted_seconds
+    assert not [line for line in one.assumptions if "processes" in line]
+
+
+def test_processes_share_the_samples_and_every_device_is_paid_for() -> None:
+    one, two = planned(1), planned(2)
+    assert None not in (one.predicted_seconds, two.predicted_seconds, two.device_seconds, two.money)
+    assert [each.device for each in two.processes] == ["cuda:0", "cuda:1"]
+    # Steps 1 and 2 have samples of 4, 4, 6 and 6 tokens, which share evenly; step 3 has 4 and 6.
+    assert sorted(each.tokens for each in two.processes) == [24, 26]
+    busy = [each.busy_seconds or 0.0 for each in two.processes]
+    # Two layers of 0.1 s and 0.01 s a token: of each step the longer one.
+    assert sum(busy) == pytest.approx(6 * 0.2 + 50 * 0.02)
+    assert two.predicted_seconds == pytest.approx(2 * (0.2 + 10 * 0.02) + 0.2 + 6 * 0.02)
+    shares = [each.waiting_share for each in two.processes]
+    assert shares == pytest.approx([1 - each / (two.predicted_seconds or 1) for each in busy])
+    assert two.device_seconds == pytest.approx(2 * (two.predicted_seconds or 0))
+    assert sum(group.device_seconds or 0 for group in two.groups) == pytest.approx(two.device_seconds)
+    assert two.money == pytest.approx(2.0 * (two.device_seconds or 0) / 3600)
+    assert [(each.count, each.capacity) for each in two.replicas] == [(2, 64)]
+    assert [line for line in two.assumptions if "exchange" in line]
+
+
+def test_a_process_with_less_room_gets_shorter_samples_and_holds_less() -> None:
+    plan = planned(2, capacities=(5, 64), speeds=(1.0, 0.5))
+    small, large = plan.processes
+    assert small.tokens % 4 == 0  # samples of 6 tokens fit into the other alone
+    assert (small.predicted_bytes, large.predicted_bytes) == (1005, 1064)
+    assert [(each.count, each.capacity) for each in plan.replicas] == [(1, 5), (1, 64)]
+    assert (large.busy_seconds or 0) > (small.busy_seconds or 0)
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(9, 20))

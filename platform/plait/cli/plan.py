@@ -20,13 +20,15 @@ from plait.engine.build import (
     check_engine,
     free_memory,
     open_data,
+    replica_bytes,
     settle_dtype,
     stored_profile,
+    threads_each,
     worker_facts,
 )
 from plait.planning.described import plan_described
 from plait.planning.expected import rates_of
-from plait.planning.here import plan_here
+from plait.planning.here import Here, plan_here
 from plait.planning.model_memory import model_memory
 from plait.planning.outlook import ChangeOutlook, DevicesOutlook, ObjectiveOutlook, Outlook
 from plait.planning.workload import Workload
@@ -45,7 +47,7 @@ TIMELINE = "--timeline"
 DEVICES = "--devices"
 KINDS = (".html", ".json")  # of timelines: a figure, and a trace for Perfetto or chrome://tracing
 UNKNOWN = "unknown"
-NO_PROFILE = "Seconds are unknown: run `plait profile` on this machine first, then `plait plan` again"
+NO_PROFILE = "Seconds are unknown: run `{}` on this machine first, then `plait plan` again"
 MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every replica
 ENTRY_SHOWN = 60  # characters of a wrong entry
 SHOWN = 64  # trials in the table
@@ -186,6 +188,7 @@ def _number(text: str) -> int:
 def _plan_local(command: SearchCommand) -> Outlook:
     from plait.engine.admission import Admission, choose_capacity
     from plait.engine.devices import choose_device
+    from plait.engine.replicas import dispatch_time, replicas_of
 
     settings = settle_dtype(command.settings)
     check_jobs(command.probes)
@@ -197,19 +200,33 @@ def _plan_local(command: SearchCommand) -> Outlook:
     data = opened.catalogue
     # A search that is not begun yet: `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
-    memory = free_memory(settings)
-    facts = worker_facts(settings.model, shape, memory)
+    facts = worker_facts(settings.model, shape, free_memory(settings))
     asked = {(job.adapter, data.longest(job.data)) for job in jobs}
     capacity = choose_capacity(settings, facts, stored, asked)
     settings = replace(settings, engine=replace(settings.engine, capacity=capacity))
-    admission = Admission(facts, settings, stored)
     workload = Workload.of(jobs, data)
-    device = choose_device(settings.engine.device)
-    processes = settings.cluster.processes
+    device, processes = choose_device(settings.engine.device), settings.cluster.processes
+    memory = replica_bytes(settings)
+    facts = replace(
+        facts,
+        memory_bytes=min(memory),
+        replica_bytes=memory,
+        devices=(str(device),) * processes,
+        speeds=settings.cluster.speeds[:processes],
+    )
+    admission = Admission(facts, settings, stored)
+    replicas = replicas_of(facts, settings, stored)
+    admission.take_replicas(replicas)
     number = processes if device.type == "cuda" else 1  # on a processor they share it
     each = " for each process" if processes > 1 else ""
-    devices = f"{number} × {device}, {memory / 2**30:.1f} GiB{each}"
-    return plan_here(workload, settings, admission, stored, devices=devices, number=number)
+    here = Here(
+        devices=f"{number} × {device}, {min(memory) / 2**30:.1f} GiB{each}",
+        number=number,
+        threads=threads_each(settings) if processes > 1 else None,
+        replicas=replicas,
+        dispatch=dispatch_time(facts, stored),
+    )
+    return plan_here(workload, settings, admission, stored, here)
 
 
 def draw_workload(
@@ -282,8 +299,13 @@ def show(outlook: Outlook, console: Console) -> None:
     plain(console, f"{outlook.cluster}: {outlook.devices}")
     if outlook.objective is not None:
         plain(console, _objective(outlook, outlook.objective))
-    plain(console, f"profile: {outlook.profile}" if outlook.profile else NO_PROFILE)
+    if outlook.profile:
+        plain(console, f"profile: {outlook.profile}")
+    if outlook.measure:
+        plain(console, NO_PROFILE.format(outlook.measure))
     console.print(_replicas(outlook), _groups(outlook), _trials(outlook), _totals(outlook))
+    if outlook.processes:
+        console.print(_processes(outlook))
     if outlook.every:
         console.print(_devices(outlook))
     if outlook.simulated:
@@ -381,6 +403,30 @@ def _replicas(outlook: Outlook) -> Table:
             for each in outlook.replicas
         ),
     )
+
+
+def _processes(outlook: Outlook) -> Table:
+    """What each of several processes holds and does."""
+    table = filled(
+        "Processes",
+        ("process", "device", "capacity", "memory", "tokens", "seconds busy", "waiting"),
+        (
+            (
+                str(each.process),
+                each.device,
+                f"{each.capacity:,} tokens",
+                _bytes(each.predicted_bytes),
+                f"{each.tokens:,}",
+                _seconds(each.busy_seconds),
+                UNKNOWN if each.waiting_share is None else f"{100 * each.waiting_share:.1f} %",
+            )
+            for each in outlook.processes[:SHOWN]
+        ),
+        left=("device",),
+    )
+    if len(outlook.processes) > SHOWN:
+        table.caption = f"The first {SHOWN} of {len(outlook.processes)}; --json prints all of them."
+    return table
 
 
 def _groups(outlook: Outlook) -> Table:

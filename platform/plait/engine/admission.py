@@ -138,6 +138,14 @@ class Admission:
             )
         return self.static(demands) + self._activations[key]
 
+    def predicted_on(self, replica: Replica, demands: Sequence[Demand]) -> int:
+        """The same on one replica, by its own capacity."""
+        capacity = replica.capacity or self._capacity
+        longest = max((demand.longest for demand in demands), default=0) or capacity
+        rank = max((demand.rank for demand in demands), default=0)
+        model = self.model_for(demands)
+        return self.static(demands) + self._activation(model, capacity, min(longest, capacity), rank)
+
     def static(self, demands: Iterable[Demand]) -> int:
         """Bytes of the base model and of these jobs' adapters with all that is kept for them."""
         adapters = sum(demand.adapter_bytes for demand in demands)

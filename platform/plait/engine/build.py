@@ -14,7 +14,7 @@ from plait.core.errors import ConfigError, StorageError
 from plait.core.jobs import DataSpec, JobSpec
 from plait.core.plans import Choices, Plan, recorded_choices
 from plait.core.samples import TokenisedData
-from plait.core.settings import AUTO, ClusterSettings, ModelSettings, RunSettings
+from plait.core.settings import AUTO, ClusterSettings, EngineSettings, ModelSettings, RunSettings
 from plait.cost.profile_store import Profile, ProfileKey, load_profile
 from plait.data.loading import describe_rows, generation_limit, load_data, score
 from plait.engine.admission import choose_capacity
@@ -88,6 +88,19 @@ def free_memory(settings: RunSettings) -> int:
     device = choose_device(settings.engine.device)
     beside = settings.cluster.per_host or settings.cluster.processes
     return device_bytes(device) // (beside if device.type == "cpu" else 1)
+
+
+def replica_bytes(settings: RunSettings) -> tuple[int, ...]:
+    """Bytes of each process's device, as the workers will count them: GPUs may differ."""
+    import torch
+
+    from plait.engine.devices import choose_device, device_bytes
+
+    processes = settings.cluster.processes
+    if choose_device(settings.engine.device).type == "cpu":
+        return (free_memory(settings),) * processes
+    gpus = torch.cuda.device_count()
+    return tuple(device_bytes(torch.device("cuda", number % gpus)) for number in range(processes))
 
 
 def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
@@ -189,16 +202,36 @@ def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) 
 def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
     """The stored profile of a model (its digest) on the run's device; None if there is none.
 
+    Processes that share a processor have fewer threads each: of a profile with all of them, only the memory
+    holds, and its seconds are left out.
+
     Raises:
         ConfigError: as ``load_profile``.
     """
     from plait.engine.devices import choose_device, device_kind
 
     device = choose_device(settings.engine.device).type
-    key = ProfileKey.of(
-        digest, settings.model.dtype, device_kind(device), settings.engine, on_cpu=device == "cpu"
-    )
-    return load_profile(key, cache=cache_dir())
+
+    def load(engine: EngineSettings) -> Profile | None:
+        kind, on_cpu = device_kind(device), device == "cpu"
+        key = ProfileKey.of(digest, settings.model.dtype, kind, engine, on_cpu=on_cpu)
+        return load_profile(key, cache=cache_dir())
+
+    own = replace(settings.engine, threads=threads_each(settings))
+    if (found := load(own)) is not None or own == settings.engine:
+        return found
+    whole = load(settings.engine)
+    return whole and replace(whole, time=None, time_error=None)
+
+
+def threads_each(settings: RunSettings) -> int | None:
+    """``engine.threads`` of each process: of several on a processor an equal part; None: as many as usual."""
+    from plait.engine.devices import choose_device, usual_threads
+
+    engine, processes = settings.engine, settings.cluster.processes
+    if engine.threads or processes == 1 or choose_device(engine.device).type != "cpu":
+        return engine.threads
+    return max(1, usual_threads() // processes)
 
 
 def build_coordinator(

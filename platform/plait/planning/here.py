@@ -1,28 +1,35 @@
-"""Plans a search on this machine: one replica, admission by memory, exact packing."""
+"""Plans a search on this machine: admission by memory, packing, and the share of each of its processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
+
+from plait.core.plans import GlobalBatch, Replica
 from plait.core.settings import RunSettings
 from plait.cost.clusters import HOUR
 from plait.cost.profile_store import Profile
 from plait.cost.time import MicrobatchShape, TimeModel
 from plait.engine.admission import Admission, Demand
+from plait.engine.packer import Packer
 from plait.planner.packing_exact import pack_all
 from plait.planner.schedule import turns
-from plait.planning.outlook import GroupOutlook, Outlook, ReplicaOutlook, TrialOutlook
+from plait.planning.outlook import GroupOutlook, Outlook, ProcessOutlook, ReplicaOutlook, TrialOutlook
 from plait.planning.workload import MOST_STEPS, Phase, Workload
 
 PROFILED = "from the stored profile"
 ESTIMATED = "estimated from the model's shape"
 HELD_OUT = "probes of `plait profile` that the profile was not fitted to"
 NO_STEPS = "Seconds cover microbatches only: optimiser steps, evaluations and startup are not included."
-ONE_PROCESS = (
-    "Microbatches and seconds are those of one process: how much faster cluster.processes={processes} is, is "
-    "not predicted. Device-seconds and money count every device for all of these seconds."
+NO_EXCHANGE = "The exchange of gradients between processes is not included either."
+SHARED = (
+    "Processes on one processor share its memory bandwidth: together they are slower than the profile, which "
+    "was measured with one of them alone."
 )
 NOT_REPEATED = (
     "The packing solver reached its time limit: the best packing found is used, and another run may pack "
@@ -35,106 +42,224 @@ WAVES = (
 TRUNCATED = f"At most {MOST_STEPS} steps of a wave's jobs are planned; later steps are assumed to be similar."
 
 
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a run takes of this machine.
+
+    Attributes:
+        devices: in words.
+        number: how many, all of which are paid for.
+        threads: of each process, if several share a processor.
+        replicas: of the processes, with their capacities and speeds, if there are several.
+        dispatch: seconds by which samples are dispatched to them, as in a run.
+    """
+
+    devices: str
+    number: int = 1
+    threads: int | None = None
+    replicas: Sequence[Replica] = (Replica(),)
+    dispatch: TimeModel | None = None
+
+    @property
+    def measure(self) -> str:
+        """The command that measures the seconds of a process."""
+        return "plait profile" if self.threads is None else f"plait profile engine.threads={self.threads}"
+
+    def pack(self, capacity: int) -> Pack:
+        """How samples are packed: of several processes, as the engine does it."""
+        several = len(self.replicas) > 1
+        return _dispatched(Packer(self.replicas, self.dispatch)) if several else _exactly(capacity)
+
+
 def plan_here(
-    workload: Workload,
-    settings: RunSettings,
-    admission: Admission,
-    profile: Profile | None,
-    *,
-    devices: str,
-    number: int = 1,
+    workload: Workload, settings: RunSettings, admission: Admission, profile: Profile | None, here: Here
 ) -> Outlook:
     """Plan waves of jobs that fit into memory, and their microbatches.
 
     Args:
         profile: stored profile of the model on this machine; without its seconds, the plan has none.
-        number: number of devices, all of which are paid for.
 
     Raises:
         CapacityError: a job does not fit even alone.
         ModelError: the model does not have a target or rank.
     """
-    most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
     demands = {job.name: admission.demand(job.adapter, workload.longest[job.name]) for job in workload.jobs}
-    waves = fill_waves(
-        [job.name for job in workload.jobs],
-        lambda names: len(names) <= most and admission.fits([demands[name] for name in names]),
-    )
+    waves = _waves(demands, settings, admission)
     capacity, time = settings.engine.capacity_or_usual, None if profile is None else profile.time
+    pack, speeds = here.pack(capacity), tuple(each.speed for each in here.replicas)
     parts = [
-        (wave, phase, _Packed.of(phase, workload.labelled_share, capacity, time))
+        (wave, phase, _Packed.of(phase, workload.labelled_share, pack, time, speeds))
         for wave, names in enumerate(waves, start=1)
         for phase in workload.phases(names)
     ]
-    groups = _groups(parts, number, lambda names: admission.predicted([demands[name] for name in names]))
+    groups = _groups(parts, here.number, lambda names: admission.predicted([demands[name] for name in names]))
     alone = [
-        _Packed.of(phase, workload.labelled_share, capacity, time)
+        _Packed.of(phase, workload.labelled_share, pack, time, speeds)
         for job in workload.jobs
         for phase in workload.phases([job.name])
     ]
+    together = [[demands[name] for name in names] for names in waves]
+    processes = _processes(here.replicas, [packed for *_, packed in parts], admission, together)
     seconds = _total(packed.seconds for *_, packed in parts)
     price, differing = settings.cluster.price_per_device_hour, workload.differing()
     return Outlook(
         cluster="local",
-        devices=devices,
+        devices=here.devices,
         profile=_described(profile),
-        replicas=(_replica(capacity, groups, admission, list(demands.values())),),
+        replicas=_replicas(capacity, groups, admission, list(demands.values()), processes),
         groups=tuple(groups),
         microbatches=sum(group.microbatches for group in groups),
         microbatches_alone=sum(each.microbatches for each in alone),
-        assumptions=_assumptions(parts, settings.cluster.processes, timed=time is not None),
+        assumptions=_assumptions(parts, here, timed=time is not None),
         predicted_seconds=seconds,
-        device_seconds=_times(number, seconds),
-        device_seconds_alone=_times(number, _total(each.seconds for each in alone)),
+        device_seconds=_times(here.number, seconds),
+        device_seconds_alone=_times(here.number, _total(each.seconds for each in alone)),
         trials=tuple(
             TrialOutlook(name, wave, differing[name])
             for wave, names in enumerate(waves, start=1)
             for name in names
         ),
-        money=None if price is None or seconds is None else number * seconds / HOUR * price,
+        money=None if price is None or seconds is None else here.number * seconds / HOUR * price,
         error=None if profile is None or time is None else profile.time_error,
-        error_source=HELD_OUT if time is not None else "none: seconds need a profile, from `plait profile`",
+        error_source=HELD_OUT if time is not None else f"none: seconds need a profile, from `{here.measure}`",
+        measure=here.measure if time is None else "",
+        processes=processes,
     )
+
+
+def _waves(
+    demands: Mapping[str, Demand], settings: RunSettings, admission: Admission
+) -> list[tuple[str, ...]]:
+    most = min(settings.search.parallel, settings.planner.max_jobs or settings.search.parallel)
+    return fill_waves(
+        list(demands),
+        lambda names: len(names) <= most and admission.fits([demands[name] for name in names]),
+    )
+
+
+Turn = tuple[GlobalBatch, ...]
+Lengths = Sequence[int]
+
+
+class Pack(Protocol):
+    """Packs turns, each into microbatches: the number of their replica and the lengths of their samples.
+
+    It also says whether packing again gives the same: no limit of time decided.
+    """
+
+    def __call__(self, turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
+        """Pack them."""
+
+
+def _exactly(capacity: int) -> Pack:
+    """All in one replica."""
+
+    def pack(turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
+        packed = pack_all(list(turns), capacity=capacity)
+        bins: list[list[tuple[int, Lengths]]] = [
+            [(0, [each.batches[batch].lengths[place] for batch, place in items]) for items in each.bins]
+            for each in packed
+        ]
+        return bins, all(each.limit_hit != "time" for each in packed)
+
+    return pack
+
+
+def _dispatched(packer: Packer) -> Pack:
+    """As the engine does it."""
+
+    def pack(turns: Sequence[Turn]) -> tuple[list[list[tuple[int, Lengths]]], bool]:
+        bins: list[list[tuple[int, Lengths]]] = [
+            [
+                (each.replica, [length for segment in each.segments for length in segment.lengths])
+                for each in packer.pack(turn)
+            ]
+            for turn in turns
+        ]
+        return bins, packer.repeats
+
+    return pack
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """Microbatches of jobs that train together in a phase, and their seconds if known.
+    """Microbatches of jobs that train together in a phase.
 
-    ``repeats``: whether packing again gives the same result, because no time limit ended it.
+    Attributes:
+        seconds: of each step those of its slowest replica, summed; None if nothing is known.
+        busy, tokens: by replica.
+        repeats: as :class:`Pack`.
     """
 
     microbatches: int
     seconds: float | None
+    busy: tuple[float, ...] | None
+    tokens: tuple[float, ...]
     repeats: bool
 
     @classmethod
-    def of(cls, phase: Phase, labelled_share: float, capacity: int, time: TimeModel | None) -> _Packed:
+    def of(
+        cls,
+        phase: Phase,
+        labelled_share: float,
+        pack: Pack,
+        time: TimeModel | None,
+        speeds: Sequence[float],
+    ) -> _Packed:
         batches, scale = phase.batches, phase.scale
-        packed = pack_all(list(turns(batches, [tuple(batches)])), capacity=capacity)
-        bins = [
-            [each.batches[batch].lengths[place] for batch, place in items]
-            for each in packed
-            for items in each.bins
-        ]
-        seconds = None
-        if time is not None:
-            shapes = (
-                MicrobatchShape.of(lengths, labelled=round(labelled_share * sum(lengths))) for lengths in bins
+        packed, repeats = pack(list(turns(batches, [tuple(batches)])))
+        tokens, busy = np.zeros((2, len(packed), len(speeds)))
+        for step, bins in enumerate(packed):
+            for replica, lengths in bins:
+                whole = sum(lengths)
+                tokens[step, replica] += whole
+                if time is not None:
+                    shape = MicrobatchShape.of(lengths, labelled=round(labelled_share * whole))
+                    busy[step, replica] += time.microbatch(shape) / speeds[replica]
+        return cls(
+            round(scale * sum(map(len, packed))),
+            None if time is None else scale * float(busy.max(axis=1).sum()),
+            None if time is None else tuple(map(float, scale * busy.sum(axis=0))),
+            tuple(map(float, scale * tokens.sum(axis=0))),
+            repeats,
+        )
+
+
+def _processes(
+    replicas: Sequence[Replica],
+    parts: Sequence[_Packed],
+    admission: Admission,
+    waves: Sequence[Sequence[Demand]],
+) -> tuple[ProcessOutlook, ...]:
+    """What each of several processes holds and does; nothing for a single one."""
+    if len(replicas) == 1:
+        return ()
+    seconds = _total(part.seconds for part in parts)
+    found = []
+    for at, each in enumerate(replicas):
+        busy = _total(None if part.busy is None else part.busy[at] for part in parts)
+        found.append(
+            ProcessOutlook(
+                process=each.id,
+                device=", ".join(each.devices),
+                capacity=each.capacity or 0,
+                predicted_bytes=max(admission.predicted_on(each, demands) for demands in waves),
+                tokens=round(sum(part.tokens[at] for part in parts)),
+                busy_seconds=busy,
+                waiting_share=1 - busy / seconds if busy is not None and seconds else None,
             )
-            seconds = scale * sum(time.microbatch(shape) for shape in shapes)
-        repeats = all(each.limit_hit != "time" for each in packed)
-        return cls(round(scale * len(bins)), seconds, repeats)
+        )
+    return tuple(found)
 
 
-def _assumptions(
-    parts: Sequence[tuple[int, Phase, _Packed]], processes: int, *, timed: bool
-) -> tuple[str, ...]:
+def _assumptions(parts: Sequence[tuple[int, Phase, _Packed]], here: Here, *, timed: bool) -> tuple[str, ...]:
+    processes = len(here.replicas)
     said = {
         WAVES: True,
         TRUNCATED: any(phase.scale > 1 for _, phase, _ in parts),
         NO_STEPS: timed,
-        ONE_PROCESS.format(processes=processes): processes > 1,
+        NO_EXCHANGE: timed and processes > 1,
+        SHARED: timed and here.number < processes,
         NOT_REPEATED: not all(packed.repeats for *_, packed in parts),
     }
     return tuple(line for line, holds in said.items() if holds)
@@ -174,15 +299,24 @@ def _times(number: int, seconds: float | None) -> float | None:
 def _described(profile: Profile | None) -> str | None:
     if profile is None:
         return None
-    return f"{profile.model}, {profile.key.dtype}, on {profile.key.device}: {profile.how} by `plait profile`"
+    said = f"{profile.model}, {profile.key.dtype}, on {profile.key.device}: {profile.how} by `plait profile`"
+    return said if profile.time is not None else f"{said}; of its memory alone"
 
 
-def _replica(
-    capacity: int, groups: Sequence[GroupOutlook], admission: Admission, demands: Sequence[Demand]
-) -> ReplicaOutlook:
-    known = admission.model_for(demands) is not None
-    most = max(group.predicted_bytes or 0 for group in groups)
-    return ReplicaOutlook(1, 1, 1, capacity, (), most, PROFILED if known else ESTIMATED)
+def _replicas(
+    capacity: int,
+    groups: Sequence[GroupOutlook],
+    admission: Admission,
+    demands: Sequence[Demand],
+    processes: Sequence[ProcessOutlook],
+) -> tuple[ReplicaOutlook, ...]:
+    """The replicas, those of one capacity together."""
+    source = PROFILED if admission.model_for(demands) is not None else ESTIMATED
+    if not processes:
+        most = max(group.predicted_bytes or 0 for group in groups)
+        return (ReplicaOutlook(1, 1, 1, capacity, (), most, source),)
+    held = Counter((each.capacity, each.predicted_bytes) for each in processes)
+    return tuple(ReplicaOutlook(1, 1, count, own, (), most, source) for (own, most), count in held.items())
 
 
 def fill_waves(names: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[tuple[str, ...]]:

@@ -51,6 +51,26 @@ class ReplicaOutlook:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessOutlook:
+    """One of several processes on this machine.
+
+    Attributes:
+        predicted_bytes: its peak, with weights and everything else.
+        tokens: real tokens of its microbatches, over the whole budget.
+        busy_seconds: seconds of its microbatches.
+        waiting_share: share of the search's seconds in which it waits for others.
+    """
+
+    process: int
+    device: str
+    capacity: int
+    predicted_bytes: int
+    tokens: int
+    busy_seconds: float | None = None
+    waiting_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TrialOutlook:
     """One trial.
 
@@ -161,6 +181,8 @@ class Outlook:
         trials: trials sorted by name, with the values that distinguish them.
         objective: the objective by which devices were chosen; None if they were given.
         every: the outlook for each requested number of devices.
+        processes: the outlook for each of several processes on this machine.
+        measure: the command that measures the seconds, if they are unknown for want of a profile.
         money: cost of the devices; None if a price or the time is not known.
         error: mean absolute relative error of predicted seconds, as measured by the profile; None if it
             has none.
@@ -188,6 +210,8 @@ class Outlook:
     trials: tuple[TrialOutlook, ...] = ()
     objective: ObjectiveOutlook | None = None
     every: tuple[DevicesOutlook, ...] = ()
+    processes: tuple[ProcessOutlook, ...] = ()
+    measure: str = ""
     money: float | None = None
     error: float | None = None
     error_source: str = ""
