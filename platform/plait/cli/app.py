@@ -24,13 +24,13 @@ from plait.utils.paths import conf_dir, search_names, sweeps_dir
 from plait.utils.spelling import did_you_mean
 
 ROOT = "config"  # the file of conf/ that all commands compose
-JOB_LOGGING = "hydra/job_logging"  # the group by which Hydra sets up the logging of the process
-# With one of these Hydra shows something and runs nothing.
+JOB_LOGGING = "hydra/job_logging"  # the group with which Hydra sets up the process's logging
+# With one of these options, Hydra only shows something.
 SHOWS_ONLY = (
     *("--cfg", "-c", "--info", "-i", "--help", "-h", "--hydra-help", "--version"),
     *("--shell-completion", "-sc"),
 )
-# All of Hydra's, in short and long; words that do not begin with a dash are overrides.
+# All options of Hydra, short and long; words that do not begin with a dash are overrides.
 OPTIONS = (
     *SHOWS_ONLY,
     *("--resolve", "--package", "-p", "--run", "-r", "--multirun", "-m", "--experimental-rerun"),
@@ -39,10 +39,10 @@ OPTIONS = (
 
 
 class Application:
-    """What Hydra is given to run: Plait's sweeper, its only user, runs a search in its place.
+    """The task function given to Hydra; Plait's sweeper, its only user, runs a search in its place.
 
     Attributes:
-        command: the command line, as one would type it.
+        command: the command line, as typed.
         flags: options of the verb that are not Hydra's, with their values.
     """
 
@@ -55,11 +55,12 @@ class Application:
         self.__name__ = "plait"
 
     def __call__(self, _: DictConfig) -> None:
-        """Refuse another sweeper's job, afterwards: Hydra would add lines of its own to an error here."""
+        """Note that another sweeper called it, to refuse that later, because Hydra would add lines to an
+        error here."""
         self.error = _other_sweeper(f"hydra/sweeper: {HydraConfig.get().sweeper._target_}")
 
     def sweep(self, config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
-        """Run the search of ``config``; the exit status."""
+        """Run the search of ``config`` and return the exit status."""
         from plait.cli.sweeping import sweep
 
         self.began = True
@@ -68,31 +69,32 @@ class Application:
 
 
 class ComposedSearch(Application):
-    """Keeps what Hydra composed of a program's overrides: while the search trains, Hydra is the program's."""
+    """Keeps what Hydra composed from a program's overrides, so that the program can use Hydra during the
+    search."""
 
     config: DictConfig
     loader: ConfigLoader
     arguments: Sequence[str]
 
     def sweep(self, config: DictConfig, loader: ConfigLoader, arguments: Sequence[str]) -> int:
-        """Keep the three, and let Hydra end."""
+        """Keep the arguments, and let Hydra end."""
         self.began = True
         self.config, self.loader, self.arguments = config, loader, arguments
         return self.exit_status
 
 
 def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None = None) -> int:
-    """Run the application as Hydra does from a command line; the exit status.
+    """Run the application as Hydra does from a command line, and return the exit status.
 
     Args:
-        program: the command's own words, such as "plait sweep"; shown in messages.
-        flags: those that are not Hydra's.
+        program: the command, such as "plait sweep", for messages.
+        flags: options that are not Hydra's.
 
     Raises:
-        PlaitError: bad input of any kind, Hydra's own complaints included.
+        PlaitError: bad input of any kind, including Hydra's own errors.
     """
     _check_options(program, arguments)
-    # Hydra shows what any library logs; this one tells that it has found its fonts.
+    # Hydra shows what every library logs; this one logs that it has found its fonts.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.WARNING)
     application = Application([*program.split(), *arguments], flags or {})
     start = hydra.main(version_base=VERSION_BASE, config_path=str(conf_dir()), config_name=ROOT)(application)
@@ -102,11 +104,11 @@ def run(program: str, arguments: Sequence[str], flags: Mapping[str, str] | None 
 
 
 def compose(overrides: Sequence[str]) -> ComposedSearch:
-    """The search of these overrides, composed as `plait sweep` does, from within a program: its arguments,
-    its logging and what Hydra keeps once per process stay as they are.
+    """The search of these overrides, composed as by `plait sweep`, from within a program, whose arguments,
+    logging and global state of Hydra do not change.
 
     Raises:
-        PlaitError: bad input of any kind, Hydra's own complaints included.
+        PlaitError: bad input of any kind, including Hydra's own errors.
     """
     for word in overrides:
         if word.startswith("-"):
@@ -121,7 +123,7 @@ def compose(overrides: Sequence[str]) -> ComposedSearch:
 
 @contextmanager
 def explained(application: Application, arguments: Sequence[str]) -> Iterator[None]:
-    """Raises what Hydra complains of in Plait's words, and what the application could not raise in Hydra."""
+    """Raise Hydra's errors in Plait's form, and errors that the application could not raise inside Hydra."""
     try:
         yield
     except HydraException as error:
@@ -140,11 +142,11 @@ def run_sweep(verb: str, arguments: Sequence[str], own: Mapping[str, bool] | Non
     """Run the application under multirun: a search, one job ("train"), or a plan or profile of a search.
 
     Args:
-        verb: also the configuration's ``mode``, unless it trains.
-        own: the verb's own flags, and whether a value follows.
+        verb: the verb; also the configuration's ``mode``, unless it trains.
+        own: the verb's own flags, and whether a value follows each.
 
     Raises:
-        PlaitError: as :func:`run`.
+        PlaitError: as for :func:`run`.
     """
     given, flags = split_flags(arguments, own or {})
     if shows_only(given):
@@ -169,7 +171,7 @@ def _other_sweeper(value: str) -> ConfigError:
 
 
 def split_flags(arguments: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], dict[str, str]]:
-    """Hydra's arguments, and the verb's own flags: ``--flag value`` and ``--flag=value``."""
+    """Separate Hydra's arguments from the verb's own flags: ``--flag value`` and ``--flag=value``."""
     given: list[str] = []
     flags: dict[str, str] = {}
     left = list(arguments)
@@ -186,11 +188,11 @@ def split_flags(arguments: Sequence[str], own: Mapping[str, bool]) -> tuple[list
 
 
 def complete(arguments: Sequence[str], verbs: Mapping[str, bool]) -> int:
-    """Shell completion: verbs first, then whatever Hydra knows of the verb's keys and groups.
+    """Shell completion: verbs first, then the verb's keys and groups from Hydra.
 
     Args:
-        arguments: Hydra's completion script's: "-sc" and "install=bash", "uninstall=bash" or "query=bash" (or
-            zsh, fish). The script knows `plait` only.
+        arguments: those of Hydra's completion script: "-sc" and "install=bash", "uninstall=bash" or
+            "query=bash" (or zsh, fish). The script knows only `plait`.
         verbs: all verbs, and whether their arguments are Hydra's.
     """
     if any(argument.startswith("query=") for argument in arguments):
@@ -207,7 +209,7 @@ def complete(arguments: Sequence[str], verbs: Mapping[str, bool]) -> int:
 
 
 def _names(verb: str) -> list[str]:
-    """What stands first behind a verb: the name of a search or of a benchmark; none for other verbs."""
+    """The first words after a verb: names of searches or benchmarks; none for other verbs."""
     if verb == "bench":
         folder = sweeps_dir()
         return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
@@ -217,7 +219,7 @@ def _names(verb: str) -> list[str]:
 
 
 def _check_options(program: str, arguments: Sequence[str]) -> None:
-    """Refuse an option that Hydra does not have: it would answer with all of its own, and end the process."""
+    """Refuse options that Hydra does not have, because it would print all of its own and end the process."""
     for word in arguments:
         name, _, value = word.partition("=")
         if name.startswith("-") and name not in OPTIONS:
@@ -253,7 +255,7 @@ def _as_parameter(key: str, value: str) -> str:
 
 @contextmanager
 def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads ``sys.argv``."""
+    """Set ``sys.argv``, which Hydra reads."""
     before = sys.argv
     sys.argv = [program, *arguments]
     try:
@@ -264,7 +266,8 @@ def _command_line(program: str, arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _errors_come_through() -> Iterator[None]:
-    """Hydra prints errors and exits with status 1, unless this variable is set: then they reach ``main``."""
+    """Set the variable without which Hydra prints errors and exits with status 1, so that they reach
+    ``main``."""
     before = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     try:

@@ -25,7 +25,7 @@ from plait.utils.spelling import did_you_mean
 
 LOG_WIDTH = 180  # columns if output is not a terminal
 DETAILS, JSON = "--details", "--json"
-FLAGS = {DETAILS: False, JSON: False}  # and whether a value follows
+FLAGS = {DETAILS: False, JSON: False}  # flag: whether a value follows
 FOOTER = (
     "Times are rough, on two otherwise idle cores. train: a search; simulate: simulated, not measured;",
     "bench: measured or computed on this machine. `plait bench NAME` runs one, with the same",
@@ -48,11 +48,11 @@ class Named:
 
 
 def sweep_arguments(arguments: Sequence[str]) -> list[str]:
-    """The arguments of `plait sweep` that run the benchmark NAME, the verb's own flags included; empty if
+    """The arguments of `plait sweep` that run the benchmark NAME, including the verb's own flags; empty if
     the list or a file is printed.
 
     Raises:
-        ConfigError: there is no such file in sweeps/.
+        ConfigError: sweeps/ has no such file.
     """
     flags = [word for word in arguments if word in FLAGS]
     words = [word for word in arguments if word not in FLAGS]
@@ -111,13 +111,13 @@ def listing(entries: Sequence[Named]) -> str:
 
 
 def run_benchmark(command: SearchCommand, composed: Config, flags: Mapping[str, str]) -> int:
-    """Run the benchmark ``bench.run`` on the search's jobs and print its figures; the exit status.
+    """Run the benchmark ``bench.run`` on the search's jobs, print its figures and return the exit status.
 
     Args:
         flags: --details prints all figures, --json the whole report for programs.
 
     Raises:
-        ConfigError: no such benchmark, or an unknown key of ``bench``.
+        ConfigError: the benchmark or a key of ``bench`` is unknown.
     """
     from plait.engine.build import settle_dtype
     from plait.search.study import suggest_jobs
@@ -168,7 +168,7 @@ def find_benchmark(name: Any, mode: str) -> Benchmark:
 
 @dataclass(frozen=True, slots=True)
 class PublishedEntry:
-    """An entry of ``published:`` in a file of sweeps/: of which figure, and the fields of ``Published``."""
+    """An entry of ``published:`` in a file of sweeps/: the figure's name, and the fields of ``Published``."""
 
     name: str
     unit: str
@@ -186,7 +186,8 @@ class PublishedEntry:
 
 
 def beside_published(report: Report, entries: Sequence[PublishedEntry]) -> tuple[Report, list[str]]:
-    """The report with each published value beside ours of the same name and unit; names without one."""
+    """The report with each published value attached to our figure of the same name and unit; names without a
+    figure."""
     given = {(item.name, item.unit): item for item in entries}
     figures = tuple(_beside(figure, given.pop((figure.name, figure.unit), None)) for figure in report.figures)
     return replace(report, figures=figures), [item.name for item in given.values()]

@@ -1,6 +1,6 @@
 """A benchmark's report as tables for the terminal, and as JSON for programs.
 
-A seam: how a report looks; what it is, ``plait.core.figures`` says.
+A seam: only the presentation; ``plait.core.figures`` defines the report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def show(report: Report, console: Console, *, details: bool) -> None:
 
 
 def to_json(report: Report) -> str:
-    """The whole report; a number that is not finite has no place in JSON."""
+    """The whole report as JSON, which cannot contain numbers that are not finite."""
     figures = [_finite(figure.mapping()) for figure in report.figures]
     return json.dumps({"name": report.name, "figures": figures, "assumptions": report.assumptions}, indent=2)
 
@@ -84,7 +84,7 @@ def _show_compared(name: str, figures: Sequence[Figure], console: Console) -> No
 
 
 def compared_table(name: str, figures: Sequence[Figure], notes: Notes) -> Table:
-    """What each figure is compared with, ours, the difference, what is allowed, and whether it holds."""
+    """For each figure: what it is compared with, our value, the difference, the tolerance, and the result."""
     published = isinstance(figures[0].beside, Published)
     headings = ["figure", "published" if published else "baseline", "ours", "how"]
     headings += ["difference" if published else "ratio", "allowed", "result"]

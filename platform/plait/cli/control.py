@@ -81,18 +81,18 @@ def _open(root: Path, name: str, verb: str, wait: float) -> SearchControl:
 
 
 def _control(recorded: RecordedCommand, root: Path, wait: float = 0.0) -> SearchControl:
-    from plait.search.control import SearchControl  # Optuna takes its time
+    from plait.search.control import SearchControl  # Optuna is slow to import
 
     return SearchControl(recorded, root, wait)
 
 
 def running(root: Path) -> list[str]:
-    """Names of the searches below ``tracking.root`` that a process of this host trains, in order."""
+    """Names of the searches below ``tracking.root`` that a process of this host trains, sorted."""
     return [name for name in search_names(root) if trains_here(search_folder(root, name))]
 
 
 def listing(root: Path) -> str:
-    """The searches that run on this machine, each with its mode; what to do if there is none."""
+    """The searches that run on this machine, each with its mode, or what to do if there is none."""
     names = running(root)
     if not names:
         return f"No search in {root} is running; `plait resume` lists those that can be resumed."
@@ -109,7 +109,7 @@ def _mode(root: Path, name: str) -> str:
 
 
 def _no_such_search(root: Path, words: Sequence[str]) -> ConfigError:
-    """The error for a name that no search has; or for a command without a name."""
+    """The error for an unknown name of a search, or for a command without a name."""
     name, names = words[0], running(root)
     if name in VERBS:
         said = shlex.join(words)
@@ -128,7 +128,7 @@ def read_words(
     """The trial and the overrides that follow a verb.
 
     Raises:
-        ConfigError: an unknown verb, a trial that is missing or no number, a value that is not KEY=VALUE.
+        ConfigError: the verb is unknown, the trial is missing or not a number, or a value is not KEY=VALUE.
     """
     command = f"plait control {shlex.quote(name)} {verb}"
     if verb not in VERBS:
@@ -170,8 +170,8 @@ def _number(command: str, text: str) -> int:
 
 
 def _waiting(text: str) -> float:
-    """Seconds to wait, as an option gives them."""
-    if not 0 <= (seconds := float(text)) <= MOST_WAIT:  # what is not a number is in no range
+    """Seconds to wait, from an option's value."""
+    if not 0 <= (seconds := float(text)) <= MOST_WAIT:  # NaN is in no range
         raise argparse.ArgumentTypeError(f"{text}: it must be between 0 and {MOST_WAIT:g} seconds")
     return seconds
 

@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 JSON = "--json"
-ROWS = 3  # of each source, whose text is shown
-SHOWN_FIRST, SHOWN_LAST = 1200, 300  # characters of a longer piece of text
+ROWS = 3  # rows of each source whose text is shown
+SHOWN_FIRST, SHOWN_LAST = 1200, 300  # characters shown of a longer piece of text
 FIGURES = ("shortest", "mean", "p50", "p95", "p99", "longest")
 Piece = tuple[str, bool]
 
 
 def run_data(command: SearchCommand, flags: Mapping[str, str]) -> int:
-    """Show the data of every job that a command may ask for; the exit status.
+    """Show the data of every job of a command, and return the exit status.
 
     Raises:
-        InputError: anything that is wrong with it, as `plait sweep` would say.
+        InputError: anything wrong with it, as in `plait sweep`.
     """
     from plait.models.load import load_tokeniser
 
     check_jobs(command.probes)
-    settings = settle_dtype(command.settings)  # a model is stored by its type
+    settings = settle_dtype(command.settings)  # a model is stored by its dtype
     longest = check_model(settings.model, command.probes).max_length
     tokeniser = load_tokeniser(settings.model, cache=cache_dir())
     found: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def run_data(command: SearchCommand, flags: Mapping[str, str]) -> int:
 
 
 def mapping(spec: DataSpec, data: TokenisedData, tokeniser: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What is shown of a data set, for JSON."""
+    """What is shown about a data set, for JSON."""
     rows = [
         {
             "row": row,
@@ -119,7 +119,7 @@ def show(
 
 
 def _first(data: TokenisedData) -> Iterator[tuple[int, Sample]]:
-    """The first rows that are trained on, of each source of a mixture, with their numbers."""
+    """The first rows that are trained on, from each source of a mixture, with their numbers."""
     begin = 0
     for count in [share.samples for share in data.train.shares] or [len(data.train)]:
         for place in range(begin, begin + min(ROWS, count)):
@@ -128,14 +128,14 @@ def _first(data: TokenisedData) -> Iterator[tuple[int, Sample]]:
 
 
 def pieces(sample: Sample, tokeniser: PreTrainedTokenizerBase) -> list[Piece]:
-    """The text of a sample in pieces, and of each whether it counts in the loss."""
+    """The text of a sample in pieces, and whether each one counts in the loss."""
     found: list[Piece] = []
     before, stop = "", 0
     for counted, run in groupby(sample.labels.tolist()):
         start, stop = stop, stop + len(list(run))
         whole = _decode(sample.tokens[:stop].tolist(), tokeniser)
-        # A tokeniser may leave out a blank at the beginning, so that a piece is not decoded by itself,
-        # unless it begins in the middle of a character.
+        # A tokeniser may drop a leading blank, so a piece is not decoded alone, unless it begins in the
+        # middle of a character.
         own = whole.startswith(before)
         text = whole[len(before) :] if own else _decode(sample.tokens[start:stop].tolist(), tokeniser)
         found.append((text, bool(counted)))
@@ -148,8 +148,8 @@ def _decode(tokens: list[int], tokeniser: PreTrainedTokenizerBase) -> str:
 
 
 def lines(text: str, *, trained: bool) -> Iterator[str]:
-    """A piece of text as lines behind "read" or "train"; line breaks and what cannot be seen are written
-    with a backslash."""
+    """A piece of text as lines after "read" or "train"; line breaks and invisible characters are written with
+    a backslash."""
     left_out = len(text) - SHOWN_FIRST - SHOWN_LAST
     if left_out > 0:
         text = f"{text[:SHOWN_FIRST]} ... ({left_out:,} characters) ... {text[-SHOWN_LAST:]}"

@@ -1,6 +1,6 @@
-"""Hydra's complaints in Plait's words: value, rule, remedy, with the right choices listed.
+"""Converts Hydra's errors to Plait's form (value, rule, remedy), with the valid choices listed.
 
-A seam: all that depends on how Hydra words its errors, which changes with its releases.
+A seam: everything that depends on the texts of Hydra's errors, which change between its releases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.data.sources import SOURCES
 from plait.utils.paths import conf_dir
 from plait.utils.spelling import did_you_mean
 
-# What a config group's choices are called, if the group's own name does not say.
+# Names of a config group's choices, if the group's own name does not say.
 KINDS = {"data": "data source", "search/stopping": "stopping rule", "sweeps": "named search or benchmark"}
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _CALL = re.compile(r"[^=]+=([A-Za-z_]\w*)\(")
@@ -31,7 +31,7 @@ _MISSING_PLUS = re.compile(r"To append to your default list use (\+\S+)")
 
 
 def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
-    """The same complaint as a ConfigError, with the keys that there are in this command line's place."""
+    """The error as a ConfigError, with the keys that exist at this place of the command line."""
     text = str(error).strip()
     if isinstance(error, OverrideParseException):
         if unknown := _unknown_function(str(error.override)):
@@ -48,7 +48,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
         if key in there:
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{key} does not have all of these keys yet.", f"Add them: ++{given}")
-        if not there:  # a mapping that others fill, such as a pruner's options
+        if not there:  # a mapping with any keys, such as a pruner's options
             parent = key.rpartition(".")[0]
             given = next((word for word in arguments if word.startswith(f"{key}=")), f"{key}=...")
             return ConfigError(given, f"{parent} has no keys yet.", f"Add it: +{given}")
@@ -72,7 +72,7 @@ def explain(error: HydraException, arguments: Sequence[str]) -> ConfigError:
 
 
 def _no_group(key: str, known: Sequence[str]) -> ConfigError:
-    """The complaint about a key outside of every group."""
+    """The error for a key outside every group."""
     near = likely(key, known)
     meant = f"Did you mean {' or '.join(near)}? " if near else ""
     groups = choices([*JOB_GROUPS, *RUN_GROUPS])
@@ -81,7 +81,7 @@ def _no_group(key: str, known: Sequence[str]) -> ConfigError:
 
 
 def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigError | None:
-    """The complaint if a mapping was given for a list."""
+    """The error if a mapping was given for a list, else None."""
     key = getattr(cause, "full_key", None)
     if not key or "Cannot merge DictConfig with ListConfig" not in str(cause):
         return None
@@ -91,7 +91,7 @@ def _unlisted(cause: BaseException | None, arguments: Sequence[str]) -> ConfigEr
 
 
 def _as_it_is(error: HydraException) -> ConfigError:
-    """Hydra's own words."""
+    """The error with Hydra's own text."""
     first, *rest = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     cause = error.__cause__
     if isinstance(cause, OmegaConfBaseException):
@@ -100,7 +100,8 @@ def _as_it_is(error: HydraException) -> ConfigError:
 
 
 def _unknown_function(override: str) -> ConfigError | None:
-    """The complaint if ``KEY=NAME(...)`` names no function; None if it does, or is nothing like it."""
+    """The error if NAME in ``KEY=NAME(...)`` is not a function; None if it is, or the override has another
+    form."""
     known = sorted(OverridesParser.create().functions.functions)
     called = _CALL.match(override)
     if called is None or called[1] in known:
@@ -143,8 +144,8 @@ def _keys_beside(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _all_keys(key: str, arguments: Sequence[str]) -> list[str]:
-    """Every key of this command line's configuration and every config group; Hydra's own only if ``key``
-    is one."""
+    """Every key of this command line's configuration, and every config group; Hydra's own only if ``key`` is
+    one of them."""
     config = OmegaConf.to_container(_without(key, arguments), resolve=False)
     assert isinstance(config, dict)
     if not key.startswith("hydra"):
@@ -156,7 +157,7 @@ def _all_keys(key: str, arguments: Sequence[str]) -> list[str]:
 
 def _dotted(node: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
     for name, value in node.items():
-        if "." in str(name):  # a search space by key, which is no path of the configuration
+        if "." in str(name):  # a search space by key, which is not a path in the configuration
             continue
         yield f"{prefix}{name}"
         if isinstance(value, Mapping):
@@ -164,7 +165,8 @@ def _dotted(node: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _without(key: str, arguments: Sequence[str]) -> DictConfig:
-    """The configuration of this command line without what it says of ``key``; the default one if need be."""
+    """The configuration of this command line without its overrides of ``key``; if necessary, the default
+    one."""
     kept = []
     for argument in arguments:
         try:

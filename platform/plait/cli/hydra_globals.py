@@ -1,4 +1,4 @@
-"""What Hydra keeps once per process, borrowed for a while and put back: a notebook may use Hydra, too."""
+"""Saves and restores Hydra's global state, because a notebook may use Hydra, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION_BASE = "1.3"  # of Hydra's behaviour
 
 @contextmanager
 def own_hydra() -> Iterator[Hydra]:
-    """A Hydra on Plait's configuration, in place of the one that there may be."""
+    """A Hydra with Plait's configuration, temporarily replacing an existing one."""
     version, job = VersionBase.instance(), JobRuntime.instance()
     before = version.version_base, job.get("name"), HydraConfig.instance().cfg, GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

@@ -1,6 +1,6 @@
 """`plait leaderboard`: a search's adapters as a table for the terminal, as CSV or as JSON.
 
-A seam: help does not wait for MLflow, which this imports.
+A seam: it imports MLflow, for which help does not wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from plait.tracking.leaderboard import Cell, JobRecord, columns, to_csv, to_json
 from plait.tracking.results import SearchResult
 
 FORMATS = ("table", "csv", "json")
-WIDTH = 80  # of a table, in characters, if nothing else is known
-LEAST_REASON = 40  # characters: in a column of fewer it would break into many lines
+WIDTH = 80  # default width of a table, in characters
+LEAST_REASON = 40  # characters of the column of reasons; with fewer, they would break into many lines
 LEAST_NEEDED = ("reason", "tokens", "train_loss", "best_eval_step", "best_eval_loss", "device_seconds")
 
 
@@ -29,7 +29,7 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
     """Print a search as "table", "csv" or "json", the best first or sorted by a column.
 
     Raises:
-        ConfigError: no such search, form or column.
+        ConfigError: the search, form or column is unknown.
     """
     result, order = read_search(settings, name), None
     if sort:
@@ -39,10 +39,10 @@ def show(settings: TrackingSettings, name: str | None, form: str, sort: str | No
 
 
 def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
-    """A search from the store, the newest without a name; from its study while the store is unavailable.
+    """Read a search (by default the newest) from the store, or from its study while the store is unavailable.
 
     Raises:
-        SearchError: no such search.
+        SearchError: the search does not exist.
         StorageError: neither can be read.
     """
     from plait.tracking import AwayError, load_search
@@ -53,7 +53,7 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
         from plait.search.tracked import board_of_study
 
         found = None
-        with suppress(StorageError):  # the study's database may be away, too: then report the store
+        with suppress(StorageError):  # the study's database may be unavailable, too; then report the store
             found = board_of_study(settings, name) if name else None
         if found is None:
             raise
@@ -64,7 +64,7 @@ def read_search(settings: TrackingSettings, name: str | None) -> SearchResult:
 def sort_records(
     records: Sequence[JobRecord], column: str, *, reverse: bool = False
 ) -> tuple[JobRecord, ...]:
-    """The records sorted by a column, given by its name or its heading; those without a value come last.
+    """Sort the records by a column, given by its name or its heading; those without a value come last.
 
     Raises:
         ConfigError: there is no such column.
@@ -83,13 +83,13 @@ def sort_records(
 
 
 def print_leaderboard(result: SearchResult, form: str, console: Console, *, order: str | None = None) -> None:
-    """Print a search's jobs as "table", "csv" or "json", in the order in which ``result`` has them.
+    """Print a search's jobs as "table", "csv" or "json", in the order of ``result``.
 
     Args:
-        order: what the title says of the order; None: best first.
+        order: the order as described in the title; None: best first.
 
     Raises:
-        ConfigError: another form.
+        ConfigError: the form is unknown.
     """
     if form not in FORMATS:
         raise ConfigError(f"format {form!r}", f"It must be one of {choices(FORMATS)}.")
@@ -105,9 +105,9 @@ def print_leaderboard(result: SearchResult, form: str, console: Console, *, orde
 
 
 def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Table:
-    """A table for the terminal: without columns that are empty or repeat the objective, without ids and
-    paths, and with parameters by their last word. What is too wide for ``width`` characters is left
-    out, the least needed first, which the caption says."""
+    """A table for the terminal, without columns that are empty or repeat the objective, without ids and
+    paths, and with the last words of parameters' names. Columns that do not fit into ``width`` characters are
+    left out, least important first, and the caption names them."""
     names, rows = columns(records)
     cells = {name: [row[at] for row in rows] for at, name in enumerate(names)}
     shown = {name: _shown(name, cells, records) for name in names if not _repeats(name, cells)}
@@ -133,12 +133,12 @@ def to_table(records: Sequence[JobRecord], title: str, width: int = WIDTH) -> Ta
 
 
 def heading(name: str) -> str:
-    """A column's name as the table has it."""
+    """A column's heading in the table."""
     return name.rsplit(".", 1)[-1].replace("_", " ").replace("seconds", "s")
 
 
 def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
-    """Whether a column says what another one says."""
+    """Whether a column repeats another one."""
     if name in ("run_id", "adapter"):  # for programs
         return True
     if name == "eval_loss":
@@ -148,10 +148,10 @@ def _repeats(name: str, cells: Mapping[str, Sequence[Cell]]) -> bool:
 
 
 def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[JobRecord]) -> Sequence[Cell]:
-    """A column's cells without what says nothing new."""
+    """A column's cells, without redundant values."""
     if name == "reason":
         return [None if record.state == JobState.FINISHED else record.reason for record in records]
-    if name == "steps":  # of trials that continue, how many there are to be
+    if name == "steps":  # the total, for trials that continue
         return [_progress(record) for record in records]
     if name in ("best_eval_loss", "best_eval_step"):
         return [
@@ -161,7 +161,7 @@ def _shown(name: str, cells: Mapping[str, Sequence[Cell]], records: Sequence[Job
 
 
 def _too_wide(shown: Mapping[str, Sequence[Cell]], width: int) -> list[str]:
-    """The columns to leave out so that the others fit; reasons may break into a few lines."""
+    """The columns to leave out so that the others fit; reasons may wrap into a few lines."""
     wanted = {
         name: max(len(heading(name)), *(len(_text(cell)) for cell in column))
         for name, column in shown.items()

@@ -18,16 +18,17 @@ from plait.cli.verbs import find, verbs
 from plait.core.errors import EXIT_DONE, EXIT_INTERRUPTED, FULL_ERROR, ConfigError, PlaitError, StorageError
 
 HELP = ("-h", "--help", "help")
-ALONE = (*HELP, "--version")  # what stands for itself, without a verb
+ALONE = (*HELP, "--version")  # options without a verb
 EXIT_BROKEN_PIPE = 141  # a shell's status for a command that SIGPIPE ended
 COMPLETION = ("-sc", "--shell-completion")
 SHOWN_FIRST, SHOWN_LAST = 4000, 400  # characters of a longer text in an error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `plait`; the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130 interrupted.
+    """Run `plait` and return the exit status: 0 done, 2 bad input, 3 finished with failed jobs, 130
+    interrupted.
 
-    Without ``arguments`` it is the program itself, whose words they are, and ends with this call.
+    Without ``arguments``, it uses the program's own arguments, and the program ends with this call.
     """
     with _ended_by_signals():
         status = _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(status: int) -> None:
-    """From here on Ctrl-C ends the process at once: nothing is left to save, and what Python does at its
-    exit would show a traceback. What was printed is written out before."""
+    """End the process, in which Ctrl-C takes effect immediately from now on: nothing is left to save, and
+    Python's own exit would show a traceback. Printed text is flushed before."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -48,8 +49,8 @@ def leave(status: int) -> None:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP end the program as Ctrl-C does, wherever it is; a search that trains saves
-    its state first (``plait.search.run.Interrupts``). What nohup ignores stays ignored."""
+    """Within the context, SIGTERM and SIGHUP end the program like Ctrl-C; a search that trains first saves
+    its state (``plait.search.run.Interrupts``). Signals ignored by nohup stay ignored."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -64,13 +65,13 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _main(given: list[str]) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of ASCII must not end a search
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal must not end a search
     try:
         return _dispatch(given)
     except PlaitError as error:
         return report(error)
     except KeyboardInterrupt:
-        # Ctrl-C also ends a `tee` that reads the output, and may come once more.
+        # Ctrl-C also ends a `tee` that reads the output, and may come a second time.
         with suppress(OSError, KeyboardInterrupt):
             print(_interrupted(given), file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
@@ -83,10 +84,10 @@ def _main(given: list[str]) -> int:
 
 
 def refusal(error: Exception) -> PlaitError:
-    """What the machine or a library refuses, as Plait's own errors are.
+    """An error of the system or a library as a PlaitError.
 
     Raises:
-        Exception: ``error`` itself, if it is none of that but a fault in the program.
+        Exception: ``error`` itself, if it is a fault in the program.
     """
     where = f"{FULL_ERROR}=1 shows where."
     if isinstance(error, OSError) and error.strerror:
@@ -103,7 +104,7 @@ def refusal(error: Exception) -> PlaitError:
 
 
 def _interrupted(given: Sequence[str]) -> str:
-    """The last line: there may be a search to resume."""
+    """The last line, which says if there may be a search to resume."""
     if given[:1] not in (["sweep"], ["train"], ["resume"]):
         return "Interrupted."
     root = next((f" {shlex.quote(word)}" for word in given if word.startswith("tracking.root=")), "")
@@ -111,7 +112,7 @@ def _interrupted(given: Sequence[str]) -> str:
 
 
 def _reader_left() -> bool:
-    """Whether the output goes into a pipe whose reader has left, as `head` does; then it is discarded."""
+    """Whether the output is a pipe whose reader has ended, as `head` does; if so, the output is discarded."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)
@@ -142,7 +143,7 @@ def _dispatch(given: list[str]) -> int:
 
 
 def overview() -> str:
-    """What `plait --help` prints."""
+    """The text of `plait --help`."""
     known = verbs().values()
     width = max(len(verb.name) for verb in known)
     lines = [f"  plait {verb.name:<{width}}  {verb.describe()}" for verb in known]
@@ -159,11 +160,11 @@ def overview() -> str:
 
 
 def report(error: PlaitError) -> int:
-    """Print an error as value, rule and remedy, addresses without passwords; the exit status.
+    """Print an error as value, rule and remedy, without passwords in addresses, and return the exit status.
 
-    With HYDRA_FULL_ERROR=1 its traceback comes first.
+    With HYDRA_FULL_ERROR=1, its traceback comes first.
     """
-    from plait.utils.addresses import redact  # only now: most commands have nothing to say
+    from plait.utils.addresses import redact  # only now, because most commands report no error
 
     if os.environ.get(FULL_ERROR) == "1":
         traceback.print_exception(error)
@@ -175,7 +176,7 @@ def report(error: PlaitError) -> int:
 
 
 def _short(text: str) -> str:
-    """A text of an error, without the middle of what is too long for a screen."""
+    """A text of an error; if too long for a screen, without its middle."""
     left_out = len(text) - SHOWN_FIRST - SHOWN_LAST
     if left_out <= 0:
         return text

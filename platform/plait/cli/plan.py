@@ -1,4 +1,4 @@
-"""`plait plan`: the arguments of `plait sweep`; says what would run where, and trains nothing."""
+"""`plait plan`: takes the arguments of `plait sweep`, shows what would run where, and trains nothing."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ MOST_DEVICES = 1_024  # of a kind, that a plan is asked for: it simulates every 
 ENTRY_SHOWN = 60  # characters of a wrong entry
 SHOWN = 64  # trials in the table
 UNITS = {"time": "s", "device_seconds": "device-seconds", "money": "of money"}  # of the objective
-STAND_INS = ("smollm2", "tiny")  # models that Plait brings along: on a described cluster, tokenisers only
+STAND_INS = ("smollm2", "tiny")  # models of Plait; on a described cluster, tokenisers only
 
 
 def run_plan(command: SearchCommand, flags: Mapping[str, str]) -> int:
-    """Plan the search of a command and print it; the exit status.
+    """Plan the search of a command, print the plan and return the exit status.
 
     Raises:
-        InputError: anything that is wrong with it, as `plait sweep` would say.
+        InputError: anything wrong with it, as in `plait sweep`.
     """
     timeline = Path(flags[TIMELINE]) if TIMELINE in flags else None
     if timeline is not None and timeline.suffix not in KINDS:
@@ -113,11 +113,11 @@ def plan_search(
     """Suggest the search's trials and plan them, on this machine or on the described cluster.
 
     Args:
-        devices: numbers of devices to plan for, as ``--devices`` has them.
-        on_wave: is given the forecast of each wave that is simulated.
+        devices: numbers of devices to plan for, as in ``--devices``.
+        on_wave: called with the forecast of each simulated wave.
 
     Raises:
-        InputError: as :func:`run_plan`.
+        InputError: as for :func:`run_plan`.
     """
     if command.settings.cluster.kind == "local":
         if devices is not None:
@@ -154,10 +154,10 @@ def plan_search(
 
 
 def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
-    """Numbers of devices as ``--devices`` has them: 1,2,4 or, of several kinds, H100:4,H100:2+A100:8.
+    """Numbers of devices from ``--devices``: 1,2,4 or, for several kinds, H100:4,H100:2+A100:8.
 
     Raises:
-        ConfigError: an entry is no number from 1 to MOST_DEVICES, or names no kind of the cluster.
+        ConfigError: an entry is not a number from 1 to MOST_DEVICES, or not a kind of the cluster.
     """
     kinds = list(cluster.devices)
     found = []
@@ -179,7 +179,7 @@ def read_numbers(text: str, cluster: Cluster) -> tuple[dict[str, int], ...]:
 
 
 def _number(text: str) -> int:
-    """A number of devices; 0 for what is none, or more than MOST_DEVICES."""
+    """A number of devices; 0 if the text is not a number, or it is more than MOST_DEVICES."""
     digits = text.strip()
     short = digits.isdecimal() and len(digits) <= len(str(MOST_DEVICES))  # int() refuses thousands of digits
     return int(digits) if short and int(digits) <= MOST_DEVICES else 0
@@ -198,7 +198,7 @@ def _plan_local(command: SearchCommand) -> Outlook:
     opened = open_data(settings, shape.max_length, jobs)
     _say_of_rows(opened)
     data = opened.catalogue
-    # A search that is not begun yet: `plait sweep` resumes an earlier one of this name with its own capacity.
+    # For a new search; `plait sweep` resumes an earlier one of this name with its own capacity.
     stored = stored_profile(settings, shape.digest)
     facts = worker_facts(settings.model, shape, free_memory(settings))
     asked = {(job.adapter, data.longest(job.data)) for job in jobs}
@@ -235,8 +235,8 @@ def draw_workload(
     """The search's first trials with the global batches of their data, on a described cluster.
 
     Args:
-        settings: as :func:`described` gives them.
-        shape: of the run's model. Of one that only lends its tokeniser, the longest sample does not bind.
+        settings: as returned by :func:`described`.
+        shape: shape of the run's model. If only its tokeniser is used, its longest sample is no limit.
 
     Raises:
         DataError, StorageError: the data cannot be used.
@@ -256,12 +256,12 @@ def _say_of_rows(data: LoadedData) -> None:
 
 
 def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
-    """The cluster, and settings whose samples may be as long as the cluster takes them.
+    """The cluster, and settings that allow samples as long as fit on the cluster.
 
-    ``engine.capacity``, if it is given, bounds what the cluster's tables allow.
+    ``engine.capacity``, if given, limits what the cluster's tables allow.
 
     Raises:
-        ConfigError: no such kind of cluster, or an entry of its description is missing or wrong.
+        ConfigError: the kind of cluster is unknown, or an entry of its description is missing or wrong.
     """
     if settings.cluster.kind != "described":
         raise ConfigError(
@@ -269,7 +269,7 @@ def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
             "cluster.kind must be local or described.",
             "Choose a described cluster with cluster=NAME, or leave cluster.kind out.",
         )
-    settings = settle_dtype(settings)  # of the model here, which may lend its tokeniser alone
+    settings = settle_dtype(settings)  # of the local model, of which perhaps only the tokeniser is used
     cluster = described_cluster(settings.cluster)
     most = max(each.max_tokens for kind in cluster.kinds for each in kind.allowed or kind.configurations)
     asked = settings.engine.capacity
@@ -279,10 +279,11 @@ def described(settings: RunSettings) -> tuple[RunSettings, Cluster]:
 
 
 def check_cluster(cluster: Cluster, settings: ModelSettings, shape: ModelShape) -> None:
-    """The cluster's profiles are of the run's model. One that Plait brings along lends its tokeniser alone.
+    """Check that the cluster's profiles are of the run's model, unless that comes with Plait, when only its
+    tokeniser is used.
 
     Raises:
-        ConfigError: they are of another model.
+        ConfigError: the profiles are of another model.
     """
     if settings.kind not in STAND_INS:
         model = model_name(settings)
@@ -290,7 +291,7 @@ def check_cluster(cluster: Cluster, settings: ModelSettings, shape: ModelShape) 
 
 
 def model_name(settings: ModelSettings) -> str:
-    """What the user called the model."""
+    """The user's name for the model."""
     return str(settings.id or settings.path or settings.kind)
 
 
@@ -331,7 +332,7 @@ def _objective(outlook: Outlook, chosen: ObjectiveOutlook) -> str:
 
 
 def _predicted(outlook: Outlook) -> str:
-    """Seconds and money of the search, how far they may be off, and how that is known."""
+    """Seconds and money of the search, their error, and how that is known."""
     money = "" if outlook.money is None else f", {_money(outlook.money)} of money"
     band = "unknown" if outlook.error is None else f"± {100 * outlook.error:.1f} % in the mean"
     return (
@@ -341,7 +342,7 @@ def _predicted(outlook: Outlook) -> str:
 
 
 def _trials(outlook: Outlook) -> Table:
-    """Each trial with what distinguishes it, and where it trains."""
+    """Each trial with the values that distinguish it, and where it trains."""
     table = filled(
         "Trials",
         ("trial", "wave", "configuration", "trained on"),
@@ -362,7 +363,7 @@ def _trials(outlook: Outlook) -> Table:
 
 
 def _devices(outlook: Outlook) -> Table:
-    """The search on each number of devices that was asked for."""
+    """The search on each requested number of devices."""
     return filled(
         "Devices",
         ("devices", "seconds", "device-seconds", "money", "replicas", ""),
@@ -450,7 +451,7 @@ def _groups(outlook: Outlook) -> Table:
 
 
 def _totals(outlook: Outlook) -> Table:
-    """Plait next to the same jobs without it."""
+    """Plait compared with the same jobs without it."""
     beside, alone = outlook.device_seconds_side_by_side, outlook.device_seconds_alone
     rows: list[Sequence[str]] = [
         ("with Plait", f"{outlook.microbatches:,}", _seconds(outlook.device_seconds))
@@ -489,7 +490,7 @@ def _simulated(outlook: Outlook) -> Table:
                 str(each.wave),
                 f"{each.tokens_per_second:,.0f}",
                 _seconds(each.mean_completion),
-                *(f"{round(100 * part, 2) + 0.0:.2f} %" for part in parts),  # rounding alone may leave a -0
+                *(f"{round(100 * part, 2) + 0.0:.2f} %" for part in parts),  # rounding may leave a -0
                 f"{each.communication_bytes / 2**30:,.2f} GiB",
             )
         )
@@ -497,7 +498,7 @@ def _simulated(outlook: Outlook) -> Table:
 
 
 def _changes(outlook: Outlook) -> Table:
-    """Whether each later wave gets a deployment of its own."""
+    """Whether each later wave gets a new deployment."""
     return filled(
         "Deployment changes",
         ("before wave", "steps", "step now", "replicas", "step after", "saved", "worth it after"),
@@ -527,12 +528,12 @@ def _bytes(value: int | None) -> str:
 
 
 def say(line: str) -> None:
-    """Prints a line of progress on standard error."""
+    """Print a line of progress on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _short(value: object) -> str:
-    """A value as it is read: few digits do."""
+    """A value with few digits, for reading."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -1,7 +1,7 @@
-"""`plait profile`: memory and seconds of a model, observed over a small grid, fitted and kept.
+"""`plait profile`: memory and seconds of a model, measured on a small grid, fitted and stored.
 
-Here it measures the run's model on this machine, or, with --without-weights, computes its memory from the
-configuration alone. With a described cluster it compares the cluster's configurations by simulation. A seam:
+On this machine it measures the run's model or, with --without-weights, computes its memory from the
+configuration only. For a described cluster it compares the cluster's configurations by simulation. A seam:
 loaded only if this verb runs.
 """
 
@@ -46,10 +46,11 @@ MOST_CAPACITY = 4096  # looked at if engine.capacity leaves it open
 
 
 def compare_configurations(command: SearchCommand, console: Console, *, as_json: bool) -> int:
-    """Compare a described cluster's configurations for a search's jobs and print them; the exit status.
+    """Compare a described cluster's configurations for a search's jobs, print them and return the exit
+    status.
 
     Raises:
-        InputError: anything that is wrong with the command, or nothing fits.
+        InputError: anything is wrong with the command, or nothing fits.
     """
     settings, cluster = described(command.settings)
     if len(cluster.kinds) > 1:
@@ -129,10 +130,10 @@ def _table(found: Sequence[Candidate], profile: ClusterProfile) -> Table:
 
 
 def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
-    """Profile what a command asks for and print it; the exit status.
+    """Make the profile that a command asks for, print it and return the exit status.
 
     Raises:
-        InputError: anything that is wrong with it, as `plait sweep` would say.
+        InputError: anything wrong with it, as in `plait sweep`.
     """
     as_json, weights = JSON in flags, WITHOUT_WEIGHTS not in flags
     console = wide_console()
@@ -156,7 +157,7 @@ def run_profile(command: SearchCommand, flags: Collection[str]) -> int:
 
 
 def _keep(profile: Profile) -> Path | None:
-    """Store a profile, unless it would take the place of a measured one without being measured itself."""
+    """Store a profile, unless it is not measured and would replace a measured one."""
     if profile.how == "computed":
         stored = load_profile(profile.key, cache=cache_dir())
         if stored is not None and stored.how == "measured":
@@ -168,7 +169,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
     """Profile the run's model on its device; without weights only its memory.
 
     Raises:
-        InputError: the model is not there, an adapter does not fit it, or no capacity fits the device.
+        InputError: the model is missing, an adapter does not fit it, or no capacity fits the device.
     """
     import torch
 
@@ -213,7 +214,7 @@ def profile_here(settings: RunSettings, jobs: Sequence[JobSpec], *, weights: boo
 
 
 def mapping(made: Made) -> dict[str, Any]:
-    """The profile and the fits behind it, as JSON has them."""
+    """The profile and the fits behind it, as a mapping for JSON."""
     raw = profile_mapping(made.profile)
     raw["memory"].pop("observations")  # they stay in the stored file
     fits = {f"memory {name}": phase.fit for name, phase in made.profile.memory.phases.items()}
@@ -275,7 +276,7 @@ def _time(made: Made) -> Table:
 
 
 def _errors(made: Made) -> Table:
-    """Mean and largest error of each fit, on what it saw and on what it did not."""
+    """Mean and largest error of each fit, on fitted and on held-out observations."""
     seen = {f"memory, {name}": phase.fit for name, phase in made.profile.memory.phases.items()}
     seen |= {"seconds, layers": made.layer_fit, "seconds, head and loss": made.head_fit}
     found = {name: fit.errors for name, fit in seen.items() if fit is not None}

@@ -1,4 +1,4 @@
-"""The verbs on what has been trained: ui, leaderboard, export, forget."""
+"""The verbs for finished and running searches: ui, leaderboard, export, forget."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ _STORE_KEY = re.compile(r"^tracking\.(uri|root|experiment)=")
 
 
 class _StoreParser(argparse.ArgumentParser):
-    """Takes ``tracking.root=DIR`` and the like, as they are given to `plait sweep`, for ``--root DIR``."""
+    """Accepts ``tracking.root=DIR`` and the like, as in `plait sweep`, for ``--root DIR``."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as every parser does."""
+        """Parse like any parser, after translating such arguments."""
         words = sys.argv[1:] if args is None else args
         return super().parse_known_args([_STORE_KEY.sub(r"--\1=", word) for word in words], namespace)
 
@@ -116,7 +116,7 @@ def forget(arguments: Sequence[str]) -> int:
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
         raise no_such_search("plait forget", known.root, known.name)
-    from plait.search.delete import find_remains  # Optuna and MLflow take their time
+    from plait.search.delete import find_remains  # Optuna and MLflow are slow to import
 
     remains = find_remains(known.root, known.name)
     lines = remains.describe(known.keep_adapters)
@@ -140,7 +140,7 @@ def _agreed(name: str) -> bool:
 
 
 def no_such_search(command: str, root: Path, name: str) -> ConfigError:
-    """The error for a name that no search below ``root`` has, with the names that there are."""
+    """The error for an unknown name of a search below ``root``, with the known names."""
     there = search_names(root)
     return ConfigError(
         f"{command} {name}: there is no search of this name in {root}",

@@ -1,4 +1,4 @@
-"""`plait resume NAME`: resumes a search with the command that its folder keeps."""
+"""`plait resume NAME`: resumes a search with the command stored in its folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _list(root: Path) -> None:
 
 
 def _resume(command: RecordedCommand, root: Path, overrides: Sequence[str]) -> int:
-    """Run the recorded command in the folder that it was given in, if that is still there."""
+    """Run the recorded command in its original folder, if that still exists."""
     from plait.cli.main import main as plait
     from plait.tracking.location import VARIABLE, sqlite_in
 

@@ -1,9 +1,9 @@
-"""From Hydra's configuration and overrides to a search: many trials for a multirun, one for `plait train`.
+"""Turns Hydra's configuration and overrides into a search: many trials for a multirun, one for `plait train`.
 
-A seam: loaded only once Hydra has composed a configuration, so that help and completion need no Optuna.
+A seam: loaded only after Hydra has composed a configuration, so that help and completion do not need Optuna.
 
-``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``: its keys read from
-``search`` by interpolation; if a plain value stands in its place, the user set it.
+``hydra.sweeper.*``, as users of the Optuna sweeper write it, is merged into ``search.*``. By default its keys
+are interpolations of ``search``; a plain value in place of one was set by the user.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ def sweep(
     words: Sequence[str],
     flags: Mapping[str, str],
 ) -> int:
-    """Run the search, the benchmark or the one job that a multirun asks for; the exit status.
+    """Run the search, the benchmark or the job that a multirun asks for, and return the exit status.
 
     Args:
-        config: as Hydra composed it without the swept keys.
-        arguments: the overrides, swept ones included.
-        words: the command line, as one would type it.
+        config: the configuration composed by Hydra without the swept keys.
+        arguments: the overrides, including swept ones.
+        words: the command line, as typed.
         flags: the verb's own options, with their values.
 
     Raises:
-        InputError: anything that is wrong with them.
+        InputError: anything wrong with them.
     """
     if words[1:2] == ("train",):
         return _train(config, arguments, words)
@@ -86,10 +86,10 @@ def sweep(
 def search_command(
     config: DictConfig, loader: ConfigLoader, arguments: Sequence[str], words: Sequence[str]
 ) -> tuple[SearchCommand, Config]:
-    """The search that a multirun asks for, checked, and its configuration; arguments as of :func:`sweep`.
+    """The search that a multirun asks for, checked, and its configuration; arguments as for :func:`sweep`.
 
     Raises:
-        InputError: anything that is wrong with it.
+        InputError: anything wrong with it.
     """
     _check_launcher(config)
     composed = search_config(config, arguments)
@@ -112,7 +112,7 @@ def search_command(
         _prepare_directory(config, directory)
 
     def make_job(trial: Trial) -> JobSpec:
-        prepare()  # only now: bad input leaves no folder
+        prepare()  # only now, so that bad input leaves no folder
         return composer.job(trial)
 
     planning = composed["mode"] in ("plan", "profile", "data")
@@ -159,10 +159,10 @@ def _run(mode: str, command: SearchCommand, composed: Config, flags: Mapping[str
 
 
 def _train(config: DictConfig, arguments: Sequence[str], words: Sequence[str]) -> int:
-    """Train the one job of a configuration, as a search with a single trial; the exit status.
+    """Train the job of a configuration, as a search with a single trial, and return the exit status.
 
     Raises:
-        InputError: anything that is wrong with it.
+        InputError: anything wrong with it.
     """
     _check_launcher(config)
     if swept := [each for each in arguments if is_sweep(each)]:
@@ -234,7 +234,7 @@ def _launched(command: SearchCommand, *, one_job: bool = False) -> int:
 
 
 def _screen() -> Screen:
-    """The screen of a search, which says why nothing happens yet."""
+    """The screen of a search, with a line about why nothing happens yet."""
     from plait.terminal.console import SearchConsole
     from plait.terminal.view import Screen
 
@@ -244,10 +244,10 @@ def _screen() -> Screen:
 
 
 def search_config(config: DictConfig, arguments: Sequence[str]) -> dict[str, Any]:
-    """The plain configuration, with what was set under ``hydra.sweeper`` in its place under ``search``.
+    """The plain configuration, with values set under ``hydra.sweeper`` moved to ``search``.
 
     Raises:
-        ConfigError: as :func:`merge`, or a key that does not exist.
+        ConfigError: as for :func:`merge`, or a key does not exist.
     """
     with hydra_config(config):
         composed = plain(config)
@@ -284,7 +284,7 @@ def _prepare_directory(config: DictConfig, directory: Path) -> None:
 
 @contextmanager
 def hydra_config(config: DictConfig) -> Iterator[None]:
-    """Sets Hydra's global configuration, which ``${hydra:...}`` reads, for a while."""
+    """Set Hydra's global configuration, which ``${hydra:...}`` reads, within the context."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)
     try:
@@ -294,7 +294,8 @@ def hydra_config(config: DictConfig) -> Iterator[None]:
 
 
 class TrialComposer:
-    """Makes jobs of trials: each is the search's own configuration, ``fixed`` overrides, and the trial's."""
+    """Makes jobs from trials: each is the search's configuration with the ``fixed`` and the trial's
+    overrides."""
 
     def __init__(self, loader: ConfigLoader, master: DictConfig, fixed: Sequence[str]) -> None:
         self._loader = loader
@@ -325,7 +326,7 @@ class TrialComposer:
         return job_of(trial.name, self._plain(self.compose(trial.overrides, trial.number)))
 
     def probe(self, overrides: Sequence[str] = ()) -> JobSpec:
-        """The job that these overrides would give; writes nothing.
+        """The job that these overrides would give, without writing anything.
 
         Raises:
             ConfigError: a value is wrong.
@@ -333,7 +334,8 @@ class TrialComposer:
         return job_of("probe", self._plain(self.compose(overrides, 0)))
 
     def compose(self, overrides: Sequence[str], number: int) -> DictConfig:
-        """What Hydra would compose; if only values differ, from a copy, which is ten times as fast."""
+        """The configuration that Hydra would compose; if only values differ, a changed copy, which is ten
+        times as fast."""
         parsed = OverridesParser.create().parse_overrides(list(overrides))
         values = [override for override in parsed if _is_value(override)]
         others = tuple(str(override.input_line) for override in parsed if not _is_value(override))
@@ -343,7 +345,7 @@ class TrialComposer:
         try:
             for override in values:
                 OmegaConf.update(composed, override.key_or_group, override.value())
-        except OmegaConfBaseException:  # a key that is not there: added with a plus, or wrong
+        except OmegaConfBaseException:  # the key does not exist: it is added with a plus, or wrong
             composed = self._loader.load_sweep_config(self._master, [*self._fixed, *overrides])
         with read_write(composed), open_dict(composed):
             _set_words(composed.hydra, [*self._fixed, *overrides])
@@ -364,7 +366,7 @@ def _is_value(override: Override) -> bool:
 
 
 def _set_words(hydra: DictConfig, overrides: Sequence[str]) -> None:
-    """Set which overrides of the job's own keys a configuration is made of."""
+    """Set the overrides of the job's own keys that a configuration is made from."""
     hydra.overrides.task = list(overrides)
     style = hydra.job.config.override_dirname
     hydra.job.override_dirname = get_overrides_dirname(
@@ -376,7 +378,7 @@ def _set_words(hydra: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def write_job(config: DictConfig, directory: Path) -> None:
-    """Write a job's configuration where Hydra's users look for it, addresses without passwords.
+    """Write a job's configuration where Hydra's users look for it, without passwords in addresses.
 
     Raises:
         StorageError: the files cannot be written.
@@ -392,7 +394,7 @@ def write_job(config: DictConfig, directory: Path) -> None:
 
 
 def set_output(config: DictConfig, directory: Path) -> None:
-    """Set what ``${hydra:runtime.output_dir}`` stands for."""
+    """Set the value of ``${hydra:runtime.output_dir}``."""
     with read_write(config.hydra.runtime), open_dict(config.hydra.runtime):
         config.hydra.runtime.output_dir = str(directory)
 
@@ -419,7 +421,7 @@ def _not_written(folder: Path, reason: str) -> StorageError:
 
 
 def save_all(folder: Path, files: dict[str, object]) -> None:
-    """Write configurations as YAML files, addresses without passwords.
+    """Write configurations as YAML files, without passwords in addresses.
 
     Raises:
         StorageError: the folder cannot be written, or the disk is full.
@@ -433,13 +435,13 @@ def save_all(folder: Path, files: dict[str, object]) -> None:
 
 
 def merge(sweeper: Mapping[str, Any], search: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """``search`` with what was set under ``hydra.sweeper``, whose interpolations are not resolved.
+    """``search`` merged with values set under ``hydra.sweeper``, whose interpolations are not resolved.
 
     Args:
         given: keys of ``search`` that the command line sets.
 
     Raises:
-        ConfigError: a key is set in both places, to different values; or one is unknown.
+        ConfigError: a key is set to different values in both places, or is unknown.
     """
     merged = dict(search)
     for key, value in _set_by_user(sweeper):
@@ -501,6 +503,6 @@ def _merge_option(options: dict[str, Any], name: str, value: Any) -> None:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """What ``search`` holds if the user set nothing."""
+    """The values of ``search`` if the user sets nothing."""
     loaded: dict[str, Any] = yaml.safe_load((conf_dir() / "search" / "default.yaml").read_text("utf-8"))
     return loaded

@@ -1,7 +1,7 @@
-"""The command's verbs: Plait's own, and those that other packages add by the entry-point group plait.verbs.
+"""The command's verbs: Plait's own, and those that other packages add in the entry-point group plait.verbs.
 
 Plait's own are also known without entry points, so that a checkout works before it is installed. Their help
-is text, so that nothing is composed or imported for it; `plait sweep --help` is Hydra's own.
+is plain text, so that nothing is composed or imported for it; `plait sweep --help` is Hydra's own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Verb:
 
     Attributes:
         target: "module:function"; the function takes the arguments and returns the exit status.
-        summary: one line for the list of verbs; "" if the function's docstring says it.
+        summary: one line for the list of verbs; "" means the first line of the function's docstring.
         hydra: whether its arguments are Hydra's, for shell completion.
-        text: what --help prints; "" if the verb or Hydra has its own.
+        text: text of --help; "" if the verb or Hydra has its own.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Verb:
         return self.summary or (self.load().__doc__ or "").strip().split("\n")[0]
 
     def help_for(self, arguments: Sequence[str]) -> str:
-        """The text that the arguments ask for; "" if they ask for none, or not for this one."""
+        """The help text if the arguments ask for it; else ""."""
         wanted = self.name != "bench" or (arguments[:1] and arguments[0] in HELP)  # else of one benchmark
         return self.text if wanted and set(arguments) & set(HELP) else ""
 
@@ -204,7 +204,7 @@ def verbs() -> dict[str, Verb]:
 
 
 def find(name: str) -> Verb:
-    """The verb of a name.
+    """The verb with this name.
 
     Raises:
         ConfigError: there is none.

@@ -1,1 +1,1 @@
-"""Trains jobs together: the coordinator decides, workers own the tensors, and they exchange messages."""
+"""Trains jobs together: the coordinator decides, workers own the tensors, and both exchange messages."""

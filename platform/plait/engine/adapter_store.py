@@ -1,7 +1,7 @@
-"""The adapters that one worker holds: attached, saved, kept at their best, exported.
+"""The adapters of one worker: attaching, saving, keeping the best weights, exporting.
 
-A seam: each kind of worker runs microbatches in its own way (:mod:`plait.engine.local_worker` does it on one
-device); what happens to an adapter's tensors before and after is here, for all of them.
+A seam: each kind of worker runs microbatches in its own way (:mod:`plait.engine.local_worker` on one device);
+this module handles an adapter's tensors before and after, for all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class AdapterStore:
     """Weights, gradients and moments of jobs in a bank, and copies of the weights of their best evaluations.
 
     ``train.keep=best`` exports such a copy in place of the last weights. The coordinator says when an
-    evaluation is the best so far; the copy is in main memory. What is trained is not touched, so losses and
-    checkpoints are those of ``train.keep=last``; a checkpoint holds the copy too.
+    evaluation is the best so far; the copy is in main memory. Training is not affected, so losses and
+    checkpoints are those of ``train.keep=last``; a checkpoint also contains the copy.
     """
 
     def __init__(self, model: BaseModel) -> None:
@@ -49,11 +49,10 @@ class AdapterStore:
     def attach(
         self, job: JobSpec, data: str, resume_from: Path | None = None, warm_from: Path | None = None
     ) -> Found:
-        """Attach a job: from the newest whole checkpoint that there is, else fresh, or with weights of
-        another.
+        """Attach a job, from its newest complete checkpoint or else fresh or with the weights of another job.
 
         Raises:
-            CheckpointError: its checkpoint is not that of this job; it is attached all the same.
+            CheckpointError: the checkpoint does not belong to this job, which is attached nevertheless.
         """
         self._specs[job.name] = job.adapter
         self._origins[job.name] = origin = Origin.of(job, model=self._model.identity.digest, data=data)
@@ -69,7 +68,7 @@ class AdapterStore:
         return found
 
     def detach(self, job: str) -> None:
-        """Detach a job, also one that was attached only in part."""
+        """Detach a job, even one that was only partly attached."""
         self._specs.pop(job, None)
         self._origins.pop(job, None)
         self._best.pop(job, None)
@@ -87,7 +86,7 @@ class AdapterStore:
         write_checkpoint(directory, self._origins[job], cursor, tensors)
 
     def export(self, job: str, directory: Path, kept_step: int | None) -> None:
-        """Write a job's adapter as a PEFT folder: the best weights, of ``kept_step``, where they are kept.
+        """Write a job's adapter as a PEFT folder: the best weights, of step ``kept_step``, if these are kept.
 
         Raises:
             StorageError: it cannot be written.
@@ -104,13 +103,13 @@ class AdapterStore:
             )
 
     def keep(self, job: str) -> None:
-        """Copy a job's weights as they are now: they are its best."""
+        """Copy a job's present weights as its best."""
         weights = named_tensors(self.bank, job)
         self._best[job] = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
 
     def whole(self, job: str, *, best: bool) -> list[Tensor]:
-        """All tensors of a job, in one order everywhere: what trains, what is frozen and, where they are
-        wanted, its best weights, which are those of now if none are kept yet."""
+        """All tensors of a job, always in the same order: trained ones, frozen ones and, with ``best``, its
+        best weights, which are the present ones if none are kept yet."""
         block = self.bank.block(job)
         if best and job not in self._best:
             self.keep(job)
@@ -119,7 +118,8 @@ class AdapterStore:
 
     @contextmanager
     def at_best(self, jobs: Sequence[str]) -> Iterator[None]:
-        """Put the best weights that these jobs have into the bank, and those trained back afterwards."""
+        """Put these jobs' best weights into the bank within the context, and restore the trained ones
+        afterwards."""
         kept = [job for job in jobs if job in self._best]
         trained = {job: _copied(named_tensors(self.bank, job)) for job in kept}
         try:

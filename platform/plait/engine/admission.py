@@ -1,7 +1,7 @@
-"""Which jobs may train together, and how large a microbatch may be, by predicted memory.
+"""Decides by predicted memory which jobs may train together, and how large a microbatch may be.
 
-What stays is exact arithmetic: weights, adapters, their gradients and moments. What a microbatch needs on top
-is predicted by a fitted model, with its margin: a stored profile, or what training has shown. Before there is
+Static memory is computed exactly: weights, adapters, their gradients and moments. The memory of a microbatch
+is predicted by a fitted model, with its margin: from a stored profile, or learnt in training. Before there is
 either, it is estimated from the model's shape.
 """
 
@@ -23,7 +23,7 @@ from plait.planner.admission import GroupMemory
 GIB = 2**30
 USUAL_RANK = 16
 LEAST_CAPACITY = 128  # smaller microbatches are not tried, however little memory there is
-SAVED_COPIES = 2.0  # what backward keeps and what passes through it, for each input and output of a linear
+SAVED_COPIES = 2.0  # copies that backward keeps and passes on, of each input and output of a linear
 LOSS_COPIES = 3  # logits, their softmax and its gradient, in float32
 
 
@@ -32,10 +32,10 @@ class Demand:
     """What one job needs.
 
     Attributes:
-        adapter_bytes: exact: weights, gradients, moments, copies.
+        adapter_bytes: exact bytes of weights, gradients, moments and copies.
         longest: tokens of its longest sample.
-        names: linears that it sits on, by the last parts of their names.
-        linears: those linears, by their full names.
+        names: linears that it targets, by the last parts of their names.
+        linears: the same linears, by their full names.
     """
 
     adapter_bytes: int
@@ -49,7 +49,7 @@ class Admission:
     """Answers whether jobs fit together into the worker's memory.
 
     Args:
-        profile: stored, of this model, device, dtype and engine options; None if there is none.
+        profile: stored profile of this model, device, dtype and engine options; None if there is none.
     """
 
     def __init__(self, facts: WorkerFacts, settings: RunSettings, profile: Profile | None = None) -> None:
@@ -61,13 +61,13 @@ class Admission:
         self._profile = profile
         self._learnt: MemoryModel | None = None
         self._overhead = 1.0  # static bytes for each byte of the adapters themselves
-        self._activations: dict[tuple[bool, int, int], int] = {}  # by fitted or not, longest sample, rank
+        self._activations: dict[tuple[bool, int, int], int] = {}  # by whether fitted, longest sample, rank
 
     def demand(self, adapter: AdapterSpec, longest: int) -> Demand:
         """What a job needs.
 
         Raises:
-            ModelError: a target matches nothing, or something outside of the decoder layers.
+            ModelError: a target matches nothing, or something outside the decoder layers.
             CapacityError: its longest sample does not fit, or the job does not fit into memory alone.
         """
         if longest > min(self._capacity, self._facts.max_length):
@@ -103,20 +103,20 @@ class Admission:
 
     @property
     def valid_for(self) -> str:
-        """Model, device and options that observed peaks are valid for, in words."""
+        """Model, device and options for which observed peaks are valid, in words."""
         chosen = sorted(self._facts.chosen.items())
         return repr((self._facts.shape, chosen, self._engine.checkpointing, FEATURES))
 
     @property
     def usual(self) -> Demand:
-        """What is assumed if no job is known yet: rank 16 on every linear layer."""
+        """The demand assumed if no job is known yet: rank 16 on every linear layer."""
         linears = self._facts.linears
         size = self._adapter_bytes(AdapterSpec(USUAL_RANK), linears)
         return Demand(size, 0, USUAL_RANK, _last_parts(linears))
 
     @property
     def budget(self) -> int:
-        """Bytes that may be used, the base model's weights included."""
+        """Bytes that may be used, including the base model's weights."""
         return int(self._memory_share * self._facts.memory_bytes)
 
     def fits(self, demands: Sequence[Demand]) -> bool:
@@ -147,12 +147,12 @@ class Admission:
         return self.static(demands) + self._activation(model, capacity, min(longest, capacity), rank)
 
     def static(self, demands: Iterable[Demand]) -> int:
-        """Bytes of the base model and of these jobs' adapters with all that is kept for them."""
+        """Bytes of the base model and of these jobs' adapters with everything kept for them."""
         adapters = sum(demand.adapter_bytes for demand in demands)
         return self._facts.shape.weight_bytes + int(self._overhead * adapters)
 
     def _activation(self, model: MemoryModel | None, capacity: int, longest: int, rank: int) -> int:
-        """Bytes that a microbatch takes at the most."""
+        """The most bytes that a microbatch takes."""
         if model is None:
             return self.estimate(capacity, longest)
         memory = GroupMemory(model, 0, capacity, longest, self._facts.shape.keep_up_to)
@@ -165,8 +165,8 @@ class Admission:
         )
 
     def model_for(self, demands: Sequence[Demand]) -> MemoryModel | None:
-        """The fitted model of these jobs' microbatches, if there is one: what training has shown, else the
-        profile if its adapters sat on all linears that these sit on."""
+        """The fitted model of these jobs' microbatches, if there is one: learnt in training, else from the
+        profile if its adapters targeted all linears that these target."""
         if self._learnt is not None:
             return self._learnt
         names = {name for demand in demands for name in demand.names}
@@ -178,7 +178,8 @@ class Admission:
         self._activations.clear()
 
     def learn_overhead(self, static: int, *, adapters: int) -> None:
-        """Take in the static bytes seen with adapters of so many bytes: kernels may keep more for them."""
+        """Learn from the static bytes observed with ``adapters`` bytes of adapters, for which kernels may
+        keep more."""
         if adapters:
             self._overhead = max(1.0, (static - self._facts.shape.weight_bytes) / adapters)
 
@@ -189,11 +190,11 @@ class Admission:
 
 
 def activation_bytes(model: ActivationShape, *, capacity: int, longest: int, checkpointing: bool) -> int:
-    """Bytes that a full microbatch needs at its peak: an estimate.
+    """An estimate of the bytes that a full microbatch needs at its peak.
 
     Args:
-        longest: tokens of the longest sample: bounds Σℓ² of those that keep their attention probabilities.
-        checkpointing: only the layers' inputs are kept, and one layer's insides.
+        longest: tokens of the longest sample; bounds Σℓ² of those that keep their attention probabilities.
+        checkpointing: whether only the layers' inputs, and the activations inside one layer, are kept.
     """
     tokens = capacity * model.element_bytes
     insides = SAVED_COPIES * (model.linear_features + 2 * model.layers * model.hidden) * tokens
@@ -211,13 +212,13 @@ def choose_capacity(
     jobs: Collection[tuple[AdapterSpec, int]],
     recorded: int | None = None,
 ) -> int:
-    """The capacity of a run: the one given, else the one recorded, else the profile's, else the usual one.
+    """The capacity of a run: the given one, else the recorded one, else the profile's, else the usual one.
 
-    One that is not given is at least the longest sample, and is halved while a job does not fit into memory.
+    Unless given, it is at least the longest sample, and is halved while a job does not fit into memory.
 
     Args:
-        jobs: each adapter with the tokens of the longest sample that it is trained on.
-        recorded: what the search was started with.
+        jobs: each adapter with the tokens of its longest sample.
+        recorded: the capacity with which the search was started.
     """
     if settings.engine.capacity is not None:
         return settings.engine.capacity
@@ -238,7 +239,7 @@ def _each_fits(
     profile: Profile | None,
     jobs: Collection[tuple[AdapterSpec, int]],
 ) -> bool:
-    """Whether each job fits into memory by itself."""
+    """Whether each job fits into memory alone."""
     engine = replace(settings.engine, capacity=capacity)
     admission = Admission(facts, replace(settings, engine=engine), profile)
     try:

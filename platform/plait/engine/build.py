@@ -1,6 +1,6 @@
-"""Builds the engine of this process: data, frozen model, worker and coordinator; and keeps its choices.
+"""Builds the engine of this process (data, frozen model, worker and coordinator) and records its choices.
 
-A search that is resumed takes the capacity and the kernels that it was started with, from its plan.
+A resumed search uses the capacity and the kernels with which it was started, from its plan.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(slots=True)
 class LoadedData:
-    """Data sets tokenised for one model; by digest what they are, and how long their samples are.
+    """Data sets tokenised for one model, with their digests and the lengths of their samples.
 
     Attributes:
-        said: what to say of rows that are truncated or left out.
+        said: lines about rows that are truncated or left out.
     """
 
     catalogue: DataCatalogue
@@ -51,13 +51,13 @@ class LoadedData:
 def open_data(
     settings: RunSettings, max_length: int, jobs: Sequence[JobSpec], *, cluster: str = ""
 ) -> LoadedData:
-    """Tokenise the data of all jobs with the model's tokeniser; no weight is loaded.
+    """Tokenise the data of all jobs with the model's tokeniser, without loading weights.
 
     Args:
         cluster: described cluster whose devices set engine.capacity; "": the user did.
 
     Raises:
-        ConfigError, DataError, StorageError: as ``plait.data.load_data``.
+        ConfigError, DataError, StorageError: as for ``plait.data.load_data``.
     """
     from plait.models.load import load_tokeniser
 
@@ -82,7 +82,7 @@ def open_data(
 
 
 def free_memory(settings: RunSettings) -> int:
-    """Bytes that each of the run's devices has, as its worker will count them."""
+    """Bytes of each of the run's devices, as its worker will count them."""
     from plait.engine.devices import choose_device, device_bytes
 
     device = choose_device(settings.engine.device)
@@ -104,10 +104,11 @@ def replica_bytes(settings: RunSettings) -> tuple[int, ...]:
 
 
 def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
-    """The run's device is there, its kernels run on it and compute the jobs' adapter variants.
+    """Check that the run's device exists, and that its kernels run on it and compute the jobs' adapter
+    variants.
 
     Raises:
-        ConfigError: not.
+        ConfigError: one of these is not so.
     """
     engine, processes = settings.engine, settings.cluster.processes
     if engine.device in ("auto", "cpu") and engine.kernels == "auto" and processes == 1:
@@ -131,13 +132,13 @@ def check_engine(settings: RunSettings, jobs: Sequence[JobSpec]) -> None:
 
 
 def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettings:
-    """The settings with a type in the place of ``model.dtype=auto``.
+    """The settings with ``model.dtype=auto`` replaced by a dtype.
 
     Args:
-        folder: of the search, which keeps the type that it was started with.
+        folder: the search's folder, which records the dtype with which it was started.
 
     Raises:
-        ConfigError: as ``choose_device``.
+        ConfigError: as for ``choose_device``.
     """
     from plait.engine.devices import choose_device, choose_dtype
 
@@ -151,7 +152,7 @@ def settle_dtype(settings: RunSettings, folder: Path | None = None) -> RunSettin
 def settle_engine(
     settings: RunSettings, shape: ModelShape, data: DataCatalogue, jobs: Sequence[JobSpec], folder: Path
 ) -> tuple[RunSettings, tuple[str, ...]]:
-    """The settings with the capacity that the run takes, and what the user should know about it."""
+    """The settings with the run's capacity, and what the user should know about it."""
     facts = worker_facts(settings.model, shape, free_memory(settings))
     before = {} if settings.search.fresh else _recorded_choices(folder)
     recorded = before.get("capacity")
@@ -179,7 +180,7 @@ def settle_engine(
 
 
 def _slow_here(settings: RunSettings) -> tuple[str, ...]:
-    """A warning of a type that the device has no arithmetic for."""
+    """A warning if the device has no arithmetic for the dtype."""
     from plait.engine.devices import choose_device, choose_dtype
 
     device, dtype = choose_device(settings.engine.device), settings.model.dtype
@@ -191,7 +192,7 @@ def _slow_here(settings: RunSettings) -> tuple[str, ...]:
 
 
 def worker_facts(settings: ModelSettings, shape: ModelShape, memory_bytes: int) -> WorkerFacts:
-    """What a worker with this model will say of itself, before its weights are loaded."""
+    """The facts that a worker with this model will report, known before its weights are loaded."""
     element_bytes = ELEMENT_BYTES[settings.dtype]
     activations = ActivationShape.of(
         shape, weight_bytes=shape.parameters * element_bytes, element_bytes=element_bytes
@@ -206,7 +207,7 @@ def stored_profile(settings: RunSettings, digest: str) -> Profile | None:
     holds, and its seconds are left out.
 
     Raises:
-        ConfigError: as ``load_profile``.
+        ConfigError: as for ``load_profile``.
     """
     from plait.engine.devices import choose_device, device_kind
 
@@ -245,8 +246,8 @@ def build_coordinator(
     """Load the model and put the engine together.
 
     Args:
-        folder: for finished adapters, and checkpoints if ``checkpoints`` is None.
-        make_worker: makes the owner of the tensors; None: one in this process.
+        folder: folder for finished adapters, and for checkpoints if ``checkpoints`` is None.
+        make_worker: makes the worker that owns the tensors; None: one in this process.
 
     Raises:
         ModelError, CapacityError: the model cannot be loaded, or does not fit.
@@ -303,8 +304,8 @@ def _local_worker(settings: RunSettings, data: DataCatalogue) -> Worker:
 
 
 def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder: Path) -> str:
-    """The kernels that the search was started with, where they are left to be chosen by measurement, whatever
-    would be measured now; else those that the settings name."""
+    """The kernels that the settings name. If they are to be chosen by measurement, those with which the
+    search was started, whatever would be measured now."""
     from plait.engine.devices import check_kernels
 
     before = _recorded_choices(folder)
@@ -312,13 +313,13 @@ def _same_kernels(kernels: str, device: torch.device, dtype: torch.dtype, folder
         return kernels
     try:
         check_kernels(recorded := str(before.get("kernels")), device, dtype)
-    except ConfigError:  # they do not run here any more
+    except ConfigError:  # they no longer run here
         return kernels
     return recorded
 
 
 def write_plan(folder: Path, plan: Plan) -> str:
-    """Keep a plan in the search's folder; its JSON.
+    """Store a plan in the search's folder, and return its JSON.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -336,7 +337,8 @@ def write_plan(folder: Path, plan: Plan) -> str:
 
 
 def _recorded_choices(folder: Path) -> Choices:
-    """What the search was trained with before; empty if there is no plan that this release reads."""
+    """The choices with which the search was trained before; empty if there is no plan that this release
+    reads."""
     try:
         return recorded_choices((folder / PLAN_FILE).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, KeyError, TypeError):

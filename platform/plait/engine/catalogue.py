@@ -1,4 +1,4 @@
-"""Data sets in use, each loaded once, found by what a job asks for."""
+"""The data sets in use, each loaded once, by the jobs' data specs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class DataCatalogue:
     An in-process worker shares the coordinator's; one in another process has its own.
 
     Args:
-        load: makes the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
-        generation_limit: most new tokens of a generated answer, or None if none is asked for.
-        score: scores answers to rows of the source (``plait.data.score``), where they are generated.
+        load: returns the tokenised data of a spec (``plait.data.load_data`` bound to a tokeniser).
+        generation_limit: returns the most new tokens of an answer, or None if none are generated.
+        score: scores generated answers to rows of the source (``plait.data.score``).
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""What one checkpoint holds: whole tensors under PEFT's names, so that no layout of devices is baked in.
+"""The content of one checkpoint: whole tensors under PEFT's names, independent of the layout of devices.
 
 A checkpoint is a folder with ``checkpoint.safetensors`` (weights and both moments, float32) and
 ``checkpoint.json`` (job, model, data, cursor, and digests of both). It is complete or absent: it is written
-beside its place and renamed into it, and read only when the digests agree. It contains no random
-state, because there is none: data order and dropout masks depend on seed and step.
+under a temporary name and renamed, and read only if the digests match. It contains no random state, because
+data order and dropout masks depend only on seed and step.
 
-A seam: any worker writes and reads these, and :mod:`plait.engine.checkpoints`, decides when and
-where, without torch.
+A seam: every worker writes and reads these files; :mod:`plait.engine.checkpoints` decides when and where,
+without torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait.utils.files import new_folder
 
 VERSION = 3
 TENSORS = "checkpoint.safetensors"
-_ORDER = ("seed", "batch_size", "accumulation")  # of TrainSpec: what gives a step its samples
+_ORDER = ("seed", "batch_size", "accumulation")  # fields of TrainSpec that determine a step's samples
 
 
 class OriginError(CheckpointError):
@@ -55,7 +55,7 @@ class Origin:
 
 
 def write_checkpoint(directory: Path, origin: Origin, cursor: Cursor, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint so that ``directory`` never holds part of one; an older one is replaced by renaming.
+    """Write a checkpoint so that ``directory`` is never partial; an older one is replaced by renaming.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -80,11 +80,11 @@ def write_checkpoint(directory: Path, origin: Origin, cursor: Cursor, tensors: M
 
 
 def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, Tensor]]:
-    """The cursor and tensors of a complete checkpoint of this very origin.
+    """The cursor and tensors of a complete checkpoint of exactly this origin.
 
     Raises:
-        OriginError: of another job, model or data.
-        CheckpointError: missing, incomplete or altered.
+        OriginError: it is of another job, model or data.
+        CheckpointError: it is missing, incomplete or altered.
     """
     try:
         header = json.loads((directory / HEADER).read_text())
@@ -112,9 +112,9 @@ def read_checkpoint(directory: Path, origin: Origin) -> tuple[Cursor, dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A whole checkpoint that was found, and what was wrong with newer ones.
+    """A complete checkpoint that was found, and what was wrong with newer ones.
 
-    ``directory`` is None, and there are no tensors, if there is none: the job starts afresh.
+    If there is none, ``directory`` is None and there are no tensors, and the job starts from scratch.
     """
 
     directory: Path | None
@@ -124,10 +124,10 @@ class Found:
 
 
 def newest_checkpoint(path: Path | None, origin: Origin) -> Found:
-    """The newest whole checkpoint at a path: a checkpoint's, or that of a folder of them.
+    """The newest complete checkpoint at a path, which is a checkpoint or a folder of them.
 
     Raises:
-        OriginError: a checkpoint is whole, but of another job, model or data.
+        OriginError: a checkpoint is complete, but of another job, model or data.
     """
     troubles: list[str] = []
     for directory in checkpoints(path) if path is not None else ():
@@ -146,10 +146,10 @@ def warm_start(path: Path, weights: Mapping[str, Tensor]) -> None:
     """Fill an adapter's weights from a saved adapter or checkpoint.
 
     Args:
-        weights: the adapter's, by PEFT's names, to be filled in place.
+        weights: the adapter's weights by PEFT's names, to be filled in place.
 
     Raises:
-        CheckpointError: it cannot be read, or holds an adapter of other modules or another rank.
+        CheckpointError: it cannot be read, or its adapter has other modules or another rank.
     """
     file = next((path / name for name in (WEIGHTS, TENSORS) if (path / name).exists()), path / WEIGHTS)
     try:

@@ -1,9 +1,9 @@
 """Decides when checkpoints are taken, where they are, and which are kept. It does not touch tensors.
 
-A checkpoint is taken at the start of an iteration: by then all earlier events have been passed on,
-and ``commit`` makes that durable before the checkpoint is published. So a checkpoint
-on disk means that every step up to it is recorded: after a crash none is missing, and what is trained again
-is recorded once.
+A checkpoint is taken at the start of an iteration, after all earlier events have been passed on, and
+``commit`` makes their records durable before the checkpoint is published. So a checkpoint on disk means that
+every step up to it is recorded: after a crash none is missing, and a step that is trained again is recorded
+once.
 
 A job's checkpoints are in one folder, each named after its step; :mod:`plait.engine.checkpoint_files` writes
 and reads one.
@@ -24,7 +24,7 @@ from plait.engine.jobs import LiveJob
 
 HEADER = "checkpoint.json"  # written last: a folder with it is a checkpoint
 PREFIX = "step-"
-RETRY_SECONDS = 10.0  # until a job that is to be paused, and could not be saved, is tried again
+RETRY_SECONDS = 10.0  # delay before another attempt to save a job that must be paused
 
 
 # ---- folders ------------------------------------------------------------------------------------------
@@ -36,30 +36,30 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints at a path, newest first: the path itself, or what a job's folder of them holds.
+    """The checkpoints at a path, newest first: the path itself, or those in a job's folder.
 
-    They have been written, which does not say that they can still be read.
+    They were written completely, but may have been damaged since.
     """
     if (path / HEADER).exists():
         return [path]
     try:
         found = [child for child in path.iterdir() if _step(child) is not None]
-    except OSError:  # not there, or no folder
+    except OSError:  # it does not exist, or is not a folder
         return []
     return sorted(found, key=lambda child: _step(child) or 0, reverse=True)
 
 
 def newest_step(path: Path | None) -> int:
-    """After how many steps the newest checkpoint at a path was taken; 0 if there is none."""
+    """The step of the newest checkpoint at a path; 0 if there is none."""
     found = [] if path is None else checkpoints(path)
     return (_step(found[0]) or 0) if found else 0
 
 
 def prune(folder: Path, keep: int, *, newest: int) -> None:
-    """Remove all but ``keep`` checkpoints up to step ``newest``, and what a killed process left half written.
+    """Remove all but ``keep`` checkpoints up to step ``newest``, and partial ones of killed processes.
 
-    A checkpoint beyond ``newest`` was passed over as damaged when the job resumed from an earlier one.
-    Nothing is raised: a checkpoint that cannot be removed takes room, and no more.
+    Checkpoints beyond ``newest`` were skipped as damaged when the job resumed from an earlier one. Raises
+    nothing, because a checkpoint that cannot be removed only takes space.
     """
     found = checkpoints(folder)
     beyond = [path for path in found if (_step(path) or 0) > newest]
@@ -68,7 +68,7 @@ def prune(folder: Path, keep: int, *, newest: int) -> None:
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove all checkpoints of a job that has ended; nothing is raised."""
+    """Remove all checkpoints of a job that has ended; raises nothing."""
     _remove([folder])
 
 
@@ -87,7 +87,7 @@ def _remove(paths: Iterable[Path]) -> None:
 
 @dataclass(slots=True)
 class _SaveRecord:
-    """What is known of one job's checkpoints.
+    """What is known about one job's checkpoints.
 
     Attributes:
         tried_at: time of the last attempt; minutes count from it.
@@ -131,7 +131,7 @@ class Checkpointer:
         self._records: dict[str, _SaveRecord] = {}
 
     def admitted(self, job: LiveJob, checkpoint: Path | None = None) -> None:
-        """A job starts, or resumes from a checkpoint: the next is counted from here."""
+        """Note that a job starts or resumes from a checkpoint; the next one is due counting from here."""
         self._records[job.name] = _SaveRecord(self._clock(), job.step, job.step, checkpoint, job.cursor)
 
     def ended(self, job: str) -> None:
@@ -145,17 +145,17 @@ class Checkpointer:
         return before - job.step
 
     def save_due(self, jobs: Iterable[LiveJob]) -> list[Event]:
-        """Save the jobs whose time has come."""
+        """Save the jobs whose checkpoints are due."""
         return list(self._save([job for job in jobs if self._due(job)]))
 
     def save(self, jobs: Iterable[LiveJob], *, urgent: bool = True) -> tuple[dict[str, Path], list[Event]]:
-        """Save those of these jobs that have trained since their last checkpoint.
+        """Save the jobs that have trained since their last checkpoint.
 
-        A job without steps has none: it starts afresh. Unless it is ``urgent``, a job that could not be saved
-        a moment ago is left for later.
+        A job without steps has no checkpoint, and starts from scratch. Unless ``urgent``, a job that could
+        not be saved a moment ago is left for later.
 
         Returns:
-            the last checkpoint of each job that has one, by name, and what happened.
+            The last checkpoint of each job that has one, by name, and what happened.
         """
         asked = list(jobs)
         changed = [job for job in asked if job.step > self._record(job).step]
@@ -180,8 +180,8 @@ class Checkpointer:
         return by_steps or by_time
 
     def _save(self, jobs: list[LiveJob]) -> Iterator[Event]:
-        """One commit for all, then each checkpoint. One that cannot be written harms no job: those before it
-        stay, and the next is tried when it is due."""
+        """Commit once for all jobs, then write each checkpoint. A failed one harms no job: earlier ones are
+        kept, and the next is tried when it is due."""
         if not jobs:
             return
         began = self._clock()
@@ -209,7 +209,7 @@ class Checkpointer:
 
 
 def _trouble(action: Callable[[], object]) -> str:
-    """Do something; what went wrong with the disk, if anything did."""
+    """Run an action, and return the disk's error as text, "" if there was none."""
     try:
         action()
     except StorageError as error:

@@ -1,7 +1,7 @@
-"""The coordinator: decides which jobs train, what goes through the model together, and when each steps.
+"""The coordinator: decides which jobs train, what goes through the model together, and when each one steps.
 
-Pure Python. It owns no tensor: it sends commands to a worker, through the
-protocol :class:`~plait.engine.worker.Worker`, and turns the answers into events.
+It is pure Python and owns no tensors: it sends commands to a worker through the protocol
+:class:`~plait.engine.worker.Worker`, and turns the answers into events.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ INTERRUPTED = "interrupted"
 
 
 class Coordinator:
-    """Trains jobs together on one worker, an iteration at a time.
+    """Trains jobs together on one worker, one iteration at a time.
 
-    Jobs join and leave between iterations. In each one, every live job's next global batch is packed into
-    microbatches with the others', runs through the model, and each job steps its own optimiser. A job that
-    waits at a rung, is paused or preempted is saved, taken from the worker, and later resumed exactly.
+    Jobs join and leave between iterations. In an iteration, the next global batches of all live jobs are
+    packed into microbatches together and run through the model, and each job steps its own optimiser. A job
+    that waits at a rung, is paused or is preempted is saved, detached from the worker, and later resumed
+    exactly.
 
     Args:
-        folder: where finished adapters (``adapters/``) and checkpoints (``checkpoints/``) go.
+        folder: folder for finished adapters (``adapters/``) and checkpoints (``checkpoints/``).
         checkpoints: folder for checkpoints instead of ``checkpoints/``.
-        commit: makes durable what was recorded so far; called before a checkpoint is taken.
+        commit: makes everything recorded so far durable; called before a checkpoint is taken.
         renew: makes another worker if this one's processes are lost; None: that ends the run.
 
     Attributes:
@@ -128,12 +129,12 @@ class Coordinator:
         """Queue a job, fresh or from a checkpoint.
 
         Args:
-            warm_from: adapter or checkpoint whose weights it begins with if there is no checkpoint yet.
-            rungs: steps after which it waits until ``resume(job, AT_RUNG)`` lets it past.
-            measured: whether the validation loss is wanted at every rung.
+            warm_from: adapter or checkpoint whose weights it starts with if it has no checkpoint yet.
+            rungs: steps after which it waits for ``resume(job, AT_RUNG)``.
+            measured: whether the validation loss is measured at every rung.
 
         Raises:
-            ConfigError: a job of this name waits or trains already.
+            ConfigError: a job with this name already waits or trains.
             InputError: its data, targets or rank cannot be used, or it does not fit into memory alone.
         """
         if self._roster.find(job.name) is not None:
@@ -146,7 +147,7 @@ class Coordinator:
         self._roster.queue(new)
 
     def cancel(self, job: str, reason: str, *, state: JobState = JobState.STOPPED) -> None:
-        """End a job in this state at the next boundary, wherever it stands.
+        """End a job in this state at the next boundary, wherever it is.
 
         Raises:
             ConfigError: there is no such job.
@@ -154,7 +155,7 @@ class Coordinator:
         self._find(job).cancelled = state, reason
 
     def pause(self, job: str) -> None:
-        """At the next boundary, save a job and give its slot away, until :meth:`resume`.
+        """At the next boundary, save a job and free its slot, until :meth:`resume`.
 
         Raises:
             ConfigError: there is no such job.
@@ -162,9 +163,9 @@ class Coordinator:
         self._find(job).holds.add(PauseReason.BY_ORDER)
 
     def resume(self, job: str, reason: PauseReason = PauseReason.BY_ORDER) -> None:
-        """Resume a job that was paused by order, or let one past the rung at which it waits (``AT_RUNG``).
+        """Resume a job that was paused by order, or let one pass the rung at which it waits (``AT_RUNG``).
 
-        It comes back at the next boundary with a slot for it; one that has not lost its slot keeps it.
+        It returns at the next boundary at which a slot is free; a job that has not lost its slot keeps it.
 
         Raises:
             ConfigError: there is no such job.
@@ -178,18 +179,20 @@ class Coordinator:
         return job
 
     def stop(self) -> None:
-        """At the next boundary, save every live job and end all as paused, with the reason "interrupted"."""
+        """At the next boundary, save every live job and end all jobs as paused, with the reason
+        "interrupted"."""
         self._stopping = True
 
     def free_slots(self, most: int = 1024) -> int:
-        """How many more jobs would start at once if they were as large as the largest known, up to ``most``.
+        """How many more jobs would start immediately if they were as large as the largest known, up to
+        ``most``.
 
-        At least 1 while none wants a slot, so that submitting one says what is wrong with it.
+        At least 1 while no job waits for a slot, so that submitting a job reports what is wrong with it.
         """
         return 0 if self._stopping else self._roster.free_slots(most)
 
     def plan(self) -> Plan:
-        """What trains, as far as it is known: the jobs admitted so far, and what was measured and chosen."""
+        """The plan as far as it is known: the jobs admitted so far, and what was measured and chosen."""
         live = [job.demand for job in self._live.values()]
         expected = Prediction(bytes=self._admission.predicted(live))
         group = Group(tuple(self._joined), self._capacity, predicted=expected)
@@ -219,13 +222,13 @@ class Coordinator:
 
     @property
     def device_ns(self) -> int:
-        """Device time of all commands so far, in nanoseconds: the sum of what was attributed to jobs."""
+        """Device time of all commands so far, in nanoseconds, which is the sum over all jobs."""
         return self._ledger.device_ns
 
     def settle(self) -> list[Event]:
-        """Act on what was asked for since the last boundary: ends what was cancelled, pauses what waits.
+        """Carry out requests since the last boundary: end cancelled jobs, pause waiting ones.
 
-        Part of :meth:`advance`; apart, so that the search knows what ended before it fills the free slots.
+        Part of :meth:`advance`; separate, so that the search knows what ended before it fills the free slots.
         """
         return [] if self._stopping else self._outlive(self._settle())
 
@@ -250,13 +253,13 @@ class Coordinator:
                 yield self._end(job, *job.cancelled)
         for job in [*roster.live.values(), *roster.waiting]:
             if job.holds:
-                yield from self._pause(job, min(job.holds), roster.pause)  # at a rung before by order
+                yield from self._pause(job, min(job.holds), roster.pause)  # a rung before an order
         for job in list(roster.paused.values()):
             if not job.holds:
                 roster.queue(job)
 
     def _iterate(self) -> Iterator[Event]:
-        # A job that is to end may be trained elsewhere by now: then its checkpoints are the other process's.
+        # A cancelled job may have been adopted by another process, which then owns its checkpoints.
         yield from self.checkpointer.save_due(job for job in self._live.values() if job.cancelled is None)
         yield from self._settle()
         yield from self._admit()
@@ -348,7 +351,8 @@ class Coordinator:
         return [*events, *self._end_failed(outcome.failures)]
 
     def _turn_away(self, job: LiveJob, detail: str) -> list[Event]:
-        """Memory ran out while a job was attached: it waits until fewer train; if none does, it fails."""
+        """Handle a job whose attaching ran out of memory: it waits until fewer train; if none trains, it
+        fails."""
         alone = len(self._live) == 1
         if not alone:
             self._roster.shrink()
@@ -366,7 +370,7 @@ class Coordinator:
     def _pause(
         self, job: LiveJob, reason: PauseReason, move: Callable[[LiveJob], None], *, urgent: bool = False
     ) -> list[Event]:
-        """Save a live job, take it from the worker and ``move`` it; one that cannot be saved stays."""
+        """Save a live job, detach it from the worker and ``move`` it; if it cannot be saved, it stays."""
         if job.name not in self._live:
             move(job)
             return [_paused(job, reason)]
@@ -416,7 +420,7 @@ class Coordinator:
         return self._ledger.send(command, self._live)
 
     def _train(self) -> Iterator[Event]:
-        """One global batch of every live job through the model, then each one's step."""
+        """Run one global batch of every live job through the model, then take each job's step."""
         started = self._clock()
         while jobs := {name: job for name, job in self._live.items() if job.trains}:
             microbatches = self._packer.pack([job.next_batch() for job in jobs.values()])
@@ -432,7 +436,8 @@ class Coordinator:
             yield from self._make_room(list(jobs.values()), run.out_of_memory)
 
     def _make_room(self, jobs: Sequence[LiveJob], detail: str) -> list[Event]:
-        """A step of these jobs ran out of memory: the last in standing goes, the others take it again."""
+        """Handle a step that ran out of memory: the job with the lowest standing leaves, the others repeat
+        the step."""
         last = max(jobs, key=lambda job: job.standing)
         if len(jobs) > 1:
             self._roster.shrink()

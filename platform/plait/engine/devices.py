@@ -1,4 +1,4 @@
-"""What this machine offers: its device and kernels, its memory, and what a container allows of them."""
+"""This machine's device and kernels, its memory, and a container's limits on them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_device(device: str) -> torch.device:
-    """The device named by ``engine.device``: "auto" takes a GPU if there is one.
+    """The device named by ``engine.device``; "auto" chooses a GPU if there is one.
 
     Raises:
-        ConfigError: "cuda" if there is none.
+        ConfigError: it is "cuda", and there is no GPU.
     """
     there = torch.cuda.is_available()
     if device == "cuda" and not there:
@@ -39,7 +39,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(device: torch.device) -> str:
-    """What ``model.dtype=auto`` stands for: bfloat16 if the device is fast with it, else float32.
+    """The dtype for ``model.dtype=auto``: bfloat16 if the device is fast with it, else float32.
 
     A processor without it (x86 before AVX-512) emulates bfloat16 some thirty times slower than float32.
     """
@@ -50,12 +50,12 @@ def computes_bfloat16(device: torch.device) -> bool:
     """Whether matrix products in bfloat16 are not emulated."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    mkldnn: Any = torch.backends.mkldnn  # not in every build, as on macOS
+    mkldnn: Any = torch.backends.mkldnn  # missing in some builds, as on macOS
     return bool(mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend named by ``engine.kernels``: "auto" takes the fastest that is right for the device.
+    """The backend named by ``engine.kernels``; "auto" chooses the fastest correct one on the device.
 
     Raises:
         ConfigError: the backend does not run there.
@@ -65,10 +65,10 @@ def choose_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 def check_variants(kernels: str, variants: Iterable[str]) -> None:
-    """Refuse a backend that was asked for by name and does not compute these adapter variants.
+    """Refuse a backend that was chosen by name and does not compute these adapter variants.
 
     Raises:
-        ConfigError: there is no such variant, or the backend knows plain LoRA alone.
+        ConfigError: a variant is unknown, or the backend supports only plain LoRA.
     """
     for name in variants:
         variant = VARIANTS.get(name)
@@ -85,7 +85,7 @@ def check_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> Non
     """Refuse kernels that do not run on a device, without measuring or loading anything.
 
     Raises:
-        ConfigError: as :func:`choose_kernels`.
+        ConfigError: as for :func:`choose_kernels`.
     """
     if kernels == "auto" or (refusal := _refusal(kernels, device, dtype)) is None:
         return
@@ -107,7 +107,7 @@ def _refusal(kernels: str, device: torch.device, dtype: torch.dtype) -> KernelEr
 
 @cache
 def device_kind(device: str) -> str:
-    """What "cpu" or "cuda" is here: the name of the processor or of the GPU."""
+    """The name of the processor or the GPU that "cpu" or "cuda" means here."""
     if device != "cpu":
         return torch.cuda.get_device_name()
     try:
@@ -130,7 +130,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, *, size: int = 1024) 
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory that this process may count on: all of a GPU; on a CPU what is free and what it has already."""
+    """Memory available to this process: all of a GPU; on a CPU, what is free and what it already uses."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     free, left = psutil.virtual_memory().available, free_under_limit()
@@ -138,10 +138,10 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_under_limit(root: Path = CGROUP) -> int | None:
-    """Bytes that the processes of this container may still take; None if nothing limits them.
+    """Bytes that the processes of this container may still allocate; None if there is no limit.
 
-    Pages of files that were read count as free: the kernel gives them back. Control groups of version 2, as
-    the container sees its own; others are taken as no limit.
+    Cached file pages count as free, because the kernel releases them. Only control groups of version 2 are
+    read, as seen in the container; others count as no limit.
     """
     with suppress(OSError, ValueError):
         limit = int((root / "memory.max").read_text())  # "max" if there is none
@@ -161,13 +161,13 @@ def cores() -> int:
 
 
 def usual_threads() -> int:
-    """Threads if engine.threads does not say: as many as torch takes and the container allows."""
+    """The default of engine.threads: as many as torch uses by default and the container allows."""
     usual = torch.get_num_threads()
     return min(usual, allowed_cores() or usual)
 
 
 def allowed_cores(root: Path = CGROUP) -> int | None:
-    """Whole processor cores that the container's quota comes to, at least one; None if there is none."""
+    """Whole processor cores in the container's quota, at least one; None if there is no quota."""
     with suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return max(1, int(quota) // int(period))

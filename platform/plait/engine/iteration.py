@@ -24,7 +24,7 @@ from plait.engine.jobs import LiveJob
 from plait.engine.ledger import Outcome
 from plait.engine.packer import Packer
 
-RETRY_SECONDS = 10.0  # until an adapter that could not be written is tried again
+RETRY_SECONDS = 10.0  # delay before another attempt to write an adapter
 SPENT = "budget spent"
 Send = Callable[[Command], Outcome]
 
@@ -32,10 +32,10 @@ Send = Callable[[Command], Outcome]
 def evaluate(due: Sequence[LiveJob], send: Send, packer: Packer) -> tuple[list[JobEvaluated], dict[str, str]]:
     """Evaluate jobs in joint forward passes; if memory runs out, in two parts.
 
-    Jobs that keep their best weights keep those of an evaluation that is the best so far.
+    Jobs that keep their best weights keep those of this evaluation if it is the best so far.
 
     Returns:
-        what was measured, and why the other jobs failed, by name.
+        The measurements, and why the other jobs failed, by name.
     """
     if not due:
         return [], {}
@@ -76,7 +76,7 @@ class _Progress:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A job whose adapter is whole on disk, and the reason that its end gives."""
+    """A job whose adapter is complete on disk, and the reason reported with its end."""
 
     job: LiveJob
     adapter: Path
@@ -100,7 +100,7 @@ class Finishing:
     def finish(self, done: Sequence[LiveJob]) -> tuple[list[Event], list[Finished]]:
         """Generate with and export jobs that have taken all their steps.
 
-        A job whose adapter the disk cannot take waits on the worker and is tried again.
+        A job whose adapter cannot be written stays on the worker and is tried again.
         """
         events = self._score([job for job in done if job.name not in self._progress])
         finished = []
@@ -123,7 +123,7 @@ class Finishing:
         return events, finished
 
     def _score(self, jobs: Sequence[LiveJob]) -> list[Event]:
-        """Score answers to the validation prompts of every job that asks for them, generated together."""
+        """Generate answers to the validation prompts of all jobs that need them together, and score them."""
         self._progress |= {job.name: _Progress() for job in jobs}
         asking: dict[int, list[LiveJob]] = {}
         for job in jobs:

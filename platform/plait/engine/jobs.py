@@ -1,6 +1,6 @@
-"""What the coordinator knows of its jobs: how far each has come, and which have a slot.
+"""What the coordinator knows about its jobs: the progress of each, and which have a slot.
 
-Plain and mutable, without a tensor.
+Plain mutable data, without tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LiveJob:
         passed: the last rung that it was let past.
         holds: why it may not train now; empty while it may.
         evaluated: step of the last evaluation.
-        warm_from: folder of the weights that it begins with; None for fresh ones.
+        warm_from: folder of the weights that it starts with; None for fresh ones.
         started: whether this process has trained it.
     """
 
@@ -77,7 +77,7 @@ class LiveJob:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the validation loss is wanted after the step just done."""
+        """Whether the validation loss is due after the last step."""
         if len(self.data.validation) == 0 or self.evaluated == self.step:
             return False
         every = self.spec.train.eval_every
@@ -91,16 +91,16 @@ class LiveJob:
 
     @property
     def wants_slot(self) -> bool:
-        """Whether it will want a slot after the next boundary."""
+        """Whether it will need a slot after the next boundary."""
         return not self.holds and self.cancelled is None
 
     @property
     def standing(self) -> tuple[int, int]:
-        """The job with less is served first: higher priority, then earlier arrival."""
+        """A key by which the least job is served first: higher priority, then earlier arrival."""
         return -self.spec.train.priority, self.arrival
 
     def next_batch(self) -> GlobalBatch:
-        """The global batch of the step to come."""
+        """The global batch of the next step."""
         return self._batch(self.step + 1)
 
     def later_batch(self) -> GlobalBatch | None:
@@ -115,21 +115,21 @@ class LiveJob:
         return training_batch(self.spec, self.order, self.data.train, step)
 
     def validation_batch(self) -> GlobalBatch:
-        """The validation split, after the steps done."""
+        """The validation split as a batch, after the steps done."""
         return validation_batch(self.spec, self.data.validation, self.step)
 
     def next_rate(self) -> float:
-        """Learning rate of the step to come."""
+        """Learning rate of the next step."""
         return learning_rate(self.spec.train, self.step + 1, self.order.steps)
 
     def reach(self) -> None:
-        """Wait here if this is a rung that it was not let past."""
+        """Wait here if this is a rung that it has not passed."""
         if self.step in self.rungs and self.step > self.passed and not self.done:
             self.holds.add(PauseReason.AT_RUNG)
             self.reached = self.step
 
     def release(self, hold: PauseReason) -> None:
-        """No longer wait for this reason."""
+        """Stop waiting for this reason."""
         self.holds.discard(hold)
         if hold == PauseReason.AT_RUNG:
             self.passed = max(self.step, self.reached)  # it may have fallen back since
@@ -142,10 +142,11 @@ class LiveJob:
         self.evaluated = None
 
     def resume_at(self, cursor: Cursor) -> None:
-        """Continue where a checkpoint says.
+        """Continue from a checkpoint's cursor.
 
-        The checkpoint has the device time up to its saving. This process's account has that too if it trained
-        the job before, with what was spent since; else only what a failed attempt to attach it took.
+        The checkpoint includes the device time up to its saving. If this process trained the job before, its
+        own account includes that and the time spent since; otherwise it has only the time of failed attempts
+        to attach it.
         """
         before = self.cursor.device_ns
         spent = max(before, cursor.device_ns) if self.started else before + cursor.device_ns
@@ -155,11 +156,11 @@ class LiveJob:
         self.reach()
 
     def completion_seconds(self, now: float) -> float:
-        """Since its submission, in all processes."""
+        """Seconds since its submission, in all processes."""
         return self.earlier + now - self.submitted
 
     def cursor_at(self, now: float) -> Cursor:
-        """How far it has come, for a checkpoint taken now."""
+        """Its progress, for a checkpoint taken now."""
         return replace(self.cursor, completion_seconds=self.completion_seconds(now))
 
     def charge(self, device_ns: int) -> None:
@@ -172,9 +173,10 @@ class LiveJob:
         self.reach()
 
     def evaluate(self, loss: float) -> bool:
-        """Take in an evaluation after the steps done; whether its weights are to be kept: the best so far.
+        """Note an evaluation after the steps done; return whether it is the best so far, so that its weights
+        are kept.
 
-        Of equal losses the first is best. A job that resumes may be evaluated at its checkpoint again.
+        Among equal losses the first is best. A job that resumes may be evaluated at its checkpoint again.
         """
         self.eval_loss, self.evaluated = loss, self.step
         best = self.cursor.best_loss
@@ -192,8 +194,8 @@ class LiveJob:
         adapter: Path | None = None,
         checkpoint: Path | None = None,
     ) -> JobResult:
-        """How it ended. A finished job's validation loss is that of its adapter. A job that was to resume and
-        never did has no figures of this process."""
+        """Its result. A finished job's validation loss is that of its adapter. A job that should have resumed
+        but never did has no figures of this process."""
         here = self.started or self.resume_from is None
         best = self.cursor.best_loss if state == JobState.FINISHED else None
         return JobResult(
@@ -211,23 +213,23 @@ class LiveJob:
 
 
 class Roster:
-    """The jobs of one worker, and which of them train next.
+    """The jobs of one worker, and the choice of those that train next.
 
     Args:
         max_jobs: most jobs that train at once; None leaves it to memory.
 
     Attributes:
-        waiting: for a slot, by priority, then arrival.
-        live: on the worker, by name.
-        paused: saved and not on the worker; they ask for no slot until nothing holds them.
+        waiting: jobs that wait for a slot, by priority, then arrival.
+        live: jobs on the worker, by name.
+        paused: jobs that are saved and not on the worker; they need no slot until nothing holds them.
     """
 
     def __init__(self, admission: Admission, max_jobs: int | None) -> None:
         self._admission = admission
         self._asked_for = self._max_jobs = max_jobs
-        self._every = 1  # ends, after which a group that is larger by one is tried, once memory ran out
+        self._every = 1  # once memory ran out: job ends before a larger group is tried
         self._ends_left: int | None = None  # until then; None if memory never ran out
-        self._tried = False  # since memory ran out last
+        self._tried = False  # since memory last ran out
         self.waiting: list[LiveJob] = []
         self.live: dict[str, LiveJob] = {}
         self.paused: dict[str, LiveJob] = {}
@@ -237,11 +239,11 @@ class Roster:
         return [*self.live.values(), *self.waiting, *self.paused.values()]
 
     def find(self, name: str) -> LiveJob | None:
-        """The job of this name, live or not."""
+        """The job with this name, live or not."""
         return next((job for job in self.all() if job.name == name), None)
 
     def queue(self, job: LiveJob) -> None:
-        """Let a job wait for a slot; it keeps its arrival."""
+        """Queue a job for a slot; it keeps its arrival number."""
         self.remove(job)
         self.waiting.append(job)
         self.waiting.sort(key=lambda each: each.standing)
@@ -257,13 +259,13 @@ class Roster:
         self.paused[job.name] = job
 
     def remove(self, job: LiveJob) -> None:
-        """Take a job out, if it is here."""
+        """Remove a job, if it is here."""
         self.live.pop(job.name, None)
         self.paused.pop(job.name, None)
         self.waiting = [each for each in self.waiting if each is not job]
 
     def end(self, job: LiveJob) -> None:
-        """Take out a job that has ended."""
+        """Remove a job that has ended."""
         self.remove(job)
         if self._ends_left is None or self._max_jobs is None or self._max_jobs == self._asked_for:
             return
@@ -273,9 +275,10 @@ class Roster:
             self._ends_left, self._tried = self._every, True
 
     def choose(self) -> Admitted:
-        """Who trains in the next iteration, by priority, then arrival (``plait.planner.admission.admit``).
+        """Choose the jobs of the next iteration, by priority, then arrival
+        (``plait.planner.admission.admit``).
 
-        A job that was accepted can always train alone, whatever has been learned since.
+        A job that was accepted can always train alone, whatever was learnt since.
         """
         jobs = {job.name: job for job in [*self.live.values(), *self.waiting]}
 
@@ -302,22 +305,23 @@ class Roster:
         )
 
     def free_slots(self, most: int) -> int:
-        """How many more jobs would start at once, if they were as large as the largest that wants a slot.
+        """How many more jobs would start immediately if they were as large as the largest that needs a slot.
 
-        At least 1 if none does: a job that was accepted can train alone.
+        At least 1 if none needs one, because a job that was accepted can train alone.
         """
         taken = [job.demand for job in self.all() if job.wants_slot]
         largest = max(taken, key=lambda demand: demand.adapter_bytes, default=None) or self._admission.usual
-        # Memory only grows with the jobs, so the first number that does not fit is found by halving.
+        # Memory grows with the number of jobs, so the first number that does not fit is found by bisection.
         beyond = bisect_left(range(1, most + 1), True, key=lambda n: not self._fits([*taken, *[largest] * n]))
         return max(beyond, 0 if taken else 1)
 
     def shrink(self) -> None:
-        """The live group ran out of memory, whatever was predicted: none as large is formed for a while.
+        """Note that the live group ran out of memory despite the prediction; no group this large is formed
+        for a while.
 
-        Other jobs may fit if these did not, so it is tried with one more after some have ended: after one
-        the first time, then after 2, 4, 8. Where memory stays short, a search so runs out of it about as
-        often as the number of its jobs can be halved.
+        Other jobs may fit even if these did not, so a group larger by one is tried after some jobs have
+        ended: first after 1, then after 2, 4, 8. If memory stays short, a search of n jobs therefore runs out
+        of it only about log2(n) times.
         """
         self._max_jobs = len(self.live) - 1
         self._every *= 2 if self._tried else 1

@@ -1,7 +1,7 @@
-"""Sends commands to a worker and accounts for the answers: losses, failures and every nanosecond.
+"""Sends commands to a worker and accounts for the answers: losses, failures and device time.
 
-Every nanosecond of the device belongs to one job, and the sums are exact: whole nanoseconds, because sums of
-floating-point shares drift away from the total.
+Every nanosecond of the device is attributed to one job, and the sums are exact. Whole nanoseconds are used,
+because sums of floating-point shares drift away from the total.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tally:
 
     @property
     def mean(self) -> float:
-        """Loss of the mean labelled token; 0 if there is none."""
+        """Mean loss of a labelled token; 0 if there is none."""
         return self.loss_sum / self.labelled if self.labelled else 0.0
 
 
@@ -72,15 +72,15 @@ class Outcome:
 class Ledger:
     """Sends commands to the worker. The time of a microbatch is divided among its jobs by tokens.
 
-    A job pays for all that the worker does for it: to attach and save it, a step that is not taken.
+    A job is charged for everything that the worker does for it, including attaching, saving and failed steps.
     """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.device_ns = 0  # of all commands so far: the jobs' shares add up to exactly this
+        self.device_ns = 0  # of all commands so far; the jobs' shares add up to exactly this
 
     def send(self, command: Command, jobs: Mapping[str, LiveJob]) -> Outcome:
-        """Carry out a command and book it on ``jobs``, which must hold every job that it concerns."""
+        """Carry out a command and charge it to ``jobs``, which must include every job that it concerns."""
         outcome = Outcome()
         for event in self.worker.execute(command):
             match event:
@@ -104,7 +104,7 @@ class Ledger:
         return outcome
 
     def charge(self, job: LiveJob, seconds: float) -> None:
-        """Put device time on a job's account."""
+        """Charge device time to a job."""
         spent = nanoseconds(seconds)
         self.device_ns += spent
         job.charge(spent)
@@ -117,7 +117,7 @@ class Ledger:
             outcome.failures.setdefault(event.job, f"gradient norm is {event.grad_norm}")
 
     def _wasted(self, command: Command, seconds: float, jobs: Mapping[str, LiveJob]) -> None:
-        """Share what ran out of memory out to the jobs of its command: a microbatch by their tokens."""
+        """Charge the time of a command that ran out of memory to its jobs; for a microbatch, by tokens."""
         assert isinstance(command, Attach | RunSchedule | Evaluate)
         if isinstance(command, Attach):
             self.charge(jobs[command.job.name], seconds)

@@ -202,7 +202,7 @@ class LocalWorker:
         return data.train if segment.split == "train" else data.validation
 
     def _static(self) -> Iterator[Tensor]:
-        """Tensors that stay: weights and adapters."""
+        """Static tensors: weights and adapters."""
         yield from self._model.tensors()
         yield from self.adapters.tensors()
 
@@ -264,7 +264,7 @@ class LocalWorker:
             yield events
 
     def _run(self, microbatch: Microbatch, *, training: bool, observed: bool) -> list[WorkerEvent]:
-        """Forward, and backward when training; gradients add up in the bank."""
+        """Run forward and, when training, backward; gradients are summed in the bank."""
         started = self._clock()
         with self._observer.watch(observed) as peaks:
             loaded = load_microbatch(
@@ -293,7 +293,8 @@ class LocalWorker:
         return [done, *failed]
 
     def _forward(self, loaded: LoadedMicrobatch, peaks: PhasePeaks) -> tuple[Tensor, Tensor]:
-        """Weighted loss of the microbatch and each labelled row's own; the head sees labelled rows only."""
+        """Weighted loss of the microbatch, and the loss of each labelled row; the head sees only labelled
+        rows."""
         hidden = self._model.hidden(loaded.context)
         peaks.end("forward")
         found = self._model.loss(hidden, loaded.rows, loaded.targets, loaded.weights)
@@ -327,7 +328,7 @@ class LocalWorker:
         )
 
     def _generate(self, command: Generate) -> list[WorkerEvent]:
-        """Answers of all jobs together; the time is shared out by tokens."""
+        """Generate the answers of all jobs together; the time is divided by tokens."""
         started = self._clock()
         splits = {each.job: self._data_of(each.job).validation for each in command.jobs}
         with self.adapters.at_best([each.job for each in command.jobs]):
@@ -353,7 +354,7 @@ def _work(steps: Sequence[StepJob]) -> tuple[tuple[str, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One job's answers, in the order of the samples asked for, and the tokens that went through.
+    """One job's answers, in the order of the requested samples, and the tokens processed for them.
 
     ``trouble`` says why there are none.
     """
@@ -366,8 +367,8 @@ class Answers:
 def answer(
     command: Generate, splits: Mapping[str, Split], model: BaseModel, bank: Bank, *, capacity: int
 ) -> dict[str, Answers]:
-    """Answers by job. Where memory runs out, fewer prompts are in work at a time, down to one; a job of which
-    one alone is too much has no answers, and the others have theirs.
+    """Generate answers by job. If memory runs out, fewer prompts are processed at a time, down to one. If a
+    single prompt of a job is too much, this job has no answers; the others do.
     """
     room = command.max_new_tokens
     prompts = [
@@ -417,6 +418,6 @@ def _by_job(
 
 
 def _prompt(split: Split, sample: int) -> tuple[int, ...]:
-    """What stands before the first label."""
+    """The tokens before the first label."""
     tokens, labels = split[sample]
     return tuple(tokens[: int(labels.argmax())].tolist())

@@ -1,8 +1,8 @@
-"""Memory of the worker's device: peaks of microbatches, phase by phase, and what running out looks like.
+"""Memory of the worker's device: peaks of microbatches by phase, and recognising out-of-memory errors.
 
-On CUDA the allocator reports the peak at no cost. On a CPU live tensor storage is counted, operation by
-operation (:mod:`plait.cost.peaks`); the resident size of the process would include the allocator
-and everything else in it. Counting slows a microbatch down, so there only a sample is counted.
+On CUDA, the allocator reports the peak at no cost. On a CPU, live tensor storage is counted operation by
+operation (:mod:`plait.cost.peaks`), because the resident size of the process would include the allocator and
+everything else in it. Counting slows a microbatch down, so only a sample is counted.
 
 A seam: each kind of device reports its memory differently, and every worker uses this module.
 """
@@ -42,12 +42,12 @@ def ran_out(error: BaseException) -> bool:
 
 
 def attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """What an action gives, and None; or None, and the first line that said that memory had run out.
+    """The result of an action and None, or None and the first line of its out-of-memory error.
 
-    By then the error is gone, whose traceback would keep alive what the action had made.
+    The error itself is released, because its traceback would keep alive what the action had made.
 
     Raises:
-        Exception: the action's, if it is another one.
+        Exception: any other error of the action.
     """
     try:
         return action(), None
@@ -58,18 +58,19 @@ def attempt(action: Callable[[], Result]) -> tuple[Result | None, str | None]:
 
 
 def release_unused(device: torch.device) -> None:
-    """Let the device's allocator return what it keeps for later."""
+    """Make the device's allocator release its cached memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 class PeakSampler:
-    """Says which iterations are observed: early ones, each new group, larger microbatches, a sample.
+    """Chooses the iterations to observe: early ones, each new group, larger microbatches, and a sample.
 
-    Never one that a job is new in: what is made once for its adapter and kept would count as passing.
+    An iteration with a new job is never observed, because what is made once for its adapter and kept would
+    count as temporary.
 
     Args:
-        every: one in so many is observed in any case; 1 observes all.
+        every: one in this many is always observed; 1 observes all.
     """
 
     def __init__(self, every: int) -> None:
@@ -77,11 +78,11 @@ class PeakSampler:
         self._asked = 0
         self._observed = 0
         self._seen: set[frozenset[str]] = set()
-        self._known: frozenset[str] = frozenset()  # jobs of the iteration before
+        self._known: frozenset[str] = frozenset()  # jobs of the previous iteration
         self._largest = 0
 
     def wanted(self, jobs: Collection[str], tokens: Sequence[int]) -> bool:
-        """Whether to observe an iteration of these attached jobs, with microbatches of so many tokens."""
+        """Whether to observe an iteration of these attached jobs, given the tokens of its microbatches."""
         group, largest = frozenset(jobs), max(tokens, default=0)
         joined, self._known = not group <= self._known, group
         if joined:
@@ -101,12 +102,12 @@ class PeakObserver:
     """Observes microbatches on one device."""
 
     def __init__(self, device: torch.device, static: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._meter = meter_of(device)  # one for all: it knows what it has counted and what is gone
+        self._meter = meter_of(device)  # shared, because it knows what it has counted and what was freed
         self._static = static
 
     @contextmanager
     def watch(self, wanted: bool) -> Iterator[PhasePeaks]:
-        """Observe what runs inside, if that is wanted."""
+        """Observe the code inside, if ``wanted``."""
         if not wanted:
             yield PhasePeaks()
             return

@@ -1,6 +1,6 @@
-"""From a planned microbatch to arrays: token ids, sample boundaries, dropout counters, labelled rows.
+"""Turns a planned microbatch into arrays: token ids, sample boundaries, dropout counters, labelled rows.
 
-A seam: every worker, and each stage of a pipeline, loads a microbatch in this one way.
+A seam: every worker, and each stage of a pipeline, loads microbatches with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LoadedMicrobatch:
     """One microbatch ready for the model.
 
     Attributes:
-        rows: (labelled,) int64, the rows whose next token counts, segment after segment.
+        rows: (labelled,) int64, the rows whose next token counts, segment by segment.
         targets: (labelled,) int64, those next tokens.
         weights: (labelled,) float32, each row's share of its job's loss.
         counts: labelled rows of each segment.
@@ -59,7 +59,7 @@ def load_microbatch(
     """Gather a microbatch's tokens and lay out its routing.
 
     Args:
-        split_of: the samples that a segment's indices mean.
+        split_of: returns the split that a segment's indices refer to.
     """
     splits = [split_of(segment) for segment in microbatch.segments]
     rows = [_rows(segment, split) for segment, split in zip(microbatch.segments, splits, strict=True)]
@@ -86,7 +86,7 @@ def load_microbatch(
 
 
 def _rows(segment: Segment, split: Split) -> Int64:
-    """Where the segment's tokens lie in its split (tokens,)."""
+    """Indices of the segment's tokens in its split (tokens,)."""
     lengths = np.asarray(segment.lengths)
     starts = split.offsets[np.asarray(segment.samples)]
     return np.asarray(np.repeat(starts, lengths) + _positions(lengths), dtype=np.int64)

@@ -1,12 +1,12 @@
 """Predicts the time and memory of each iteration of a group, and learns from the measurements.
 
-Seconds: non-negative least squares on relative error over what an iteration consists of. Bytes:
-the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2); admission goes by it from then
-on. Both start from a stored profile if there is one, and are fitted again as observations come in: when
-depends on their number alone, never on the clock.
+Seconds are fitted by non-negative least squares on relative error, over the parts of an iteration. Bytes use
+the memory model of :mod:`plait.cost.memory`, fitted to observed peaks (§5.2), which admission then uses. Both
+start from a stored profile if there is one, and are fitted again as observations accumulate; when depends
+only on their number, never on the clock.
 
-A seam: learning from training is kept apart from decisions. Seconds do not influence any decision, and
-bytes only admission.
+A seam: learning from training is separate from decisions. Seconds influence no decision, and bytes only
+admission.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from plait.utils.files import write_text
 TERMS = ("microbatch", "token", "square", "labelled", "rank_token", "adapter_byte")
 FIRST_SECONDS = 8  # iterations before seconds are fitted
 FIRST_PEAKS = 12  # microbatches before bytes are fitted
-GROWTH, MOST_BETWEEN = 1.25, 64  # a fit waits for a quarter more observations, or for so many
-KEPT = 256  # newest iterations that seconds are fitted to
-PEAKS_FILE = "peaks.json"  # below the search's folder: a restart starts from them
+GROWTH, MOST_BETWEEN = 1.25, 64  # the next fit waits for a quarter more observations, at most for 64
+KEPT = 256  # seconds are fitted to this many newest iterations
+PEAKS_FILE = "peaks.json"  # in the search's folder, for restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Predictions:
     """Predicts iterations of one worker's group, and learns from them.
 
     Raises:
-        StorageError: the peaks kept there cannot be read.
+        StorageError: the stored peaks cannot be read.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Predictions:
         self._time: Fit | None = None
         self._timed: list[tuple[tuple[float, ...], float]] = []
         self._peaks: list[MemoryObservation] = []
-        self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration pays for what is made once
+        self._seen = {"seconds": -1, "bytes": 0}  # a process's first iteration includes one-time costs
         self._due = {"seconds": FIRST_SECONDS, "bytes": FIRST_PEAKS}
         self._ahead: dict[str, list[float]] = {"seconds": [], "bytes": []}
         if kept := _read_peaks(self._path, admission.valid_for):
@@ -94,7 +94,7 @@ class Predictions:
     # ---- before an iteration ---------------------------------------------------------------------------
 
     def expect(self, microbatches: Sequence[Microbatch], jobs: Mapping[str, LiveJob]) -> Expected:
-        """What an iteration will take."""
+        """Predict the seconds and bytes of an iteration."""
         adapters = float(sum(job.demand.adapter_bytes for job in jobs.values()))
         parts = {
             replica: [_time_shape(each, jobs) for each in part]
@@ -213,7 +213,7 @@ class Predictions:
         return True
 
     def _wait(self, target: str) -> None:
-        """The next fit is due when observations have grown."""
+        """Schedule the next fit for when observations have grown."""
         seen = self._seen[target]
         self._due[target] = min(math.ceil(seen * GROWTH), seen + MOST_BETWEEN)
 
@@ -256,7 +256,7 @@ class Predictions:
         )
 
     def _ahead_error(self, target: str) -> float | None:
-        """Mean error of what was predicted since the last fit, and forget it."""
+        """The mean error of predictions since the last fit, which is then reset."""
         errors, self._ahead[target] = self._ahead[target], []
         return sum(errors) / len(errors) if errors else None
 
@@ -292,10 +292,10 @@ def _longest(microbatch: Microbatch) -> int:
 
 
 def _write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation]) -> None:
-    """Write observations for the next process, which starts from them. Peaks not written are observed again.
+    """Write observations for the next process, which starts from them. Unwritten peaks are observed again.
 
     Args:
-        of: what they hold for: model and options in words.
+        of: the model and options that they apply to, in words.
     """
     rows = [
         {"shape": asdict(each.shape), "peaks": dict(each.peaks), "static": each.static}
@@ -306,10 +306,10 @@ def _write_peaks(path: Path, of: str, observations: Sequence[MemoryObservation])
 
 
 def _read_peaks(path: Path, of: str) -> list[MemoryObservation]:
-    """The observations kept, oldest first; none if there is no file, or one of another model.
+    """The stored observations, oldest first; none if the file is missing or of another model.
 
     Raises:
-        StorageError: the file is not one of :func:`_write_peaks`.
+        StorageError: the file was not written by :func:`_write_peaks`.
     """
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))

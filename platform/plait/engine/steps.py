@@ -2,7 +2,7 @@
 
 The training samples form an endless stream: one seeded permutation of the split after another. A global
 batch is the next slice of that stream, so it may hold the end of one epoch and the start of the next.
-Of a mixture, each source has such a stream of its own, and shuffled blocks of fixed shares say which is next.
+In a mixture, each source has its own stream, and shuffled blocks with fixed shares decide which one is next.
 The order does not depend on the packing, and any step can be computed without the ones before it. The rate is
 constant, or decays linearly or by a cosine, after a linear warm-up.
 """
@@ -21,7 +21,7 @@ from plait.core.jobs import JobSpec, TrainSpec
 from plait.core.plans import GlobalBatch, SplitName
 from plait.core.samples import Int64, Share, Split
 
-_PERMUTATION = 0x50_6C_61_69_74  # sets this stream of random numbers apart from others of the same seed
+_PERMUTATION = 0x50_6C_61_69_74  # distinguishes this stream of random numbers from others of the same seed
 LONGEST_BLOCK = 1000  # samples of a mixture after which every source has had its share
 
 
@@ -30,7 +30,7 @@ def permutation(seed: int, epoch: int, count: int, stream: tuple[int, ...] = ())
     """The order of ``count`` samples in one epoch (count,).
 
     Args:
-        stream: sets the orders of a mixture's sources apart; () if there is only one.
+        stream: distinguishes the orders of a mixture's sources; () if there is only one.
 
     Made from a bit generator's raw output, which NumPy promises never to change; its
     ``Generator.permutation`` carries no such promise.
@@ -69,8 +69,8 @@ class DataOrder:
 
     @classmethod
     def of(cls, train: TrainSpec, samples: int, shares: tuple[Share, ...] = ()) -> DataOrder:
-        """The order of a job over a split of ``samples`` samples. An epoch has as many of them, whatever the
-        shares.
+        """The order of a job over a split of ``samples`` samples. An epoch has this many samples, independent
+        of the shares.
 
         Raises:
             DataError: the split is empty.
@@ -80,7 +80,7 @@ class DataOrder:
         if train.steps is not None:
             stream = train.steps * train.global_batch
         else:
-            assert train.epochs is not None  # TrainSpec holds exactly one of the two
+            assert train.epochs is not None  # TrainSpec has exactly one of the two
             stream = max(1, round(train.epochs * samples))
         return cls(train.seed, samples, train.global_batch, stream, shares)
 
@@ -90,10 +90,10 @@ class DataOrder:
         return -(-self.stream // self.batch)
 
     def at(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Samples of ``step`` (counted from 1) and, for each, how often it had come before.
+        """Samples of ``step`` (counted from 1) and, for each, how often it was used before.
 
         Raises:
-            IndexError: no such step in the budget.
+            IndexError: the budget has no such step.
         """
         if not 1 <= step <= self.steps:
             raise IndexError(f"step {step} of a budget of {self.steps}")
@@ -104,8 +104,8 @@ class DataOrder:
         return samples, draws
 
     def _of_source(self, first: int, samples: int, stream: tuple[int, ...], item: int) -> tuple[int, int]:
-        """Which sample comes as the ``item``-th of a source, whose samples begin at ``first``, and how often
-        it had come before."""
+        """The ``item``-th sample of a source, whose samples begin at ``first``, and how often it was used
+        before."""
         draw, at = divmod(item, samples)
         return first + int(permutation(self.seed, draw, samples, stream)[at]), draw
 
@@ -140,7 +140,7 @@ def block_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
 def training_batch(job: JobSpec, order: DataOrder, split: Split, step: int) -> GlobalBatch:
     """The global batch of one optimiser step, with its loss weight: 1 / labelled tokens of the whole.
 
-    A batch without any labelled token has weight 0: its loss is 0 and its gradient nothing.
+    A batch without any labelled token has weight 0, so its loss and its gradient are 0.
     """
     samples, draws = order.at(step)
     return _batch(job.name, split, step, samples, draws, "train")
@@ -178,9 +178,9 @@ def warmup_steps(train: TrainSpec, steps: int) -> int:
 def learning_rate(train: TrainSpec, step: int, steps: int) -> float:
     """Rate of optimiser step ``step`` of ``steps``, counted from 1.
 
-    Step s of W warm-up steps has s / W of the peak. Afterwards the share of the remaining budget that is
-    already spent before this step sets the decay, so the first step after the warm-up has the peak and
-    the last one is still above zero: no step is without effect.
+    Step s of W warm-up steps has s / W of the peak. Afterwards, the decay follows the share of the remaining
+    budget that was spent before this step, so the first step after the warm-up has the peak rate and the last
+    one is still above zero: every step has an effect.
     """
     warmup = warmup_steps(train, steps)
     if step <= warmup:

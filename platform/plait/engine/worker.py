@@ -1,8 +1,8 @@
 """The contract between the coordinator and the owner of the tensors.
 
-A seam: the in-process worker (:mod:`plait.engine.local_worker`) is one side of it; a worker in another
-process, or one that stands for several, is another. Commands, events and facts are picklable and hold no
-tensor.
+A seam: the in-process worker (:mod:`plait.engine.local_worker`) is one implementation; a worker in another
+process, or one that represents several, is another. Commands, events and facts are picklable and contain no
+tensors.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ActivationShape:
         heads: attention heads.
         vocabulary: rows of the output head.
         linear_features: in + out of every linear of all layers, summed.
-        weight_bytes: of the frozen weights.
-        element_bytes: of one number of the arithmetic.
-        logit_rows: labelled rows whose logits live at once (the chunk of the loss).
+        weight_bytes: bytes of the frozen weights.
+        element_bytes: bytes of one number in the arithmetic.
+        logit_rows: labelled rows whose logits exist at the same time (the chunk of the loss).
         keep_up_to: longest samples that keep their attention probabilities for backward.
     """
 
@@ -72,9 +72,9 @@ class WorkerFacts:
     Attributes:
         shape: sizes that memory depends on.
         linears: every layer that an adapter may target.
-        outside: what PEFT would adapt too if it is named, and Plait cannot.
+        outside: modules that PEFT would also adapt if they are named, and Plait cannot.
         max_length: longest sample of the model in tokens.
-        memory_bytes: what the device has in all.
+        memory_bytes: total memory of the device.
         chosen: what was chosen by measurement (kernel backend), as recorded in the plan.
         model: digest of the base model.
         devices: of its replicas of the base model, by their number.
@@ -82,8 +82,8 @@ class WorkerFacts:
         replica_bytes: what each of them has; empty: ``memory_bytes``.
         speeds: how fast they are, relative to each other; empty: all alike.
         capacities: most tokens of a microbatch of each, if they are given.
-        inputs: what the linears read: names of those that read the same, and its features. Empty: nothing is
-            known to be shared.
+        inputs: the linears' inputs: names of the linears that read the same one, and its features. Empty:
+            none is known to be shared.
     """
 
     shape: ActivationShape
@@ -112,15 +112,16 @@ class Worker(Protocol):
 
     ``tests/support/worker_contract.py`` holds every worker to this:
 
-    - A job is in from ``Attached`` to ``Detach``. Where ``Attach`` brings ``OutOfMemory``, nothing of the job
-      is left; if it brings ``JobFailed``, the job is in, to be detached.
+    - A job is attached from ``Attached`` to ``Detach``. If ``Attach`` gives ``OutOfMemory``, nothing of the
+    job
+        is left; if it gives ``JobFailed``, the job is attached and must be detached.
     - ``RunSchedule`` adds gradients in the order given, with one ``MicrobatchDone`` for each microbatch; a
       step takes them and zeroes them, with one ``StepDone``. After ``OutOfMemory`` no gradient is left, and
       no further step was taken.
-    - ``JobFailed`` concerns its own job: the others' losses and gradients are what they were without it.
-    - What goes through together is a matter of rounding: losses and steps are those of the job alone.
-    - Every second of the device is in one event's ``seconds``, and in no other's.
-    - ``SaveCheckpoint`` and ``Export`` write a folder whole or not at all, and leave the job as it was.
+    - ``JobFailed`` concerns only its own job: the others' losses and gradients are as without it.
+    - Running jobs together changes only rounding: losses and steps are those of each job alone.
+    - Every second of the device is in exactly one event's ``seconds``.
+    - ``SaveCheckpoint`` and ``Export`` write a folder completely or not at all, and do not change the job.
     """
 
     @property

@@ -1,1 +1,1 @@
-"""What a person sees while a search runs. Only the command line imports it."""
+"""What the user sees while a search runs. Only the command line imports it."""

@@ -1,4 +1,4 @@
-"""Consoles: that of a search, which outlives whatever reads its output, and those that show tables."""
+"""Consoles: one for a search, which survives the loss of its output, and one for tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OUTPUT_FAILED = "The output cannot be written ({}). The search continues without
 
 
 def leave_terminal() -> None:
-    """Stop writing to a terminal that was closed: each attempt would be an error."""
+    """Stop writing to a closed terminal, because each attempt would be an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         with suppress(OSError):
@@ -27,20 +27,20 @@ def leave_terminal() -> None:
 
 
 def wide_console(width: int = LOG_WIDTH) -> Console:
-    """A console for tables: one cut to 80 columns cannot be read in a log."""
+    """A console for tables, because a table cut to 80 columns cannot be read in a log."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 def plain(console: Console, text: str) -> None:
-    """Print a line as it is, without markup."""
+    """Print a line literally, without markup."""
     console.print(text, markup=False, highlight=False)
 
 
 def filled(
     title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
 ) -> Table:
-    """A table with its rows; columns that ``left`` names are of words, the others of figures."""
+    """A table with its rows; columns in ``left`` contain words, the others figures."""
     table = Table(title=title)
     for heading in headings:
         words = heading in left
@@ -58,11 +58,11 @@ class SearchConsole(Console):
 
     def __init__(self) -> None:
         self._output = _Output(sys.stdout)
-        # In a notebook, lines of text too: rich would make an element of the page of each.
+        # Lines of text in a notebook, too: rich would make a page element of each line.
         super().__init__(file=cast("IO[str]", self._output), force_jupyter=False)
 
     def on_broken_pipe(self) -> None:
-        """Stop writing, and say so once on standard error."""
+        """Stop writing, and report it once on standard error."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         reason = self._output.failure
@@ -71,7 +71,7 @@ class SearchConsole(Console):
 
 
 class _Output:
-    """A stream each of whose failures is a broken pipe, the one that rich's console hands on."""
+    """A stream that turns every failure into a broken pipe, the only one that rich's console passes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

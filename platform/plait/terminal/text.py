@@ -14,7 +14,7 @@ from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
 
 PRIORITY = "train.priority"
-# States that are counted in the status line if a job is in them.
+# States that are counted in the status line, if any job has them.
 NAMED = (
     JobState.PAUSED,
     JobState.ORPHANED,
@@ -28,7 +28,7 @@ MOST_RUNGS = 2  # in the status line
 MOST_PROCESSES = 8  # shown
 MOST_STATUS = 2  # status lines in the live view
 ORDER = {JobState.RUNNING: 0, JobState.PAUSED: 1, JobState.ORPHANED: 3, JobState.QUEUED: 3}  # not ended
-ENDED = 2  # the place of jobs that have ended
+ENDED = 2  # the position of jobs that have ended
 
 
 def number(value: float | None) -> str:
@@ -58,7 +58,7 @@ def settings_line(record: JobRecord, keys: Sequence[str]) -> str:
 
 
 def share_done(board: Leaderboard) -> float:
-    """Share of the search's training that is done, in [0, 1]: every trial counts the same."""
+    """Share of the search's training that is done, in [0, 1]; every trial counts the same."""
     total = max(board.trials, len(board.jobs), 1)
     open_jobs = [job for job in board.jobs.values() if not job.ended]
     begun = sum(job.step / job.steps for job in open_jobs if job.steps)
@@ -150,7 +150,7 @@ def losses(board: Leaderboard) -> list[str]:
 
 
 def lowest_loss(board: Leaderboard) -> JobRecord | None:
-    """The job with the lowest validation loss; None with several objectives, if it may not matter."""
+    """The job with the lowest validation loss; None with several objectives, for which it may not matter."""
     evaluated = [] if board.others else [job for job in board.jobs.values() if job.best_eval_loss is not None]
     return min(evaluated, key=lambda job: (job.best_eval_loss, job.trial), default=None)
 

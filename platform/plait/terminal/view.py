@@ -1,7 +1,7 @@
 """The terminal's view of a running search: a live table, or plain lines if output is not a terminal.
 
-A seam: loaded only if a search trains. Drawn between training steps, so the table is laid out here and not
-by rich's, which takes several times as long.
+A seam: loaded only if a search trains. It is drawn between training steps, so the table is laid out here and
+not by rich, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from plait.tracking.leaderboard import JobRecord, Leaderboard
 from plait.tracking.processes import ProcessRow
 from plait.utils.durations import duration
 
-REFRESH_SECONDS = 0.25  # between two drawings of the live view, at least
-SHARE = 0.01  # of the time may go into drawing: the training thread draws
-LINES_AROUND = 6  # of the live view around the jobs: heading, status, best and room for the prompt
+REFRESH_SECONDS = 0.25  # least seconds between two drawings of the live view
+SHARE = 0.01  # share of the time that may be spent on drawing, in the training thread
+LINES_AROUND = 6  # lines of the live view around the jobs: heading, status, best and room for the prompt
 EXITING = "Finishing this step, then exiting{}. Press Ctrl-C again to exit at once."
 CLOSING = "Writing the last records to MLflow."
 # Events that come for several jobs in a row: the best job is printed after the last of them.
@@ -142,7 +142,7 @@ class Terminal:
             self._print(CLOSING)
 
     def handle(self, event: Event) -> None:
-        """Show what an event changed; a notice stands above the live view or among the plain lines."""
+        """Show what an event changed; a notice appears above the live view or among the plain lines."""
         if isinstance(event, Notice):
             self._print(event.text)
             return
@@ -151,17 +151,17 @@ class Terminal:
             self._look_for_best(event.job)
         if self._live is None:
             self._write_line(event)
-        elif not isinstance(event, JobProgress):  # of all jobs first: the iteration follows them
+        elif not isinstance(event, JobProgress):  # first come all jobs' events, then the iteration's
             self._draw()
 
     def lose(self, job: str) -> None:
-        """Stop counting a job that another process trains from here on."""
+        """Stop counting a job that another process trains from now on."""
         self._pace.lose(job)
 
     def announce(self) -> None:
-        """Answer the first Ctrl-C, straight to the descriptor: the signal's handler may run in the middle
-        of a line that the console writes, whose buffer it would write again. In the live view the answer
-        overwrites the last line, from which the next drawing finds its way up."""
+        """Answer the first Ctrl-C by writing directly to the descriptor: the signal handler may run while the
+        console writes a line, whose buffer would then be written again. In the live view, the answer
+        overwrites the last line, from which the next drawing moves up."""
         self._exiting = True
         live, text = self._live is not None, self._exiting_text()
         try:
@@ -171,7 +171,7 @@ class Terminal:
                 leave_terminal()
 
     def _exiting_text(self) -> str:
-        """The answer to Ctrl-C, with how long a step takes as far as that is known."""
+        """The answer to Ctrl-C, with the time of a step if that is known."""
         seconds = self._pace.step_seconds
         known = "" if seconds is None else f" (a step takes about {duration(max(seconds, 1.0))})"
         return EXITING.format(known)
@@ -194,7 +194,7 @@ class Terminal:
     # ---- live ------------------------------------------------------------------------------------------
 
     def _draw(self) -> None:
-        """Draw the view, unless that would be too soon after the last drawing, or cost too much."""
+        """Draw the view, unless it is too soon after the last drawing, or would cost too much."""
         start = self._clock()
         if self._live is None or start - self._shown < max(REFRESH_SECONDS, self._cost / SHARE):
             return
@@ -218,8 +218,8 @@ class Terminal:
     # ---- plain -----------------------------------------------------------------------------------------
 
     def _look_for_best(self, job: str) -> None:
-        """Note whether a job that ended is the best so far, or on the Pareto front. Of several that end
-        together only the best is printed."""
+        """Note whether a job that ended is the best so far, or on the Pareto front. If several end together,
+        only the best is printed."""
         best = self._board.best()
         found = best is not None and best is not self._best and best.name == job
         found = found or any(record.name == job for record in self._board.front())
@@ -257,7 +257,8 @@ class Terminal:
                     self._print(line)
 
     def _was_last(self, step: GroupStep) -> bool:
-        """Whether this was the very last step: evaluation may take long, and prints nothing meanwhile."""
+        """Whether this was the last step of all; the evaluation that follows may take long and prints
+        nothing."""
         before = self._trained
         records = [self._board.jobs[job] for job in step.jobs if job in self._board.jobs]
         self._trained = all(job.step >= job.steps for job in records) and all_trained(self._board)
@@ -284,12 +285,12 @@ class Screen:
         return self._view
 
     def announce(self) -> None:
-        """Answer the first Ctrl-C, inside the signal's handler."""
+        """Answer the first Ctrl-C, in the signal handler."""
         if self._view is not None:
             self._view.announce()
 
     def summarise(self, board: Leaderboard, facts: Mapping[str, Any]) -> None:
-        """What the search came to."""
+        """Show the result of the search."""
         print_summary(self._console, board, facts)
 
 
@@ -355,8 +356,8 @@ class _Column:
 
 
 def jobs_table(board: Leaderboard, rows: int, width: int) -> Segments:
-    """At most ``rows`` jobs, running ones first. A last line counts the others; parameters that do not fit
-    are not shown."""
+    """A table of at most ``rows`` jobs, running ones first. The last line counts the others; parameters that
+    do not fit are not shown."""
     records = shown_first(board.jobs.values())
     shown = records if len(records) <= rows else records[: max(rows - 1, 1)]
     columns = _columns(board, shown, width)
@@ -441,17 +442,17 @@ def _short(text: str) -> str:
 class Pace:
     """Recent seconds for one optimiser step of one job; time in which all jobs were paused is not counted.
 
-    The time a search still needs follows from it and from what remains of the jobs: crude after the first
+    The search's remaining time is estimated from it and the jobs' remaining steps: crude after the first
     iteration, better with each. ``board`` handles each event first.
 
     Attributes:
-        step_seconds: of the last iteration; None before there is one.
+        step_seconds: seconds of the last iteration; None before there is one.
     """
 
     def __init__(self, board: Leaderboard, clock: Callable[[], float]) -> None:
         self._board = board
         self._clock = clock
-        self._training: set[str] = set()  # in this process: the board also has those of others
+        self._training: set[str] = set()  # in this process; the board also has those of others
         self._last: float | None = None  # end of the last iteration; None if no job has trained since
         self._iterations = 0
         self._interrupted = False
@@ -491,16 +492,16 @@ class Pace:
 
 
 def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
-    """Optimiser steps that are still to come, estimated from the jobs that have ended.
+    """Remaining optimiser steps, estimated from the jobs that have ended.
 
     A job is expected to get as far as the average of those that ended beyond its present step; a trial that
-    is not suggested yet, as far as the average of all. Where none has ended, each takes all its steps.
+    is not suggested yet, as far as the average of all. If none has ended, each takes all its steps.
 
     Args:
-        trials: least number of trials in all.
+        trials: least total number of trials.
 
     Returns:
-        None before the first job has started.
+        The estimate; None before the first job has started.
     """
     plans = [job.steps for job in jobs if _planned(job)]
     if not plans:
@@ -520,13 +521,13 @@ def steps_left(jobs: Sequence[JobRecord], trials: int) -> float | None:
 
 
 def _planned(job: JobRecord) -> bool:
-    """Whether ``steps`` is the job's budget. For a job that an earlier process ended it is the last step it
-    took, and 0 for one that has not started."""
+    """Whether ``steps`` is the job's budget. For a job that ended in an earlier process it is its last step,
+    and 0 for one that has not started."""
     return job.steps > job.step or (job.steps > 0 and (not job.ended or job.state == JobState.FINISHED))
 
 
 def _share(job: JobRecord, usual: float) -> float:
-    """The share of its budget that a job has done; of the usual budget if its own is not known."""
+    """The share of its budget, or of the usual budget if that is not known, that a job has done."""
     if job.state == JobState.FINISHED:
         return 1.0
     return job.step / (job.steps if _planned(job) else max(usual, job.step, 1))
