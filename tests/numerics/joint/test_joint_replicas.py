@@ -9,14 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laboratory import History, distance
+import torch
+from laboratory import History, distance, random_data
 from peft_folders import stored_pairs
 from processes import fleet
+from torch import Tensor
 
 from plait.core.jobs import JobSpec
-from plait.core.messages import GroupStep, JobProgress, RunSchedule
+from plait.core.messages import (
+    Attach,
+    GroupStep,
+    JobProgress,
+    OutOfMemory,
+    RunSchedule,
+    StepDone,
+    StepJob,
+)
+from plait.core.plans import Replica
 from plait.core.settings import ClusterSettings, EngineSettings, ModelSettings
+from plait.engine.catalogue import DataCatalogue
 from plait.engine.coordinator import INTERRUPTED, Coordinator
+from plait.engine.local_worker import LocalWorker
+from plait.engine.packer import Packer
+from plait.engine.steps import DataOrder, training_batch
+from plait_kernels.bank import GRADIENTS, WEIGHTS
 
 TINY = ModelSettings(kind="tiny", dtype="float32", seed=3)
 STEPS = 6
@@ -104,6 +120,60 @@ def test_interrupted_and_resumed_on_another_number_of_processes(laboratory: Any,
         assert found == pytest.approx(alone.losses(job.name), rel=LOSS_TOLERANCE)
         weights = stored_pairs(second.ended(job.name).adapter)
         assert alone.difference_from(weights, job.name) <= WEIGHT_TOLERANCE
+
+
+class ShortPeers:
+    """Peers of which another one runs out of memory in the second round; it notes what was begun."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.begun: list[Tensor] = []
+        self.asked: list[bool] = []
+
+    def add_up(self, gradients: Tensor) -> None:
+        self.begun.append(gradients)
+
+    def finish(self, *, short: bool) -> bool:
+        self.asked.append(short)
+        return short or len(self.asked) == 2
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_where_memory_runs_out_on_one_replica_none_steps_and_all_take_part(
+    laboratory: Any, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    lab = laboratory("llama")
+    jobs = lab.group(steps=STEPS)[1:4]
+    peers = ShortPeers()
+    worker = LocalWorker(lab.model, DataCatalogue(random_data), ENGINE, peers=peers)
+    packer = Packer([Replica(capacity=160)])
+    for job in jobs:
+        worker.execute(Attach(job))
+
+    def schedule(step: int) -> RunSchedule:
+        batches = [
+            training_batch(job, DataOrder.over(job.train, lab.data(job).train), lab.data(job).train, step)
+            for job in jobs
+        ]
+        return RunSchedule((*packer.pack(batches), *(StepJob(job.name, step, 1e-3) for job in jobs)))
+
+    worker.execute(schedule(1))
+    weights = [worker.bank.block(job.name).state[WEIGHTS].clone() for job in jobs]
+    if here:
+        monkeypatch.setattr(worker, "_forward", out_of_memory)
+    events = worker.execute(schedule(2))
+    assert any(isinstance(event, OutOfMemory) for event in events) == here
+    assert not any(isinstance(event, StepDone) for event in events)
+    assert peers.asked == [False, here]
+    assert len(peers.begun) == 2 * len(jobs)
+    for job, before in zip(jobs, weights, strict=True):
+        state = worker.bank.block(job.name).state
+        assert torch.equal(state[WEIGHTS], before)
+        assert not state[GRADIENTS].any()
+
+
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
 def stopping(turn: int | None) -> Callable[[int, Coordinator], None]:
