@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -17,7 +17,7 @@ from plait.core.jobs import JobSpec
 from plait.core.messages import GroupStep, JobProgress, RunSchedule
 from plait.core.settings import RunSettings
 from plait.distributed.fleet import Fleet
-from plait.distributed.launch import launch_here
+from plait.distributed.launch import Launcher
 from plait.engine.coordinator import Coordinator
 from plait.utils.benchmarks import BENCHMARKS
 from plait.utils.progress import part
@@ -88,8 +88,8 @@ def replicas(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[st
     own = replace(alone.settings.engine, threads=threads)
     with ExitStack() as ending, TemporaryDirectory() as folder:
         many = replace(settings, engine=own)
-        fleet = launch_here(many, alone.data, Path(folder))
-        ending.callback(fleet.close)
+        launcher = ending.enter_context(closing(Launcher(many.cluster)))
+        fleet = launcher.fleet(Path(folder), many, alone.data)
         sides = {
             1: _Side(_coordinator(alone, jobs, Path(folder) / "one")),
             count: _Side(Coordinator(fleet, alone.data, many, folder=Path(folder) / "many")),
@@ -140,7 +140,7 @@ def _check(sides: Mapping[int, _Side], tolerance: float) -> float:
     if one.keys() != many.keys() or not worst <= tolerance:
         raise PlaitError(
             f"losses differ by {worst:.2g}",
-            f"{OPTIONS}.loss_tolerance={tolerance:g}: no speed is told of sides that train differently.",
+            f"{OPTIONS}.loss_tolerance={tolerance:g}: no speed is reported of sides that train differently.",
         )
     return worst
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from curve_worker import LINEARS, SHAPE, CurveWorker
+from curve_worker import ADAPTER, LINEARS, SHAPE, CurveWorker
 
-from plait.core.errors import ConfigError
+from plait.core.errors import CapacityError, ConfigError
 from plait.core.settings import ClusterSettings, EngineSettings, RunSettings
 from plait.cost.time import MicrobatchShape
 from plait.engine.admission import Admission
@@ -34,7 +34,7 @@ def run(*, capacity: int | None = 4096, **cluster: object) -> RunSettings:
 def test_capacities_that_are_given_hold_and_the_largest_is_the_run_s() -> None:
     settings = run(capacity=None, capacities=(256, 512), speeds=(1.0, 3.0))
     assert settings.engine.capacity == 512
-    found = replicas_of(replace(facts(ROOM, ROOM), speeds=(1.0, 3.0)), settings, None)
+    found = replicas_of(replace(facts(ROOM, ROOM), capacities=(256, 512), speeds=(1.0, 3.0)), settings, None)
     assert [(each.capacity, each.speed) for each in found] == [(256, 1.0), (512, 3.0)]
 
 
@@ -48,8 +48,11 @@ def test_a_device_with_less_memory_takes_smaller_microbatches() -> None:
 
 
 def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
-    wide, short = facts(ROOM, ROOM), facts(ROOM, ROOM // 2)
-    settings = run(capacity=None, capacities=(4096, 128))
+    capacities = (4096, 128)
+    wide, short = (
+        replace(each, capacities=capacities) for each in (facts(ROOM, ROOM), facts(ROOM, ROOM // 2))
+    )
+    settings = run(capacity=None, capacities=capacities)
     admission = Admission(short, settings)
     admission.take_replicas(replicas_of(short, settings, None))
     usual = [admission.usual]
@@ -59,6 +62,15 @@ def test_the_replica_that_is_short_of_memory_decides_who_is_admitted() -> None:
     alike = Admission(wide, settings)
     alike.take_replicas(replicas_of(wide, settings, None))
     assert alike.predicted(usual) == large
+
+
+def test_without_the_replica_that_takes_most_long_samples_are_refused() -> None:
+    settings = run(capacity=None, capacities=(512, 32))
+    left = replace(CurveWorker().facts, capacities=(32,))
+    admission = Admission(left, settings)
+    admission.take_replicas(replicas_of(left, settings, None))
+    with pytest.raises(CapacityError, match="a sample of 40 tokens"):
+        admission.demand(ADAPTER, 40)
 
 
 def test_without_a_profile_the_arithmetic_of_the_model_says_what_a_sample_takes() -> None:

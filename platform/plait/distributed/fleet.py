@@ -93,8 +93,8 @@ class Fleet:
             memory_bytes=min(memory),
             devices=tuple(device for facts in built for device in facts.devices),
             kinds=kinds,
-            replica_bytes=memory,
             capacities=cluster.capacities[: len(built)],
+            replica_bytes=memory,
             speeds=cluster.speeds[: len(built)] or self._speeds(kinds),
         )
 

@@ -96,6 +96,7 @@ class Admission:
         """Count with these replicas, whose capacities and memory may differ, from now on."""
         memory = self._facts.replica_bytes or (self._facts.memory_bytes,) * len(replicas)
         least = self._facts.memory_bytes
+        self._capacity = max(each.capacity or self._capacity for each in replicas)
         self._rooms = {
             (each.capacity or self._capacity, int(self._memory_share * max(0, memory[each.id] - least)))
             for each in replicas

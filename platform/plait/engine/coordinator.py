@@ -93,7 +93,6 @@ class Coordinator:
         self._roster = Roster(self._admission, settings.planner.max_jobs)
         self._data = data
         self._finishing = Finishing(data, folder / "adapters", self._send, clock)
-        self._capacity = settings.engine.capacity_or_usual
         self._use(worker)
         self._clock = clock
         self.checkpointer = Checkpointer(
@@ -114,6 +113,7 @@ class Coordinator:
         self._admission.take_replicas(self._replicas)
         self._predictions.take_facts(facts)
         self._packer = Packer(self._replicas, dispatch_time(facts, self._profile))
+        self._capacity = self._packer.capacity
 
     # ---- commands of the search ------------------------------------------------------------------------
 
