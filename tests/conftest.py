@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -14,6 +17,19 @@ from postgresql import PostgresqlServer, postgresql_server
 # Triton decides at its own import whether its kernels are interpreted, and other libraries import it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def memory_folder() -> str | None:
+    """A disk in memory that has room and from which programs may be loaded; None where there is none."""
+    folder = Path("/dev/shm")
+    if not folder.is_mount() or shutil.disk_usage(folder).free < 4 * 2**30:
+        return None
+    return None if os.statvfs(folder).f_flag & os.ST_NOEXEC else str(folder)
+
+
+# The tests' many stores wait for the disk at every commit, on a real one for milliseconds.
+os.environ.setdefault("TMPDIR", memory_folder() or tempfile.gettempdir())
+tempfile.tempdir = None
 
 # What a machine under load takes for an example says nothing about Plait.
 hypothesis.settings.register_profile("plait", deadline=None)
@@ -31,6 +47,28 @@ def _postgresql_server() -> Iterator[PostgresqlServer]:
 def new_database(_postgresql_server: PostgresqlServer) -> Callable[[], str]:
     """Makes an empty PostgreSQL database and gives its URL, as a user would write it."""
     return _postgresql_server.new_database
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with MLflow's tables and nothing in them: making them takes seconds."""
+    from mlflow import MlflowClient
+
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{file}").get_experiment_by_name("none")
+    return file
+
+
+@pytest.fixture(scope="session")
+def new_store(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Callable[[], Path]:
+    """Makes a folder with a copy of that file."""
+
+    def make() -> Path:
+        folder = tmp_path_factory.mktemp("store")
+        shutil.copy(empty_store, folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from frozen_a import FrozenA
-from laboratory import NARROW, History, Laboratory, random_texts
+from laboratory import NARROW, Kept, Laboratory, random_texts
 from peft import PeftModel
 from peft_folders import stored_tensors
 from torch import Tensor
@@ -97,13 +97,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[Any, History]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """Undisturbed runs."""
-    return {}
+    return Kept(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
-def lab(model: BaseModel, tmp_path: Path, kept: dict[Any, History]) -> Laboratory:
+def lab(model: BaseModel, tmp_path: Path, kept: Kept) -> Laboratory:
     torch.set_num_threads(1)
     return Laboratory("llama", model, tmp_path, kept)
 

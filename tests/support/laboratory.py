@@ -190,6 +190,15 @@ def mixed_group(family: str, *, dropout: float = 0.0, steps: int = 20) -> list[J
     ]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Histories of runs that nothing disturbs, made once for all that compare with them; their adapters are
+    in the folder."""
+
+    folder: Path
+    histories: dict[Any, History] = field(default_factory=dict)
+
+
 class Laboratory:
     """Runs jobs on one base model.
 
@@ -197,16 +206,14 @@ class Laboratory:
         family: of the tiny model.
         model: that model, frozen.
         folder: for what runs write.
-        kept: what :meth:`undisturbed` has made, which laboratories on the same model may share.
+        kept: what :meth:`undisturbed` has made; laboratories on the same models may share it.
     """
 
-    def __init__(
-        self, family: str, model: BaseModel, folder: Path, kept: dict[Any, History] | None = None
-    ) -> None:
+    def __init__(self, family: str, model: BaseModel, folder: Path, kept: Kept | None = None) -> None:
         self.model = model
         self.folder = folder
         self.family = family
-        self._kept = {} if kept is None else kept
+        self._kept = kept or Kept(folder / "undisturbed")
 
     def group(self, *, dropout: float = 0.0, steps: int = 20) -> list[JobSpec]:
         """Seven jobs, each unlike the others."""
@@ -252,12 +259,12 @@ class Laboratory:
         raise AssertionError("the run never came to an end")
 
     def undisturbed(self, jobs: Sequence[JobSpec], **options: Any) -> History:
-        """What :meth:`run` leaves; made once, for all that is compared with it."""
+        """What :meth:`run` leaves, which is kept."""
+        known = self._kept.histories
         key = (self.family, tuple(jobs), tuple(sorted(options.items())))
-        if key not in self._kept:
-            folder = self.folder / f"undisturbed-{len(self._kept)}"
-            self._kept[key] = self.run(jobs, folder=folder, **options)
-        return self._kept[key]
+        if key not in known:
+            known[key] = self.run(jobs, folder=self._kept.folder / str(len(known)), **options)
+        return known[key]
 
     def solo(self, jobs: Sequence[JobSpec], **options: Any) -> dict[str, History]:
         """Each job in a run of its own."""

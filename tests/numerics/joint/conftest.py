@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from laboratory import History, Laboratory
+from laboratory import Kept, Laboratory
 
 from plait.core.settings import ModelSettings
 from plait.models.base import BaseModel
@@ -29,14 +28,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base
 
 
 @pytest.fixture(scope="module")
-def kept() -> dict[Any, History]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """Undisturbed runs of one file of tests."""
-    return {}
+    return Kept(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture
 def laboratory(
-    tiny_model: Callable[[str], BaseModel], tmp_path: Path, kept: dict[Any, History]
+    tiny_model: Callable[[str], BaseModel], tmp_path: Path, kept: Kept
 ) -> Callable[[str], Laboratory]:
     torch.set_num_threads(1)
     return lambda family: Laboratory(family, tiny_model(family), tmp_path, kept)
