@@ -47,7 +47,7 @@ OPTIONS = (
     "--disable-sync",
     "--hide-scrollbars",
 )
-SECONDS = 60
+SECONDS, POLL = 60, 0.1
 MOST_JOBS = 8  # that fit on a page
 # What MLflow's pages would otherwise put in front of the runs on a first visit.
 STORED = {
@@ -140,7 +140,7 @@ class Browser:
     def wait_for(self, *texts: str) -> None:
         """Wait until the page shows all the texts."""
         for text in texts:
-            WebDriverWait(self.driver, SECONDS).until(
+            WebDriverWait(self.driver, SECONDS, POLL).until(
                 lambda _, text=text: text in self.text(),
                 f"{text!r} is not on {self.driver.current_url}",
             )
@@ -155,7 +155,7 @@ class Browser:
 
     def first(self, css: str) -> WebElement:
         """The first element that matches, once there is one."""
-        found: WebElement = WebDriverWait(self.driver, SECONDS).until(
+        found: WebElement = WebDriverWait(self.driver, SECONDS, POLL).until(
             lambda driver: driver.find_element(By.CSS_SELECTOR, css), f"nothing matches {css}"
         )
         return found
@@ -168,7 +168,7 @@ class Browser:
 
     def wait_for_curves(self, right: Callable[[dict[str, int]], bool]) -> None:
         """Wait until the curves on the page are right."""
-        WebDriverWait(self.driver, SECONDS).until(
+        WebDriverWait(self.driver, SECONDS, POLL).until(
             lambda _: right(self.curves()), f"not the right curves on {self.driver.current_url}"
         )
 
@@ -213,7 +213,7 @@ def drawn_figures(driver: webdriver.Chrome) -> list[str]:
     Raises:
         RuntimeError: it did not draw every one.
     """
-    found: dict[str, Any] = WebDriverWait(driver, SECONDS).until(
+    found: dict[str, Any] = WebDriverWait(driver, SECONDS, POLL).until(
         lambda _: driver.execute_script(DRAWN_FIGURES), "the page draws no figures"
     )
     if len(found["drawn"]) != found["there"]:

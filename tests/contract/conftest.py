@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from plait.core.settings import TrackingSettings
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The address of a SQLite store for one file of tests: making its tables takes seconds."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+def database(new_store: Callable[[], Path]) -> str:
+    """The address of a SQLite store for one file of tests."""
+    return f"sqlite:///{new_store() / 'mlflow.db'}"
 
 
 @pytest.fixture

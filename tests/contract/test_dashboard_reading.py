@@ -1,7 +1,7 @@
 """Figures from a real store: what is read is what the tracker wrote, and where the pages go."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,8 +42,8 @@ def _no_commentary() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
-    settings = TrackingSettings(root=tmp_path_factory.mktemp("store"))
+def settings(new_store: Callable[[], Path]) -> TrackingSettings:
+    settings = TrackingSettings(root=new_store())
     make_up(settings, "ten", JOBS, STEPS)
     return settings
 

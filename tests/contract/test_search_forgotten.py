@@ -45,9 +45,9 @@ def studies(root: Path, storage: str | None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs with a search of two trials: MLflow's tables take seconds to make."""
-    root = tmp_path_factory.mktemp("made")
+def made(new_store: Callable[[], Path]) -> Path:
+    """A folder of runs with a search of two trials."""
+    root = new_store()
     make_up(TrackingSettings(root=root), "mine", 2, 4)
     return root
 

@@ -42,8 +42,8 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    running = MlflowServer(tmp_path_factory.mktemp("server"))
+def server(new_store: Callable[[], Path]) -> Iterator[str]:
+    running = MlflowServer(new_store())
     running.start()
     yield running.url
     running.stop()
@@ -442,8 +442,10 @@ def test_an_adapter_folder_that_vanished_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_restarts_during_a_search_misses_nothing(tmp_path: Path) -> None:
-    server = MlflowServer(tmp_path)
+def test_a_server_that_restarts_during_a_search_misses_nothing(
+    tmp_path: Path, new_store: Callable[[], Path]
+) -> None:
+    server = MlflowServer(new_store())
     server.start()
     settings = TrackingSettings(uri=server.url, root=tmp_path, experiment="tests", flush_seconds=0.05)
     tracker = Tracker(settings)

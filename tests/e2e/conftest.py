@@ -13,7 +13,6 @@ from typing import Any
 
 import optuna
 import pytest
-from mlflow import MlflowClient
 
 from plait.cli.main import main
 from plait.search import launch
@@ -29,14 +28,6 @@ TASK = ("model=tiny", "data.task=chain_sum", "data.size=24", "data.validation=4"
 def short() -> tuple[str, ...]:
     """Overrides of a search that takes a moment."""
     return (*TASK, "train.steps=3", "engine.threads=1")
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with MLflow's tables and nothing in them: making them takes seconds."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{file}").get_experiment_by_name("none")
-    return file
 
 
 @pytest.fixture(scope="session")

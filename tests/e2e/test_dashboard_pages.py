@@ -1,5 +1,4 @@
-"""Figures and reports in a real browser: in MLflow's pages with 50 jobs, and as a file without a network at
-10 and at 500; and the study in optuna-dashboard."""
+"""Reports of 10 and of 500 jobs in a real browser, without a network; and studies in optuna-dashboard."""
 
 import json
 import subprocess
@@ -12,152 +11,87 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from urllib.parse import quote
 
 import optuna
 import pytest
-from made_up_search import make_up
+from made_up_search import FIGURES, make_up
 
 from plait.cli.main import main
 from plait.core.settings import TrackingSettings
 from plait.search.storage import JOURNAL, open_storage
-from plait.tracking import SearchResult, load_search
-from plait_dashboards.publish import publish
+from plait.tracking import load_search
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-FIGURES = [
-    "curves-train-loss",
-    "curves-eval-loss",
-    "leaderboard",
-    "parallel-coordinates",
-    "importance",
-    "pareto",
-    "device-seconds",
-    "packing",
-    "predictions",
-]
 
 
 @pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], TrackingSettings]:
-    """Stores with one search of so many jobs and steps, each made once."""
-    made: dict[int, TrackingSettings] = {}
+def ten(new_store: Callable[[], Path]) -> TrackingSettings:
+    """A store with a search of ten jobs."""
+    settings = TrackingSettings(root=new_store())
+    make_up(settings, "made-up-10", 10, 20)
+    return settings
 
-    def of(jobs: int, steps: int) -> TrackingSettings:
-        if jobs not in made:
-            made[jobs] = TrackingSettings(root=tmp_path_factory.mktemp(f"store-{jobs}"))
-            make_up(made[jobs], f"made-up-{jobs}", jobs, steps)
-        return made[jobs]
 
-    return of
+@pytest.fixture(scope="module")
+def many(new_store: Callable[[], Path]) -> TrackingSettings:
+    """A store with a search of 500 jobs."""
+    settings = TrackingSettings(root=new_store())
+    make_up(settings, "made-up-500", 500, 12)
+    return settings
 
 
 # ---- the report as a file ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("jobs", "steps", "scheme"), [(10, 20, "light"), (10, 20, "dark"), (500, 12, "light")]
-)
+@pytest.fixture(scope="module")
+def chromium(pictures: ModuleType) -> Iterator[Any]:
+    """A browser for files."""
+    with pictures.chromium(1200, 900) as driver:
+        yield driver
+
+
+@pytest.mark.parametrize(("store", "schemes"), [("ten", ("light", "dark")), ("many", ("light",))])
 def test_the_report_shows_every_figure_without_a_network(
     pictures: ModuleType,
-    made_up: Callable[[int, int], TrackingSettings],
+    chromium: Any,
+    request: pytest.FixtureRequest,
     tmp_path: Path,
-    jobs: int,
-    steps: int,
-    scheme: str,
+    store: str,
+    schemes: tuple[str, ...],
 ) -> None:
-    page = tmp_path / "page.html"
-    assert main(["report", "--root", str(made_up(jobs, steps).root), "--output", str(page)]) == 0
+    page, settings = tmp_path / "page.html", request.getfixturevalue(store)
+    assert main(["report", "--root", str(settings.root), "--output", str(page)]) == 0
     assert page.stat().st_size < 8_000_000
-    with pictures.chromium(1200, 900) as driver:
-        assert pictures.open_report(driver, page, scheme) == FIGURES
-        assert [line for line in driver.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
-        assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
-        buttons = driver.execute_script(
-            "return [...document.querySelectorAll('.modebar-btn')].map((button) => button.dataset.title)"
-        )
-        assert buttons
-        assert not any(
-            "loud" in title for title in buttons
-        )  # Plotly offers to send a figure to its own server
-        ground = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
-        drawn = driver.execute_script("return document.querySelector('.main-svg').style.background")
-        assert ground == drawn == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 22, 22)"}[scheme]
-        wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
-        assert not driver.execute_script(wide)
+    for scheme in schemes:
+        assert pictures.open_report(chromium, page, scheme) == FIGURES
+        _check_page(chromium, {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 22, 22)"}[scheme])
 
 
-# ---- MLflow's pages ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fifty(made_up: Callable[[int, int], TrackingSettings]) -> TrackingSettings:
-    """A search of 50 jobs with its figures."""
-    settings = made_up(50, 12)
-    publish(settings, load_search(settings).run_id, None, final=True)
-    return settings
-
-
-@pytest.fixture(scope="module")
-def result(fifty: TrackingSettings) -> SearchResult:
-    return load_search(fifty)
-
-
-@pytest.fixture(scope="module")
-def seen(pictures: ModuleType, fifty: TrackingSettings) -> Iterator[Any]:
-    """A browser on the pages that ``plait ui`` serves."""
-    with pictures.pages(fifty) as address, pictures.browser(address) as browser:
-        yield browser
-
-
-def test_a_search_of_fifty_opens(pictures: ModuleType, seen: Any, result: SearchResult) -> None:
-    newest = [f"{result.name}/{trial:04d}" for trial in sorted(item.trial for item in result.records)[-10:]]
-    pictures.show_search(seen, result.experiment_id, result.name, newest)
-    seen.wait_for("51 matching runs")  # the search and its jobs
-    assert all(name in seen.text() for name in newest)
-
-
-def test_fifty_runs_are_compared(seen: Any, result: SearchResult) -> None:
-    runs, experiments = (
-        json.dumps([item.run_id for item in result.records]),
-        json.dumps([result.experiment_id]),
-    )
-    seen.open(f"compare-runs?runs={quote(runs)}&experiments={quote(experiments)}", "Comparing 50 Runs")
-    seen.wait_for("train/loss", "adapter.rank")
-    assert f"{result.name}/{result.records[0].trial:04d}" in seen.text()
-
-
-def test_the_report_is_shown_among_the_artifacts(
-    pictures: ModuleType, seen: Any, result: SearchResult
-) -> None:
-    assert pictures.show_figures(seen, result.experiment_id, result.run_id) == FIGURES
-
-
-@pytest.mark.parametrize("figure", ["parallel-coordinates", "packing"])
-def test_each_figure_is_shown_by_itself(
-    pictures: ModuleType, seen: Any, result: SearchResult, figure: str
-) -> None:
-    page = f"figures/{figure}.html"
-    assert pictures.show_figures(seen, result.experiment_id, result.run_id, page) == [figure]
+def _check_page(chromium: Any, colour: str) -> None:
+    """Nothing in the console, nothing loaded, no button to a server, one ground, no wider than the window."""
+    run = chromium.execute_script
+    assert [line for line in chromium.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
+    assert run("return performance.getEntriesByType('resource').length") == 0
+    buttons = run("return [...document.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title)")
+    assert buttons
+    assert not any("loud" in title for title in buttons)  # Plotly offers to send a figure to its own server
+    ground = run("return getComputedStyle(document.body).backgroundColor")
+    assert ground == run("return document.querySelector('.main-svg').style.background") == colour
+    assert not run("return document.documentElement.scrollWidth > document.documentElement.clientWidth")
 
 
 # ---- optuna-dashboard --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["journal", "sqlite"])
-def study_pages(
-    request: pytest.FixtureRequest, pictures: ModuleType, fifty: TrackingSettings, tmp_path: Path
-) -> Iterator[str]:
-    """The address of optuna-dashboard's pages on the study of the search of 50."""
-    journal = fifty.root / JOURNAL
-    storage = str(journal)
-    if request.param == "sqlite":
-        storage = f"sqlite:///{tmp_path}/study.db"
-        optuna.copy_study(
-            from_study_name="made-up-50",
-            from_storage=open_storage(str(journal), fifty.root),
-            to_storage=open_storage(storage, tmp_path),
-        )
+@pytest.fixture
+def study_pages(pictures: ModuleType, ten: TrackingSettings, tmp_path: Path) -> Iterator[str]:
+    """The address of optuna-dashboard's pages on the study of the search of 10, in SQLite."""
+    storage = f"sqlite:///{tmp_path}/study.db"
+    optuna.copy_study(
+        from_study_name="made-up-10",
+        from_storage=open_storage(str(ten.root / JOURNAL), ten.root),
+        to_storage=open_storage(storage, tmp_path),
+    )
     with _served(storage, pictures.free_port()) as address:
         yield address
 
@@ -195,26 +129,27 @@ def _until_it_answers(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def test_optuna_dashboard_reads_the_study(
-    pictures: ModuleType, study_pages: str, result: SearchResult
+    pictures: ModuleType, study_pages: str, ten: TrackingSettings
 ) -> None:
+    result = load_search(ten)
     (study,) = _asked(study_pages, "studies")["study_summaries"]
-    assert study["study_name"] == "made-up-50"
+    assert study["study_name"] == "made-up-10"
     trials = _asked(study_pages, f"studies/{study['study_id']}")["trials"]
     words = {"finished": "Complete", "pruned": "Pruned", "failed": "Fail"}
     assert Counter(item["state"] for item in trials) == Counter(words[item.state] for item in result.records)
     assert all(item["intermediate_values"] for item in trials if item["state"] == "Pruned")
     with pictures.browser(study_pages) as browser:
         browser.driver.get(f"{study_pages}/dashboard/studies/{study['study_id']}/trials")
-        browser.wait_for("50 Trials", "Complete", "Pruned", "Fail")
+        browser.wait_for("10 Trials", "Complete", "Pruned", "Fail")
 
 
 def test_optuna_dashboard_shows_what_a_search_with_rungs_pruned(
     pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real search: what the pages are told of its pruned trials, and what they show."""
+    """A real search in a journal: what the pages are told of its pruned trials, and what they show."""
     monkeypatch.chdir(tmp_path)
     rungs = ["search/stopping=successive_halving", "search.stopping.rungs=[1,2]", "search.stopping.cohort=4"]
-    short = ["model=tiny", "data=reasoning_gym", "data.size=16", "data.validation=4", "train.steps=4"]
+    short = ["model=tiny", "engine.threads=1", "data.size=16", "data.validation=4", "train.steps=4"]
     space = ["train.lr=tag(log,interval(1e-4,1e-1))", "search.sampler=random", "search.trials=4"]
     assert main(["sweep", *short, *rungs, *space, "train.batch_size=2", "search.name=pruned"]) == 0
     storage = tmp_path / "plait-runs" / JOURNAL

@@ -1,26 +1,33 @@
-"""MLflow's pages in a real browser: a search with its jobs below it, and a job's curves."""
+"""MLflow's pages in a real browser, of a store with two searches: one of four jobs, and one of fifty with its
+figures."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from made_up_search import FIGURES, make_up
 
 from plait.core.jobs import AdapterSpec, JobSpec
 from plait.core.lifecycle import JobResult, JobState
 from plait.core.messages import GroupStep, JobAdmitted, JobEvaluated, JobProgress
 from plait.core.settings import RunSettings, SearchSettings, TrackingSettings
 from plait.tracking import DataFacts, SearchFacts, SearchResult, Tracker, load_search, search_address
+from plait_dashboards.publish import publish
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 JOBS, STEPS = 4, 15
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
-    """A store with one search, written by the tracker from made-up events."""
-    settings = TrackingSettings(root=tmp_path_factory.mktemp("store"))
+def settings(new_store: Callable[[], Path]) -> TrackingSettings:
+    """The store; the search of four is written by the tracker from made-up events."""
+    settings = TrackingSettings(root=new_store())
+    make_up(settings, "made-up-50", 50, 12)
+    publish(settings, load_search(settings).run_id, None, final=True)
     jobs = [JobSpec(f"trial-{trial:04d}", AdapterSpec(rank=2**trial)) for trial in range(JOBS)]
     run = RunSettings(tracking=settings, search=SearchSettings(trials=JOBS))
     with Tracker(settings) as tracker:
@@ -45,7 +52,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrackingSettings:
 
 @pytest.fixture(scope="module")
 def result(settings: TrackingSettings) -> SearchResult:
-    return load_search(settings)
+    return load_search(settings, "ranks")
+
+
+@pytest.fixture(scope="module")
+def fifty(settings: TrackingSettings) -> SearchResult:
+    return load_search(settings, "made-up-50")
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +91,35 @@ def test_the_leaderboard_is_a_table(pictures: ModuleType, seen: Any, result: Sea
     pictures.show_leaderboard(seen, result.experiment_id, result.run_id)
     seen.wait_for("adapter_rank", "finished")
     assert seen.text().count("finished") >= JOBS
+
+
+def test_a_search_of_fifty_opens(pictures: ModuleType, seen: Any, fifty: SearchResult) -> None:
+    newest = [f"{fifty.name}/{trial:04d}" for trial in sorted(item.trial for item in fifty.records)[-10:]]
+    pictures.show_search(seen, fifty.experiment_id, fifty.name, newest)
+    seen.wait_for("51 matching runs")  # the search and its jobs
+    assert all(name in seen.text() for name in newest)
+
+
+def test_fifty_runs_are_compared(seen: Any, fifty: SearchResult) -> None:
+    runs = json.dumps([item.run_id for item in fifty.records])
+    experiments = json.dumps([fifty.experiment_id])
+    seen.open(f"compare-runs?runs={quote(runs)}&experiments={quote(experiments)}", "Comparing 50 Runs")
+    seen.wait_for("train/loss", "adapter.rank")
+    assert f"{fifty.name}/{fifty.records[0].trial:04d}" in seen.text()
+
+
+@pytest.mark.parametrize(
+    ("page", "figures"),
+    [
+        ("report.html", FIGURES),
+        ("figures/parallel-coordinates.html", ["parallel-coordinates"]),
+        ("figures/packing.html", ["packing"]),
+    ],
+)
+def test_the_report_and_each_figure_are_shown_among_the_artifacts(
+    pictures: ModuleType, seen: Any, fifty: SearchResult, page: str, figures: list[str]
+) -> None:
+    assert pictures.show_figures(seen, fifty.experiment_id, fifty.run_id, page) == figures
 
 
 def test_a_picture_can_be_taken(seen: Any, tmp_path: Path) -> None:

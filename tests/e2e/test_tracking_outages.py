@@ -42,8 +42,8 @@ def begin() -> Iterator[Callable[..., Forked]]:
 
 
 @pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    made = MlflowServer(tmp_path_factory.mktemp("server"))
+def server(new_store: Callable[[], Path]) -> Iterator[MlflowServer]:
+    made = MlflowServer(new_store())
     made.start()
     yield made
     made.kill()

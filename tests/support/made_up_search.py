@@ -27,6 +27,17 @@ SPACE = {
     "adapter.dropout": CategoricalDistribution(DROPOUTS),
     "train.lr": FloatDistribution(1e-5, 5e-3, log=True),
 }
+FIGURES = [  # what a report of such a search shows
+    "curves-train-loss",
+    "curves-eval-loss",
+    "leaderboard",
+    "parallel-coordinates",
+    "importance",
+    "pareto",
+    "device-seconds",
+    "packing",
+    "predictions",
+]
 STATE = {"finished": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
 
 
