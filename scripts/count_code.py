@@ -50,7 +50,7 @@ class Module:
 
     @property
     def lines(self) -> int:
-        """As `wc -l` counts."""
+        """Number of lines, as counted by `wc -l`."""
         return self.source.count("\n")
 
     @property
@@ -60,7 +60,7 @@ class Module:
 
     @property
     def says_seam(self) -> bool:
-        """Whether its docstring says why it stands by itself."""
+        """Whether its docstring says why it is a separate module."""
         return SEAM in (ast.get_docstring(self.tree) or "").lower()
 
     def functions(self) -> Iterator[tuple[str, int, bool]]:
@@ -71,7 +71,7 @@ class Module:
 
 
 def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """A Triton kernel cannot be cut into pieces without cost in clarity."""
+    """Whether it is a Triton kernel, which cannot be divided without a loss of clarity."""
     return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
@@ -108,7 +108,8 @@ def texts(tree: ast.AST) -> set[str]:
 
 
 def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """The modules that each module imports; what a package's ``__init__`` only hands on is followed."""
+    """The modules that each module imports; names that a package's ``__init__`` only re-exports are
+    followed."""
     handed_on = {
         f"{name}.{alias.asname or alias.name}": f"{node.module}.{alias.name}"
         for name, module in modules.items()
@@ -128,7 +129,7 @@ def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def _module_of(name: str, modules: Mapping[str, Module], handed_on: Mapping[str, str]) -> str | None:
-    """The module that a dotted name is, or is defined in."""
+    """The module that a dotted name denotes or is defined in."""
     while name in handed_on and name not in modules:
         name = handed_on[name]
     while name and name not in modules:
@@ -165,10 +166,10 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[tuple[str, ...]]:
 
 
 def single_importers(modules: Mapping[str, Module], graph: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Modules of plait that one other module imports and whose docstring says no reason: module, importer.
+    """Modules of plait with only one importer whose docstring gives no reason: module, importer.
 
-    A package's ``__init__`` is no importer of the package's own modules. Modules that code names as text, as
-    registries and the table of verbs do, are seams already.
+    A package's ``__init__`` does not count as an importer of the package's own modules. Modules named as text
+    in code, as in registries and the table of verbs, are seams already.
     """
     by_name = {text for module in modules.values() for text in texts(module.tree)}
     importers: dict[str, list[str]] = {name: [] for name in modules}
@@ -188,7 +189,7 @@ def single_importers(modules: Mapping[str, Module], graph: Mapping[str, Iterable
 
 
 def long_functions(modules: Iterable[Module]) -> list[str]:
-    """Functions above the limit, GPU kernels apart."""
+    """Functions above the limit, except GPU kernels."""
     return [
         f"{module.name}.{name}: {lines} lines"
         for module in modules
@@ -208,7 +209,7 @@ def inside(package: str, modules: Mapping[str, Module]) -> list[Module]:
 
 
 def words(page: str) -> int:
-    """Words of a page, as `wc -w` counts."""
+    """Words of a page, as counted by `wc -w`."""
     return len((ROOT / page).read_text(encoding="utf-8").split())
 
 
@@ -223,7 +224,7 @@ class Limit:
 
     @property
     def holds(self) -> bool:
-        """Whether it does."""
+        """Whether the limit holds."""
         return self.counted <= self.most
 
 
@@ -279,7 +280,7 @@ def _parts(package: str, modules: Mapping[str, Module]) -> set[str]:
 
 
 def main() -> int:
-    """Print the counts; the exit status."""
+    """Print the counts, and return the exit status."""
     parser = argparse.ArgumentParser(description="Counts the code of this checkout.")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit does not hold")
     arguments = parser.parse_args()

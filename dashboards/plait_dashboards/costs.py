@@ -1,4 +1,4 @@
-"""What the search cost: device-seconds by outcome and by adapter, and the Pareto front."""
+"""The cost of a search: device-seconds by outcome and by adapter, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from plait_dashboards.style import (
 from plait_dashboards.sweep import OUTCOMES, Sweep, outcome
 
 SECONDS = "device-seconds"
-MOST_PAIRED = 4  # objectives that are shown in pairs; with five there would be ten panels
+MOST_PAIRED = 4  # most objectives that are shown in pairs; with five there would be ten panels
 MOST_COLUMNS = 3
 
 
@@ -37,7 +37,7 @@ def seconds_by_outcome(records: Sequence[JobRecord]) -> dict[str, float]:
 
 
 def device_seconds(sweep: Sweep) -> go.Figure:
-    """By outcome on the left; by adapter, dearest first, on the right."""
+    """Device-seconds by outcome on the left; by adapter, most expensive first, on the right."""
     totals = {how: value for how, value in seconds_by_outcome(sweep.records).items() if value > 0}
     if not totals:
         return say(figure(), "No device-seconds have been measured yet.")
@@ -74,7 +74,7 @@ def device_seconds(sweep: Sweep) -> go.Figure:
             "<extra>" + how + "</extra>",
         )
     made.update_xaxes(title={"text": "outcome"}, row=1, col=1)
-    room = [0, 1.2 * max(totals.values())]  # for the words above the bars
+    room = [0, 1.2 * max(totals.values())]  # space for the text above the bars
     made.update_yaxes(title={"text": "device-seconds (s)"}, range=room, row=1, col=1)
     made.update_xaxes(title={"text": "adapters, most expensive first"}, row=1, col=2)
     made.update_yaxes(title={"text": "device-seconds (s)"}, rangemode="tozero", row=1, col=2)
@@ -85,8 +85,8 @@ def device_seconds(sweep: Sweep) -> go.Figure:
 
 
 def pareto_axes(sweep: Sweep) -> tuple[StudyObjective, ...]:
-    """What is set against each other: the search's objectives, of two the first upwards; or the only one's
-    cost and itself."""
+    """The quantities that are plotted against each other: the search's objectives (of two, the first is
+    vertical), or a single objective and its cost."""
     if len(sweep.objectives) == 2:
         return sweep.objectives[1], sweep.objectives[0]
     if len(sweep.objectives) > 2:
@@ -103,8 +103,8 @@ class Scored:
 
     Attributes:
         points: their values, by axis.
-        front: places of those that are finished, keep every constraint and are dominated by none, best on the
-            first axis first.
+        front: indices of the finished ones that satisfy every constraint and that no other dominates, best on
+            the first axis first.
     """
 
     axes: tuple[StudyObjective, ...]
@@ -114,7 +114,7 @@ class Scored:
 
 
 def scored(sweep: Sweep) -> Scored:
-    """Adapters by what is set against each other."""
+    """Adapters by the quantities of :func:`pareto_axes`."""
     axes = pareto_axes(sweep)
     shown = tuple(item for item in sweep.records if all(item.trial in axis.values for axis in axes))
     points = tuple(tuple(axis.values[item.trial] for axis in axes) for item in shown)
@@ -125,8 +125,8 @@ def scored(sweep: Sweep) -> Scored:
 
 
 def pareto(sweep: Sweep) -> go.Figure:
-    """The adapters by what is set against each other, with the front of those that none dominates: a panel
-    for each pair, or parallel coordinates if there are too many pairs."""
+    """The adapters by the quantities of :func:`pareto_axes`, with the Pareto front: a panel for each pair, or
+    parallel coordinates if there are too many pairs."""
     found = scored(sweep)
     if not found.records:
         return say(figure(), "No adapter has an objective yet.")
@@ -146,7 +146,7 @@ def pareto(sweep: Sweep) -> go.Figure:
 
 
 def _add_pair(made: go.Figure, found: Scored, pair: tuple[int, int], place: tuple[int, int]) -> None:
-    """One panel; the first one has the legend. Where a pair is all there is, a line follows the front."""
+    """Add one panel; the first one has the legend. If there is only one pair, a line follows the front."""
     across, up = pair
     row, col = place
     made.update_xaxes(title={"text": axis_title(found.axes[across])}, row=row, col=col)
@@ -163,7 +163,7 @@ def _add_pair(made: go.Figure, found: Scored, pair: tuple[int, int], place: tupl
     front = _dots(found, pair, found.front, f"Pareto front ({len(found.front)})", "Pareto front")
     front |= {
         "mode": "lines+markers" if len(found.axes) == 2 else "markers",
-        # From the best across onwards: a corner claims no more than the adapter before it reached.
+        # Horizontal first, from the best: a corner then claims no more than the previous adapter reached.
         "line": {"color": GREEN, "width": 2, "shape": "hv"},
         "marker": {"size": 11, "symbol": "circle-open", "color": GREEN, "line": {"width": 2}},
     }
@@ -200,7 +200,7 @@ def _front_as_lines(found: Scored) -> go.Figure:
 
 
 def pareto_note(sweep: Sweep) -> str:
-    """What is on the front, and how to read it."""
+    """A note on the adapters of the front, and how to read the figure."""
     axes = pareto_axes(sweep)
     if len(axes) == 2:
         said = f"{axes[1].name} against {axes[0].name}"

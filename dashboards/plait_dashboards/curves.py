@@ -1,4 +1,4 @@
-"""Learning curves: every adapter's, the best in colour, the rest faded."""
+"""Learning curves of all adapters, the best in colour, the rest faded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def limit(sweep: Sweep, metric: str) -> int:
 
 
 def thin(curve: Curve, most: int) -> Curve:
-    """The curve with at most ``most`` points, chosen evenly, first and last among them."""
+    """The curve with at most ``most`` points, chosen evenly, including the first and the last."""
     count = len(curve.steps)
     if count <= most:
         return curve
@@ -114,7 +114,7 @@ def joined(curves: Sequence[tuple[int, Curve]]) -> tuple[Integers, Floats, Integ
 
 
 def _range(curves: Iterable[Curve]) -> list[float] | None:
-    """Where almost all values lie: one diverging curve must not flatten the others."""
+    """The range of almost all values, because one diverging curve must not flatten the others."""
     values = np.concatenate([curve.values for curve in curves])
     values = values[np.isfinite(values)]
     if not len(values):
@@ -167,7 +167,7 @@ def _add_faded(
             "hovertemplate": "trial %{customdata}<br>step %{x}: %{y:.4g}<extra></extra>",
         }
     )
-    made.add_scatter(  # in the legend a line as thin as these would not be seen
+    made.add_scatter(  # a line as thin as these would be invisible in the legend
         x=[None],
         y=[None],
         mode="lines",

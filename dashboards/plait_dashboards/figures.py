@@ -1,4 +1,4 @@
-"""All figures of a search, in the order of the page, each with what it says and where that comes from."""
+"""All figures of a search, in the order of the page, each with its meaning and origin."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shown:
 
 
 def all_figures(sweep: Sweep) -> list[Shown]:
-    """Every figure of a search; those that have nothing to show yet say so."""
+    """Every figure of a search; figures without data say so."""
     shown = [_curves(sweep, metric) for metric in drawn_metrics(sweep)]
     shown.append(
         Shown("leaderboard", "Leaderboard", "Measured", _leaderboard_note(sweep), table.leaderboard(sweep))
@@ -123,7 +123,7 @@ def _left_out(sweep: Sweep) -> str:
 
 
 def drawn_metrics(sweep: Sweep) -> list[str]:
-    """Metrics that have a course and not an end only."""
+    """Metrics that have a curve, not only a final value."""
     return [
         metric
         for metric, found in sweep.curves.items()

@@ -1,4 +1,4 @@
-"""How the group was packed: which adapter had which share of each step, and how predictions came out."""
+"""How the group was packed: each adapter's share of each step, and predictions against measurements."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Timeline:
 
     Attributes:
         first, last: iterations of each column.
-        trials: of the rows.
+        trials: trials of the rows.
         share: percent of the column's tokens, (rows, columns); NaN if the adapter was not in it.
-        fill: percent of the microbatches' capacity that held tokens, by column.
+        fill: percent of the microbatches' capacity that was used by tokens, by column.
     """
 
     first: tuple[int, ...]
@@ -41,7 +41,8 @@ class Timeline:
 
 
 def timeline(steps: Sequence[GroupStepRow], trial_of: Mapping[str, int], bins: int = BINS) -> Timeline:
-    """Gather steps into at most ``bins`` columns of equally many; jobs without a trial are left out."""
+    """Combine steps into at most ``bins`` columns with equal numbers of steps; jobs without a trial are left
+    out."""
     parts = [part for part in np.array_split(np.arange(len(steps)), min(bins, len(steps))) if len(part)]
     trials = sorted({trial_of[job] for step in steps for job in step.jobs if job in trial_of})
     row_of = {trial: row for row, trial in enumerate(trials)}
@@ -109,14 +110,14 @@ def packing(sweep: Sweep) -> go.Figure:
 
 
 def colour_end(share: Floats) -> float:
-    """The share that has the last colour: few columns in which the last adapters are left alone must not take
-    all the colours."""
+    """The share that has the last colour: a few columns with only the last adapters must not use up the
+    colour scale."""
     there = share[np.isfinite(share)]
     return float(np.percentile(there, 95)) if len(there) else 100.0
 
 
 def packing_note(sweep: Sweep) -> str:
-    """How many steps stand in a column."""
+    """A note on the number of steps in a column."""
     if not sweep.steps:
         return ""
     per_column = -(-len(sweep.steps) // BINS)
@@ -151,8 +152,8 @@ def seconds_pairs(steps: Sequence[GroupStepRow]) -> Pairs:
 
 
 def bytes_pairs(steps: Sequence[GroupStepRow], *, by_rule: bool = False) -> Pairs:
-    """Peak memory of the steps, in GiB: of those predicted by a fitted model, or of those by the rule that
-    bounds it before there is one."""
+    """Peak memory of the steps, in GiB: of steps predicted by a fitted model or, with ``by_rule``, by the
+    upper bound that is used before there is one."""
     chosen = [step for step in steps if step.bytes_by_rule == by_rule]
     found = _pairs([(step.iteration, step.predicted_bytes, step.peak_bytes) for step in chosen])
     return Pairs(found.iterations, found.predicted / GIB, found.measured / GIB)
@@ -168,8 +169,9 @@ def _pairs(rows: Sequence[tuple[int, float | None, float | None]]) -> Pairs:
 
 
 def predictions(sweep: Sweep) -> go.Figure:
-    """Predicted against measured: seconds of a step on the left, peak memory on the right. What was predicted
-    by rule is apart, and shown on demand if there is a fit, which it would press into a corner."""
+    """Predicted against measured values: seconds of a step on the left, peak memory on the right. Predictions
+    by rule are a separate trace, hidden at first if there is a fit, which they would squeeze into a
+    corner."""
     fitted, ruled = bytes_pairs(sweep.steps), bytes_pairs(sweep.steps, by_rule=True)
     sides = (
         ("seconds of a step (s)", [(seconds_pairs(sweep.steps), "seconds", BLUE, "circle")]),
@@ -247,7 +249,7 @@ def _add_pairs(made: go.Figure, pairs: Pairs, column: int, *, name: str, marker:
 
 
 def predictions_note(sweep: Sweep) -> str:
-    """The errors in words; that of the rule apart, which is to be too high."""
+    """The errors in words; the rule's separately, because it is meant to be too high."""
     said, fitted = [], bytes_pairs(sweep.steps)
     for what, pairs in (("seconds", seconds_pairs(sweep.steps)), ("memory", fitted)):
         if pairs.iterations:

@@ -1,4 +1,4 @@
-"""One HTML page with all that it needs inside: it opens without a network."""
+"""One self-contained HTML page, which opens without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_ON_FRONT = 8
 
 
 def report(sweep: Sweep, shown: Sequence[Shown]) -> str:
-    """The page of a search: what it came to in a few figures, then every figure."""
+    """The page of a search: its result in a few numbers, then every figure."""
     links = "".join(f'<a href="#{item.key}">{html.escape(item.title)}</a>' for item in shown)
     head = (
         f"<h1>{html.escape(sweep.name)}</h1>{_facts(facts(sweep))}"
@@ -44,7 +44,7 @@ def single(sweep: Sweep, item: Shown) -> str:
 
 
 def facts(sweep: Sweep) -> dict[str, str]:
-    """What stands at the top of a report."""
+    """The facts at the top of a report."""
     found: dict[str, str] = {"state": sweep.state}
     for how in OUTCOMES:
         if count := sum(outcome(item) == how for item in sweep.records):
@@ -65,7 +65,7 @@ def facts(sweep: Sweep) -> dict[str, str]:
 
 
 def _front(trials: Sequence[int]) -> str:
-    """The trials on the front; of many the first few and how many more."""
+    """The trials on the front; if there are many, the first few and the number of others."""
     if not trials:
         return "empty"
     named = ", ".join(map(str, trials[:MOST_ON_FRONT]))
@@ -109,7 +109,7 @@ def _page(title: str, head: str, shown: Sequence[Shown]) -> str:
 def _section(item: Shown) -> str:
     note = f" {html.escape(item.note)}" if item.note else ""
     room = sum(sum(trace.columnwidth) for trace in item.figure.data if trace.type == "table")
-    least = f' style="min-width: {room:.0f}px"' if room else ""  # a cell that is cut shows another number
+    least = f' style="min-width: {room:.0f}px"' if room else ""  # a truncated cell would show another number
     return (
         f'<section id="{item.key}">\n<h2>{html.escape(item.title)}</h2>\n'
         f'<p><span class="origin">{item.origin}.</span>{note}</p>\n'
@@ -120,15 +120,14 @@ def _section(item: Shown) -> str:
 
 
 def figure_json(figure: go.Figure) -> str:
-    """Traces and layout as JSON, without a theme: the page chooses one. Arrays are packed as Plotly packs
-    them."""
+    """Traces and layout as JSON, without a theme, which the page chooses. Arrays are packed as in Plotly."""
     found = json.loads(figure.to_json())
     found["layout"].pop("template", None)
     return json.dumps({"data": found["data"], "layout": found["layout"]}, separators=(",", ":"))
 
 
 def _data(key: str, text: str) -> str:
-    """JSON inside of HTML: no text in it may end the element."""
+    """JSON inside HTML, escaped so that no text in it can end the element."""
     safe = text.replace("<", "\\u003c")
     return f'<script type="application/json" id="{key}">{safe}</script>\n'
 

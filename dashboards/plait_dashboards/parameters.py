@@ -1,4 +1,4 @@
-"""What the search found out about its keys: parallel coordinates and importance."""
+"""What the search found about its keys: parallel coordinates and importance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOUR_MARKS = 6
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One upright axis: where each adapter crosses it, and its marks; no marks are left to Plotly."""
+    """One vertical axis: where each adapter crosses it, and its ticks; without ticks, Plotly chooses them."""
 
     label: str
     places: tuple[float, ...]
@@ -29,7 +29,7 @@ class Axis:
     tick_texts: tuple[str, ...] = ()
 
     def dimension(self) -> dict[str, Any]:
-        """As Plotly takes it."""
+        """The axis in Plotly's form."""
         made: dict[str, Any] = {"label": self.label, "values": list(self.places)}
         if self.tick_places:
             made |= {"tickvals": list(self.tick_places), "ticktext": list(self.tick_texts)}
@@ -37,8 +37,8 @@ class Axis:
 
 
 def axis_of(label: str, values: Sequence[Any]) -> Axis:
-    """An axis for the values of one key: numbers by size, by logarithm if they span much; anything else,
-    and None among numbers, by name."""
+    """An axis for the values of one key: numbers by size, or by logarithm if their range is large; other
+    values, and None among numbers, by name."""
     numbers = [
         value
         for value in values
@@ -64,7 +64,7 @@ def axis_of(label: str, values: Sequence[Any]) -> Axis:
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Powers of ten within the bounds, and the bounds."""
+    """Powers of ten within the bounds, and the bounds themselves."""
     first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
     between = [10.0**power for power in range(first, last + 1)]
     return sorted({low, high, *(mark for mark in between if low * 1.5 < mark < high / 1.5)})
@@ -102,7 +102,8 @@ def parallel_coordinates(sweep: Sweep) -> go.Figure:
 
 
 def _coloured(objective: Sequence[float], direction: str) -> dict[str, Any]:
-    """Colours by objective. Plotly draws what has the larger figure on top, so it hears how good each is."""
+    """Colours by objective. Plotly draws lines with larger values on top, so the values say how good each one
+    is."""
     sign = -1.0 if direction == "minimize" else 1.0
     best, worst = colour_range([-sign * value for value in objective])
     marks = [-worst + (worst - best) * at / (COLOUR_MARKS - 1) for at in range(COLOUR_MARKS)]
@@ -122,13 +123,14 @@ def _coloured(objective: Sequence[float], direction: str) -> dict[str, Any]:
 
 
 def colour_range(badness: Sequence[float]) -> tuple[float, float]:
-    """From the best to the worst, without the worst tenth: one bad adapter must not take all colours."""
+    """From the best to the worst, without the worst tenth, because one bad adapter must not use up all
+    colours."""
     ordered = sorted(badness)
     return ordered[0], ordered[min(math.ceil(0.9 * (len(ordered) - 1)), len(ordered) - 1)]
 
 
 def importance(sweep: Sweep) -> go.Figure:
-    """Share of each searched key in what the objective depends on."""
+    """The importance of each searched key for the objective."""
     found = sweep.importance
     if not found.shares:
         return say(figure(), found.trouble)
@@ -156,7 +158,7 @@ def importance(sweep: Sweep) -> go.Figure:
 
 
 def importance_note(sweep: Sweep) -> str:
-    """How far the shares can be relied upon."""
+    """How reliable the shares are."""
     found = sweep.importance
     if not found.shares:
         return ""

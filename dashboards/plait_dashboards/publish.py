@@ -1,4 +1,4 @@
-"""Keeps a search's figures with its run in MLflow, whose artifact viewer shows them."""
+"""Stores a search's figures with its run in MLflow, whose artifact viewer shows them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ FOLDER = "figures"
 
 
 def publish(settings: TrackingSettings, run_id: str, storage: str | None, final: bool) -> None:
-    """Write the page of a search to its run's artifacts; when the search is over also each figure by itself.
+    """Write the page of a search to its run's artifacts and, when the search has ended, each figure
+    separately.
 
     Args:
-        settings: of the tracking store.
-        run_id: of the search's run.
-        storage: of the study (``search.storage``).
-        final: the search is over.
+        settings: settings of the tracking store.
+        run_id: id of the search's run.
+        storage: storage of the study (``search.storage``).
+        final: whether the search has ended.
 
     Raises:
         SearchError: there is no such run.

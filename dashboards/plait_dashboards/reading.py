@@ -1,4 +1,4 @@
-"""Reads a search out of MLflow and its study."""
+"""Reads a search from MLflow and its study."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def read_sweep(settings: TrackingSettings, name: str | None = None, storage: str
 
     Args:
         settings: where to look.
-        name: of the search, or its MLflow run id; None takes the newest.
-        storage: of the study (``search.storage``); None takes what the search's run says.
+        name: name of the search, or its MLflow run id; None means the newest.
+        storage: storage of the study (``search.storage``); None means that given in the search's run.
 
     Raises:
         SearchError: there is no such search, or none at all.
@@ -53,7 +53,7 @@ def read_sweep(settings: TrackingSettings, name: str | None = None, storage: str
 
 
 def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) -> Sweep:
-    """A search that has been found, with all the rest; as :func:`read_sweep`."""
+    """The same for a search that has been found."""
     run = client.get_run(result.run_id)
     storage = storage or run.data.params.get("search.storage")
     metrics = dict.fromkeys((*CURVES, result.metric) if result.metric else CURVES)
@@ -74,7 +74,7 @@ def sweep_of(result: SearchResult, client: MlflowClient, storage: str | None) ->
 
 
 def about(run: Run, records: Sequence[JobRecord]) -> dict[str, str]:
-    """What was searched, by whom and when: what tells a page from another after a month."""
+    """What was searched, by whom and when, to distinguish pages after a month."""
     settings, tags = run.data.params, run.data.tags
     data = {_words(item.parameters, ("data.source", "data.task", "data.path")) for item in records}
     found = {
@@ -139,7 +139,7 @@ def read_curves(client: MlflowClient, result: SearchResult, metric: str) -> dict
 
 
 def curve_of(points: Sequence[Metric]) -> Curve:
-    """Points in the order of steps; of several for one step the one written last stands."""
+    """Points in the order of steps; if a step has several, the one written last."""
     latest = {point.step: point.value for point in sorted(points, key=lambda point: point.timestamp)}
     steps = sorted(latest)
     return Curve(
@@ -148,8 +148,8 @@ def curve_of(points: Sequence[Metric]) -> Curve:
 
 
 def read_steps(client: MlflowClient, result: SearchResult) -> tuple[GroupStepRow, ...]:
-    """The search's group steps: from its folder at most ``MOST_STEPS``, or, if that is not here, those
-    that the search's run has as a table."""
+    """The search's group steps: at most ``MOST_STEPS`` from its folder or, if that is not on this machine,
+    those in the table of the search's run."""
     path = search_folder(result.location.root, result.name) / GROUP_STEPS_FILE
     if path.exists():
         return tuple(read_group_steps(path, MOST_STEPS))

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """write a search's figures as one HTML page that opens without a network
 
     Raises:
-        SearchError: there is no such search; it lists those there are.
+        SearchError: the search does not exist; the message lists those that do.
         AwayError: the store does not answer.
         StorageError: the store cannot be read, or the page cannot be written.
     """
@@ -46,13 +46,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a page whole or not at all.
+    """Write a page, completely or not at all.
 
     Raises:
-        StorageError: its folder is not there or cannot be written.
+        StorageError: its folder does not exist or cannot be written.
     """
     try:
-        path.parent.resolve(strict=True)  # a folder that is misspelt is not made
+        path.parent.resolve(strict=True)  # so that a misspelt folder is not created
         write_text(path, text, durable=False)
     except OSError as error:
         raise StorageError(

@@ -1,7 +1,8 @@
 """Colours and axes that all figures share, and the two themes that the page chooses from.
 
-The colours are those of Okabe and Ito (2008), which people with any common colour vision tell apart; none of
-them is lost on a white or on a dark ground. What a colour says is also said by a marker, a dash or a word.
+The colours are those of Okabe and Ito (2008), which people with any common colour vision can distinguish; all
+of them are visible on a white and on a dark background. The meaning of a colour is also shown by a marker, a
+dash or a word.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ HEIGHT = 440
 
 
 def faded(colour: str, count: int) -> str:
-    """A colour so thin that ``count`` lines of it over each other do not hide what lies below."""
+    """A colour so transparent that ``count`` lines of it over each other do not hide what is below."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {min(0.3, max(0.06, 12 / count)):.2f})"
 
 
 def figure(height: int = HEIGHT, **layout: Any) -> go.Figure:
-    """An empty figure without a theme of its own."""
+    """An empty figure without a theme."""
     made = go.Figure()
     made.update_layout(
         template=None,
@@ -60,14 +61,14 @@ def figure(height: int = HEIGHT, **layout: Any) -> go.Figure:
 
 
 def say(made: go.Figure, text: str) -> go.Figure:
-    """The figure with words in the place of what it has not got."""
+    """The figure with a text in place of missing content."""
     made.update_layout(height=120, xaxis={"visible": False}, yaxis={"visible": False})
     made.add_annotation(text=text, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
     return made
 
 
 def line_style(at: int) -> dict[str, Any]:
-    """Colour and dash of the line at a place: eighteen that differ."""
+    """Colour and dash of the line with an index; eighteen differ."""
     return {
         "color": COLOURS[at % len(COLOURS)],
         "dash": DASHES[at // len(COLOURS) % len(DASHES)],

@@ -1,4 +1,4 @@
-"""A search as its figures need it: plain data, no store behind it."""
+"""A search in the form that figures need: plain data, without a store."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.tracking.tables import GroupStepRow
 Floats = NDArray[np.floating[Any]]
 Integers = NDArray[np.integer[Any]]
 
-# How a job came out. "useful" is what the search was for; the others are what it cost besides.
+# Outcomes of jobs. "useful" is what the search was for; the others are its additional cost.
 USEFUL, PRUNED, STOPPED, FAILED = "useful", JobState.PRUNED, JobState.STOPPED, JobState.FAILED
 INFEASIBLE, OPEN = JobState.INFEASIBLE, "not ended"
 OUTCOMES = (USEFUL, PRUNED, STOPPED, INFEASIBLE, FAILED, OPEN)
@@ -26,7 +26,7 @@ OUTCOMES = (USEFUL, PRUNED, STOPPED, INFEASIBLE, FAILED, OPEN)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric of one job: values by optimiser step, steps rising."""
+    """One metric of one job: values by optimiser step, ascending."""
 
     steps: Integers
     values: Floats
@@ -34,15 +34,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A search with all that its figures show.
+    """A search with everything that its figures show.
 
     Attributes:
         records: its jobs, best objective first.
-        curves: by metric name and trial.
-        steps: iterations of the groups, in the order in which they ran; of a long search perhaps every k-th.
-        importance: of the hyperparameters, from the study.
-        objectives: those of the search, the first being the one by which the records are ordered.
-        about: what was searched, by whom and when, as the search's run says; the command last.
+        curves: curves by metric name and trial.
+        steps: iterations of the groups, in the order in which they ran; for a long search perhaps every k-th.
+        importance: importance of the hyperparameters, from the study.
+        objectives: objectives of the search; the records are ordered by the first one.
+        about: what was searched, by whom and when, from the search's run; the command last.
     """
 
     name: str
@@ -58,18 +58,18 @@ class Sweep:
 
     @property
     def searched(self) -> list[str]:
-        """Config keys that are not the same in all jobs."""
+        """Config keys that differ between jobs."""
         return varying(self.records)
 
 
 def outcome(record: JobRecord) -> str:
-    """How a job came out: one of ``OUTCOMES``."""
+    """The outcome of a job: one of ``OUTCOMES``."""
     if record.state == JobState.FINISHED:
         return USEFUL
     return record.state if record.ended else OPEN
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """Config keys by their last word; whole if two would be the same."""
+    """Config keys by their last word; in full if two would be the same."""
     last = [key.rsplit(".", 1)[-1] for key in keys]
     return {key: word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)}

@@ -12,13 +12,13 @@ from plait_dashboards.style import figure, say
 from plait_dashboards.sweep import Sweep, outcome, short_names
 
 ROW = 26  # pixels
-LINE = 19  # of each further line of a cell
-LETTER = 7.9  # the usual width of one, which digits have
-BOLD = 1.12  # of a heading, over usual ones
-EDGES = 18  # around a cell's text
-PAGE = 1150  # of the whole table, about
-PROSE = 180  # least width of the reasons, which break
-MOST_ROWS = 20  # to be seen at once; the table scrolls
+LINE = 19  # pixels of each further line of a cell
+LETTER = 7.9  # pixels of the usual width of a letter, which digits have
+BOLD = 1.12  # width of letters in a heading, relative to usual ones
+EDGES = 18  # pixels around a cell's text
+PAGE = 1150  # approximate width of the whole table
+PROSE = 180  # least width of the reasons, which wrap
+MOST_ROWS = 20  # rows visible at once; the table scrolls
 
 Column = tuple[str, list[str]]
 
@@ -49,20 +49,20 @@ def leaderboard(sweep: Sweep) -> go.Figure:
 
 
 def _width(name: str, cells: list[str]) -> float:
-    """Pixels that a column wants; a heading may break at a blank."""
+    """Pixels that a column needs; a heading may break at a blank."""
     heading = BOLD * max(map(len, name.split(" ")))
     return LETTER * max(heading, *map(len, cells)) + EDGES
 
 
 def _height(rows: int, reasons: list[str], width: float) -> int:
-    """Pixels of the rows that are to be seen at once; those whose reason breaks are higher."""
+    """Pixels of the rows visible at once; rows whose reason wraps are higher."""
     shown = min(rows, MOST_ROWS)
     lines = (math.ceil(LETTER * len(text) / (width - EDGES)) for text in reasons[:shown])
     return ROW * shown + LINE * sum(max(count, 1) - 1 for count in lines)
 
 
 def columns(sweep: Sweep) -> list[Column]:
-    """Headings with their units, and cells; columns in which nothing stands are left out."""
+    """Headings with their units, and cells; empty columns are left out."""
     records = sweep.records
     shown: list[Column] = [
         ("place", [str(at) for at in range(1, len(records) + 1)]),

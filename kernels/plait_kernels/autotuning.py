@@ -1,8 +1,8 @@
-"""Which tiles each kernel runs with: sensible ones, or those measured on this device and kept in a file.
+"""Chooses the tiles of each kernel: sensible defaults, or those measured on this device and kept in a file.
 
-On a CUDA device the first call of a shape measures (PLAIT_KERNELS_TUNE=0 turns that off) and writes what
-it found to `tuned.json` in the cache folder, by device, versions and shape. The same file gives the same
-choice again, and so the same bits.
+On a CUDA device the first call with a shape measures (PLAIT_KERNELS_TUNE=0 turns that off) and writes the
+result to `tuned.json` in the cache folder, by device, versions and shape. The same file gives the same choice
+again, and so the same bits.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ def tune(
     candidates: Candidates = CANDIDATES,
     single: bool = False,
 ) -> Choice:
-    """The fastest choice: each stage's candidates in turn, the others as found so far.
+    """The fastest choice, found by trying each stage's candidates in turn with the others as found so far.
 
     Args:
-        measure: seconds of one stage under a choice, or of "layer", the whole; infinity if it cannot run.
-        start: what the candidates may replace.
-        candidates: by stage.
-        single: whether there is one adapter only, for which the vendor's products may do all.
+        measure: returns seconds of one stage, or of "layer" as a whole, with a choice; infinity if it cannot
+            run.
+        start: the choice to improve.
+        candidates: candidates by stage.
+        single: whether there is only one adapter, for which the vendor's products may do everything.
 
     Raises:
-        KernelError: nothing that a stage may choose runs.
+        KernelError: no candidate of a stage runs.
     """
     chosen = start
     for stage, found in candidates.items():
@@ -84,7 +85,7 @@ _known: dict[str, Choice] = {}
 
 
 def choice(call: LayerCall, x: Tensor) -> Choice:
-    """The tiles for a layer's call: known, from the file, or measured now."""
+    """The tiles for a layer's call: known already, from the file, or measured now."""
     if x.device.type != "cuda":
         return DEFAULT
     small = x.dtype == torch.float32 or _shared_memory(x.device) < DEFAULT_MEMORY
@@ -104,13 +105,13 @@ def choice(call: LayerCall, x: Tensor) -> Choice:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have."""
+    """Bytes of shared memory available to one program."""
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
 
 
 def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates) -> Choice | None:
-    """What is fastest; None if the device's memory has no room beside the model to measure in."""
+    """The fastest choice; None if the model leaves no memory on the device to measure in."""
     single = len(call.routing.fused) == 1
     try:
         return tune(_on_device(call, x), start=start, candidates=candidates, single=single)
@@ -125,7 +126,7 @@ def _measured(call: LayerCall, x: Tensor, start: Choice, candidates: Candidates)
 
 
 def _bucket(number: int) -> int:
-    """The power of two at or above."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -192,7 +193,7 @@ def _layer(launcher: Launcher, grad: Tensor) -> None:
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What Triton raises if tiles need more than there is, or a compiler or the driver refuses them."""
+    """The errors of Triton if tiles need too many resources, or a compiler or the driver refuses them."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 

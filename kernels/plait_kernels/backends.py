@@ -19,7 +19,7 @@ class Forward(Protocol):
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, /
     ) -> tuple[Tensor, list[Tensor]]:
-        """Output and what backward needs beside x."""
+        """Compute the output and the tensors that backward needs in addition to x."""
 
 
 class Backward(Protocol):
@@ -52,11 +52,11 @@ class Backend:
     """One way to compute the adapters' part of a layer.
 
     Args:
-        name: what it is chosen by.
-        forward, backward: of one call of a layer.
-        any_variant: whether it computes every variant; otherwise plain LoRA alone, and rows of others go
+        name: the name by which it is chosen.
+        forward, backward: the functions for one call of a layer.
+        any_variant: whether it computes every variant; otherwise only plain LoRA, and rows of others go
             through `reference`.
-        deterministic: whether two runs are bit-equal. Only such a backend is chosen by itself.
+        deterministic: whether two runs are bit-equal. Only such a backend is chosen automatically.
         runs: whether it runs on a device in a dtype.
         needs: what it needs to run, in words.
         candidate: whether `choose_backend` may take it on a device.
@@ -76,20 +76,21 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> Backend:
-    """Add a backend to the registry, in place of an earlier one of its name."""
+    """Add a backend to the registry, replacing an earlier one with its name."""
     BACKENDS[backend.name] = backend
     return backend
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of a name; KernelError lists those there are."""
+    """The backend with this name; KernelError lists the existing ones."""
     if name not in BACKENDS:
         raise KernelError(f"backend {name!r}", "a backend is one of those there are", ", ".join(BACKENDS))
     return BACKENDS[name]
 
 
 def check_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend of a name; KernelError if there is none, or it does not run in this dtype there."""
+    """The backend with this name; KernelError if there is none, or it does not run on the device in this
+    dtype."""
     backend = find_backend(name)
     if not backend.runs(device, dtype):
         raise KernelError(

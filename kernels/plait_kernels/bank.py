@@ -3,9 +3,8 @@
 Each adapter owns one block: a float32 buffer of four rows (weights, gradient, first and second moment) and,
 if the compute dtype is not float32, a compute-dtype copy of the weights. Inside a block all A come first
 and then all B, in the bank's site order, so that an optimiser step is one pass over two contiguous ranges
-and the A of neighbouring sites (q, k, v) form one matrix. Tensors of a variant that do not train lie in a
-buffer of their own, without gradient and moments. Attaching or detaching an adapter touches no other
-adapter's block.
+and the A of neighbouring sites (q, k, v) form one matrix. Untrained tensors of a variant are in a separate
+buffer, without gradient and moments. Attaching or detaching an adapter touches no other adapter's block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """One linear layer where adapters may sit.
+    """One linear layer that adapters may target.
 
     Args:
         name: the layer's name, unique in the bank.
@@ -48,10 +47,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one adapter's tensors lie: offsets in elements, of those that train and of those that do not.
+    """The layout of one adapter's tensors: offsets in elements, for trained and for untrained ones.
 
-    `offsets` maps a site to the offset of each of its tensors, in the variant's order; `specs` to what they
-    are. `ranges` are the parts that train with the learning rate of each.
+    `offsets` maps a site to the offset of each of its tensors, in the variant's order; `specs` maps it to
+    their specifications. `ranges` are the trained parts, with the learning rate of each.
     """
 
     specs: dict[str, tuple[TensorSpec, ...]]
@@ -62,7 +61,7 @@ class Layout:
 
     @classmethod
     def of(cls, variant: Variant, sites: Sequence[Site], rank: int) -> Layout:
-        """All sites' first tensors, then all their second ones, each aligned."""
+        """Lay out all sites' first tensors, then all their second ones, each aligned."""
         specs = {site.name: variant.tensors(site.in_features, site.out_features, rank) for site in sites}
         offsets: dict[str, list[int]] = {name: [] for name in specs}
         ranges: list[tuple[slice, Literal["a", "b"]]] = []
@@ -82,9 +81,9 @@ class Layout:
 class Block:
     """One adapter's memory and constants.
 
-    `state` has four rows of what trains, `frozen` the weights of what does not; `copy` and `frozen_copy` are
-    both in the compute dtype. `local` holds the offsets of A and B at all the bank's sites, (sites, 2) int64,
-    ABSENT if the adapter does not sit or is no plain LoRA.
+    `state` has four rows for the trained tensors, `frozen` the weights of the others; `copy` and
+    `frozen_copy` are both in the compute dtype. `local` has the offsets of A and B at all the bank's sites,
+    (sites, 2) int64, ABSENT if the adapter does not target the site or is not plain LoRA.
     """
 
     adapter: str
@@ -104,7 +103,7 @@ class Block:
     _diagonals: dict[tuple[tuple[str, int], ...], Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that it holds: the state, its compute copy, and what is cached of them."""
+        """All tensors of the block: the state, its compute copy, and cached ones derived from them."""
         yield from (self.state, self.copy, self.local, *self._diagonals.values())
         if self.layout.frozen:
             yield from (self.frozen, self.frozen_copy)
@@ -115,9 +114,9 @@ class Block:
         return self.copy.dtype == self.state.dtype
 
     def at(self, site: Site, row: int) -> Tensors:
-        """The tensors of a site (of plain LoRA: A (rank, in) and B (out, rank)) as views of one row.
+        """The tensors of a site (for plain LoRA, A (rank, in) and B (out, rank)) as views of one row.
 
-        What does not train has a weight and a compute copy alone, and is left out of other rows.
+        Untrained tensors have only a weight and a compute copy, and are left out of other rows.
         """
         key = (site.name, row)
         found = self._views.get(key)
@@ -136,7 +135,7 @@ class Block:
         return self.frozen_copy if row == COMPUTE else self.frozen
 
     def refresh(self) -> None:
-        """Make everything derived from the masters follow them."""
+        """Update everything derived from the master weights."""
         self.generation += 1
         if not self.aliased:
             self.copy.copy_(self.state[WEIGHTS])
@@ -198,10 +197,10 @@ class Bank:
     """All adapters that share one frozen base on one device.
 
     Args:
-        sites: every place where an adapter may sit, in the order of the layers' execution; sites that
-            read the same input (q, k, v) next to each other.
-        device: where the buffers live.
-        compute_dtype: dtype of the activations; masters, gradients and moments are float32 always.
+        sites: every layer that an adapter may target, in the order of the layers' execution; sites that read
+            the same input (q, k, v) are next to each other.
+            device: device of the buffers.
+            compute_dtype: dtype of the activations; master weights, gradients and moments are always float32.
 
     Raises:
         KernelError: two sites with one name, or a size below 1.
@@ -216,7 +215,7 @@ class Bank:
         self.site_index = {site.name: index for index, site in enumerate(self.sites)}
         self.blocks: dict[str, Block] = {}
         # Autograd records an operation only if an input needs a gradient; the input of the first layer
-        # does not, so the anchor stands for the adapters' own weights.
+        # does not, so the anchor represents the adapters' own weights.
         self.anchor = torch.zeros((), device=self.device, requires_grad=True)
         self.tables: dict[object, Tensor] = {}  # layouts of layers on the device, made by a backend
         if len(self.site_index) != len(self.sites):
@@ -243,17 +242,17 @@ class Bank:
         Fill its weights through `weights` and call `refresh` before the first forward.
 
         Args:
-            adapter: a name that the bank does not hold yet.
+            adapter: a name that is new to the bank.
             rank: columns of B.
             scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
             dropout: probability of dropping an input feature, rounded to 1/65536 where it is applied.
             seed: first word of the dropout key, taken modulo 2**32.
-            sites: names of the sites where the adapter sits.
-            variant: what its tensors are and how they are used.
+            sites: names of the sites that the adapter targets.
+            variant: defines its tensors and their use.
 
         Raises:
-            KernelError: the name is taken, a site is unknown, or a number is out of range; nothing of the
-                variant trains, or it asks for the kernels of plain LoRA and is not that.
+            KernelError: the name is taken, a site is unknown, a number is out of range, no tensor of the
+                variant is trained, or it claims to be plain LoRA and is not.
         """
         self._check(adapter, rank, dropout, sites)
         chosen = [site for site in self.sites if site.name in set(sites)]
@@ -304,7 +303,7 @@ class Bank:
         del self.blocks[self.block(adapter).adapter]
 
     def block(self, adapter: str) -> Block:
-        """The block of an attached adapter; KernelError names those there are."""
+        """The block of an attached adapter; KernelError lists the attached ones."""
         found = self.blocks.get(adapter)
         if found is None:
             raise KernelError(
@@ -332,7 +331,7 @@ class Bank:
         return {name: (first[name], second[name]) for name in first}
 
     def refresh(self, adapters: Iterable[str] | None = None) -> None:
-        """Make the compute-dtype copies follow the masters, after a load or a change by hand."""
+        """Update the compute-dtype copies from the master weights, after a load or a manual change."""
         for adapter in self.blocks if adapters is None else adapters:
             self.block(adapter).refresh()
 

@@ -1,12 +1,12 @@
 """`python -m plait_kernels.bench`: how much LoRA costs over the frozen layer, with each backend.
 
-Every shape is first checked for correctness against float64 where it is timed, then timed in rounds in which
+Every shape is first checked for correctness against float64 on the same device, then timed in rounds in which
 all subjects take turns: the frozen layer alone (the limit), torch LoRA (autograd, one adapter after the
 other), and each backend; forward, backward and both. On a CPU it runs small shapes.
 
-The usual shapes come first, and the file is written after each: `--seconds` ends a run in time, and the same
-command resumes from its file if device, versions and commit are the same. A shape that fails, or does not
-fit into memory, is reported, and the others still run.
+The usual shapes come first, and the file is written after each. `--seconds` limits the time of a run, and the
+same command resumes from its file if device, versions and commit are the same. A shape that fails, or does
+not fit into memory, is reported, and the others still run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape to measure, of a layer by its name, and how its ranks go."""
+    """A shape to measure: a layer by its name, and the kind of its ranks."""
 
     layer: str
     shape: Shape
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def key(self) -> list[object]:
-        """What tells its row from others in the file."""
+        """What identifies its row in the file."""
         return [self.layer, self.shape.tokens, len(self.shape.ranks), self.ranks, self.shape.dropout]
 
     @property
@@ -126,7 +126,7 @@ def _mixed(number: int) -> tuple[int, ...]:
 
 
 def subjects(made: Problem, backends: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What is timed, by name: functions of x."""
+    """The functions of x to be timed, by name."""
     found: dict[str, Callable[[Tensor], Tensor]] = {
         "frozen": lambda x: linear(x, made.weight),
         "torch-lora": torch_lora(made),
@@ -180,7 +180,8 @@ def _flush(device: torch.device) -> None:
 
 
 def _peak_bytes(made: Problem, run: Callable[[Tensor], Tensor]) -> int:
-    """Most device bytes above those held before, forward and backward; 0 on a CPU, which does not count."""
+    """Peak device bytes above those in use before, forward and backward; 0 on a CPU, which does not count
+    them."""
     if made.x.device.type != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -193,7 +194,8 @@ def _peak_bytes(made: Problem, run: Callable[[Tensor], Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Peak:
-    """What the device reaches: operations a second of a large product, bytes a second of a large copy."""
+    """The device's measured peaks: operations per second of a large product, bytes per second of a large
+    copy."""
 
     operations: float
     bytes: float
@@ -322,7 +324,7 @@ def _print(row: dict[str, Any], backends: Sequence[str]) -> None:
 
 
 def _start(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file holds already, if it is of the same device, versions and commit; else a new result."""
+    """The existing result in the file, if it has the same device, versions and commit; else a new result."""
     fresh = {"environment": environment(options.device), "dtype": options.dtype, "rows": [], "failures": []}
     try:
         found = json.loads(options.json.read_text()) if options.json is not None else {}
@@ -334,7 +336,7 @@ def _start(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Replace the file; a run that is stopped leaves the last whole one."""
+    """Replace the file; a run that is stopped leaves the last complete one."""
     if options.json is not None:
         scratch = options.json.with_name(options.json.name + ".part")
         scratch.write_text(json.dumps(result, indent=1) + "\n")
@@ -346,7 +348,7 @@ def _key(row: dict[str, Any]) -> list[object]:
 
 
 def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Add a case's row to the result, or why there is none."""
+    """Add a case's row to the result, or the reason why there is none."""
     try:
         result["rows"].append(asdict(measure(case, options.backends, peak, options)))
         _print(result["rows"][-1], options.backends)
@@ -360,7 +362,7 @@ def _measured(case: Case, peak: Peak, options: argparse.Namespace, result: dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 if a backend is wrong at a shape, or a shape could not be measured."""
+    """Run the benchmark; return 1 if a backend is wrong at a shape, or a shape could not be measured."""
     options = parse(arguments)
     begin = time.monotonic()
     result = _start(options)

@@ -1,4 +1,4 @@
-"""What the benchmark holds backends against: torch LoRA by autograd, and the same in float64."""
+"""What the benchmark compares backends with: torch LoRA by autograd, and the same in float64."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def _leaves(made: Problem, dtype: torch.dtype) -> Leaves:
 
 
 def _lora(made: Problem, x: Tensor, leaves: Leaves, masks: list[list[Tensor]] | None) -> Tensor:
-    """Each adapter's two products for its own rows, joined: nothing of full size is added up.
+    """Each adapter's two products for its own rows, concatenated, without sums of full size.
 
-    `masks`: by span and site, in place of torch's own dropout.
+    `masks`: masks by span and site, in place of torch's own dropout.
     """
     pieces = []
     for number, span in enumerate(made.routing.spans):
@@ -61,7 +61,7 @@ def _lora(made: Problem, x: Tensor, leaves: Leaves, masks: list[list[Tensor]] | 
 
 
 def torch_lora(made: Problem) -> Callable[[Tensor], Tensor]:
-    """LoRA as torch's users write it: for each adapter two products and torch's own dropout."""
+    """LoRA as usually written in torch: for each adapter, two products and torch's own dropout."""
     leaves = _leaves(made, made.x.dtype)
     return lambda x: _lora(made, x, leaves, None)
 
@@ -102,7 +102,8 @@ def _rms(tensor: Tensor) -> float:
 
 
 def check(made: Problem, backend: str) -> Check:
-    """Output and all gradients of a backend against float64, beside torch LoRA's in the same dtype."""
+    """Compare output and all gradients of a backend with float64, as well as torch LoRA's in the same
+    dtype."""
     masks = _masks(made)
     made.bank.zero_gradients()
     x = made.x.detach().requires_grad_()

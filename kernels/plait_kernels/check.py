@@ -1,7 +1,7 @@
-"""`python -m plait_kernels.check`: are the backends right on this machine? Needs torch (and Triton) alone.
+"""`python -m plait_kernels.check`: are the backends right on this machine? Needs only torch (and Triton).
 
-Every case is held against float64 by the rule of `bench_check`, run twice for equal bits, and its dropout
-masks compared with the formula, with memory that is not written full of NaN. Prints one line for each and
+Every case is compared with float64 by the rule of `bench_check`, run twice for equal bits, and its dropout
+masks are compared with the formula; unwritten memory is filled with NaN. It prints one line for each case and
 writes JSON; the exit status is 1 if anything is wrong.
 """
 
@@ -32,7 +32,7 @@ RANKS = (1, 3, 16, 17, 100, 256)
 
 @dataclass(frozen=True)
 class Finding:
-    """One backend at one shape: its RMS errors and torch LoRA's, relative, and what was found wrong."""
+    """One backend at one shape: its relative RMS errors and torch LoRA's, and the faults found."""
 
     backend: str
     dtype: str
@@ -54,7 +54,7 @@ def shapes() -> Iterator[Shape]:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Every new tensor that is not filled holds NaN."""
+    """Fill every new uninitialised tensor with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     deterministic: Any = torch.utils.deterministic
     # Only warn: cuBLAS counts as not deterministic if no workspace is set, and refuses.
@@ -77,7 +77,8 @@ def _bits(made: Problem, backend: str) -> list[torch.Tensor]:
 
 
 def _same_mask(made: Problem, backend: str) -> bool:
-    """Whether forward drops the right features: with x and A of ones it counts those that are kept."""
+    """Whether forward drops the right features; with x and A of ones, the output counts those that are
+    kept."""
     features = made.shape.in_features
     for span in made.routing.spans:
         for a, b in made.bank.weights(span.block.adapter).values():
@@ -136,7 +137,7 @@ def _print(found: Finding) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Examine every backend; 1 if something is wrong."""
+    """Examine every backend; return 1 if something is wrong."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with it cuBLAS repeats its bits
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="python -m plait_kernels.check", description=__doc__)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("dropout.c")
 _FLAGS = ("-O3", "-shared", "-fPIC")
-# The first set that the compiler takes is used; a processor-specific build is about seven times as fast.
+# The first set that the compiler accepts is used; a processor-specific build is about seven times as fast.
 _OPTIONAL_FLAGS = (
     ("-march=native", "-mprefer-vector-width=512", "-fopenmp"),
     ("-march=native", "-fopenmp"),
@@ -27,7 +27,8 @@ _OPTIONAL_FLAGS = (
 
 
 def cache_folder() -> Path:
-    """Where compiled code and tuned configurations are kept: PLAIT_KERNELS_CACHE, else the user's cache."""
+    """The folder of compiled code and tuned configurations: PLAIT_KERNELS_CACHE, else in the user's cache
+    folder."""
     named = os.environ.get("PLAIT_KERNELS_CACHE")
     if named:
         return Path(named)
@@ -44,7 +45,7 @@ def _processor() -> str:
 
 
 def _build(compiler: str, source: Path, target: Path) -> str:
-    """Compile `source` into `target`; the last compiler's message if nothing works, else ''."""
+    """Compile `source` into `target`; return the compiler's last message if nothing works, else ''."""
     message = ""
     for optional in _OPTIONAL_FLAGS:
         command = [compiler, *_FLAGS, *optional, str(source), "-o", str(target)]
@@ -86,8 +87,9 @@ def compile_library(source: Path, folder: Path) -> Path:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether the library is as this user compiled it. What others can write, as in a shared folder, would
-    run with this user's rights; to load a part of a library ends the process by a signal."""
+    """Whether the library is as this user compiled it. A library that others can write, as in a shared
+    folder, would run with this user's rights, and loading a partial library kills the process with a
+    signal."""
     try:
         facts = library.stat()
         own = facts.st_uid in (0, os.geteuid()) and not facts.st_mode & 0o022
@@ -114,7 +116,7 @@ def _to_disk(path: Path) -> None:
 
 @functools.cache
 def dropout_library() -> ctypes.CDLL | None:
-    """The compiled functions, or None, with one warning, if they cannot be built."""
+    """The compiled functions, or None and a single warning if they cannot be built."""
     if sys.byteorder != "little":
         return None
     try:

@@ -48,7 +48,7 @@ def dropout_threshold(p: float) -> int:
 
 
 def keep_scale(threshold: int) -> float:
-    """What kept values are multiplied by: 1 / (1 − threshold / 65536)."""
+    """The factor of kept values: 1 / (1 − threshold / 65536)."""
     return 65536.0 / (65536 - threshold)
 
 
@@ -93,7 +93,7 @@ def dropout_mask(seed: int, module: int, counters: RowCounters, features: int, p
     Args:
         seed: the job's seed, taken modulo 2**32.
         module: the site's dropout key.
-        counters: of the rows.
+        counters: counters of the rows.
         features: columns of the mask, counted over the whole layer.
         p: probability of dropping, rounded to 1/65536.
 

@@ -65,7 +65,7 @@ def drop(
         threshold: round(p·65536).
         total: (rows, features), or None.
         part: (modules, rows, features), contiguous, if `total` is given.
-        factor: of `part`.
+        factor: factor of `part`.
 
     Returns:
         (modules, rows, features).

@@ -1,7 +1,9 @@
-"""The grouped backend: torch's matrix products on each segment's packed rows, as few and as large as can be.
+"""The grouped backend: torch's matrix products on each segment's packed rows, as few and as large as
+possible.
 
-The sites of one adapter that read the same x are multiplied at once if their A lie end to end and no
-dropout sets them apart. Products accumulate straight into their columns of the output, without copies.
+The sites of one adapter that read the same x are multiplied together if their A are contiguous and dropout
+does not make their inputs differ. Products accumulate directly into their columns of the output, without
+copies.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def _generations(call: LayerCall) -> list[int]:
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """The bank's dtype holds, also if autocast would take another."""
+    """Turn autocast off, so that the bank's dtype is used."""
     kind = x.device.type  # meta tensors, which memory is computed with, have no autocast
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(x.device.type, enabled=False)
@@ -98,7 +98,7 @@ def multi_lora_linear(
 ) -> Tensor:
     """Frozen linear layer plus each row's own adapter; of plain LoRA: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ.
 
-    Rows whose adapter is of another variant are computed by `reference`, whatever the backend: their
+    Rows whose adapter has another variant are computed by `reference` with every backend, so their
     neighbours' results do not depend on them.
 
     Several layers that read the same x (q, k, v) are one call: `weight` holds their rows one after the
@@ -111,17 +111,17 @@ def multi_lora_linear(
         bias: (sum of out,) or None.
         sites: for each part of the columns a site's name, a number of columns without adapters, or None
             for the columns that are left over.
-        bank: where the adapters are.
-        routing: of this microbatch.
-        backend: the name of a registered one ("reference", "grouped", "triton"); `choose_backend` finds the
-            one for a device.
+        bank: the bank of the adapters.
+        routing: routing of this microbatch.
+        backend: name of a registered backend ("reference", "grouped", "triton"); `choose_backend` finds the
+            best one for a device.
 
     Returns:
         (tokens, sum of out).
 
     Raises:
-        KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b want a gradient. In
-            backward: weights were refreshed since forward, or a second derivative is asked for.
+        KernelError: shapes, dtypes, devices, sites or backend do not fit, or W or b require a gradient. In
+            backward: weights were refreshed since forward, or a second derivative is requested.
     """
     chosen = _check(x, weight, bias, bank, routing, backend)
     call = layer_call(bank, routing, sites, weight.shape[0])

@@ -1,4 +1,5 @@
-"""Plain LoRA: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ. The one variant that backends have kernels of their own for."""
+"""Plain LoRA: h = x Wᵀ + b + s (D ∘ x) Aᵀ Bᵀ. The only variant for which backends have
+their own kernels."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Head:
         return logits
 
     def hidden_gradient(self, grad: Tensor, logits: Tensor, dtype: torch.dtype) -> Tensor:
-        """From the gradient of the logits, which it overwrites, to that of the hidden rows."""
+        """The gradient of the hidden rows from that of the logits, which is overwritten."""
         if self.softcap is not None:
             grad *= logits.div_(self.softcap).square_().neg_().add_(1.0)
         if self.scale is not None:

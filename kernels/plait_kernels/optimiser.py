@@ -19,14 +19,15 @@ class AdapterStep:
     """One adapter's optimiser step.
 
     Args:
-        adapter: which.
+        adapter: name of the adapter.
         step: 1 for the adapter's first step; it sets the bias correction.
         lr_a: learning rate of A, and of a variant's tensors like it.
         lr_b: learning rate of B (LoRA+ gives B a larger one).
         betas: decay of the first and second moment.
         eps: added to the root of the second moment.
-        weight_decay: decoupled, of all that trains.
-        clip_norm: the gradient is scaled down to this norm over all of the adapter's weights; None: not.
+        weight_decay: decoupled, for all trained tensors.
+        clip_norm: the gradient is scaled down to this norm over all of the adapter's weights; None: no
+            clipping.
     """
 
     adapter: str
@@ -77,7 +78,7 @@ def adamw_step(bank: Bank, steps: Sequence[AdapterStep]) -> list[StepResult]:
 
 def _step(block: Block, step: AdapterStep, norm: float) -> None:
     if step.clip_norm is not None and norm > 0.0:
-        factor = step.clip_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        factor = step.clip_norm / (norm + 1e-6)  # as in torch.nn.utils.clip_grad_norm_
         if factor < 1.0:
             block.state[GRADIENTS].mul_(factor)
     rates = {"a": step.lr_a, "b": step.lr_b}

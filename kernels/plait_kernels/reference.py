@@ -30,7 +30,7 @@ def _drop(call: LayerCall, span: Span, site: Site) -> Callable[[Tensor], Tensor]
 def _parts(
     x: Tensor, weight: Tensor, bias: Tensor | None, call: LayerCall, owners: Owners
 ) -> Iterator[tuple[Variant, SiteRows, slice, slice]]:
-    """Each segment at each site: its variant, what that computes with, and its rows and columns."""
+    """For each segment at each site: its variant, the variant's input, and the rows and columns."""
     for span, placed in owners:
         block, own = span.block, slice(span.start, span.stop)
         for site, columns in placed:

@@ -24,7 +24,7 @@ class RoutedSegment:
 
 @dataclass(frozen=True)
 class Span:
-    """A segment with its adapter's block and the dropout that holds for this microbatch.
+    """A segment with its adapter's block and its dropout in this microbatch.
 
     `threshold` is round(p·65536), 0 if nothing is dropped.
     """
@@ -42,9 +42,9 @@ class Routing:
     Args:
         tokens: rows of the microbatch.
         spans: the segments that have an adapter and at least one row, in order of their rows.
-        fused: those of them that are plain LoRA.
+        fused: the subset of them that is plain LoRA.
         counters: (tokens, 3) int64 counter words.
-        tables: what a backend lays out on the device, made once.
+        tables: tables that a backend puts on the device, made once.
     """
 
     bank: Bank
@@ -61,14 +61,14 @@ class Routing:
         """Check the segments against the bank and lay out the tables.
 
         Args:
-            bank: holds every adapter that a segment names.
+            bank: the bank with every adapter that a segment names.
             segments: disjoint, in any order; rows of no segment belong to the base model alone. One
                 adapter may own several.
             counters: for all rows of the microbatch.
             training: whether dropout is applied.
 
         Raises:
-            KernelError: segments overlap or leave the microbatch, or name an adapter not attached.
+            KernelError: segments overlap or exceed the microbatch, or name an adapter that is not attached.
         """
         tokens = int(counters.step.numel())
         spans, end = [], 0

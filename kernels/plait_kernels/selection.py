@@ -1,4 +1,4 @@
-"""The choice of a backend for a device, by measurement if several come into question."""
+"""Chooses a backend for a device, by measurement if there are several candidates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def choose_backend(
     backward of a square layer with four adapters of rank 16.
 
     Args:
-        device: where the model is.
+        device: device of the model.
         dtype: the compute dtype.
         features: in and out of the layer that is timed.
         tokens: rows that are timed.
@@ -50,11 +50,11 @@ def choose_backend(
 
 
 def fastest(backends: Sequence[str], measure: Callable[[str], float]) -> Selection:
-    """The backend that takes least; one that cannot run after all, as without a C compiler, is left out.
+    """The fastest backend; one that turns out not to run, for example without a C compiler, is left out.
 
     Args:
         backends: their names; the first always runs.
-        measure: seconds of one.
+        measure: returns the seconds of a backend.
     """
     seconds = {backends[0]: measure(backends[0])}
     for backend in backends[1:]:

@@ -1,4 +1,4 @@
-"""A layer with random weights, adapters and rows, to be timed by tuning, selection and the benchmark."""
+"""A layer with random weights, adapters and rows, for timing in tuning, selection and the benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Shape:
         in_features: columns of x.
         out_features: outputs of each site; the sites share x.
         ranks: one adapter each.
-        dropout: of every adapter.
+        dropout: dropout of every adapter.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ def counters_of(tokens: int, device: torch.device | str, *, length: int = 512) -
 
 
 def even_segments(tokens: int, adapters: Sequence[str]) -> list[RoutedSegment]:
-    """Contiguous segments that share the rows as evenly as can be."""
+    """Contiguous segments that divide the rows as evenly as possible."""
     edges = [tokens * index // len(adapters) for index in range(len(adapters) + 1)]
     return [
         RoutedSegment(adapter, start, stop)
@@ -78,7 +78,7 @@ def even_segments(tokens: int, adapters: Sequence[str]) -> list[RoutedSegment]:
 
 
 def problem(shape: Shape, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Problem:
-    """Build a problem from a seed, on the device: a large one is there in milliseconds."""
+    """Build a problem from a seed on the device, where even a large one takes milliseconds."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float) -> Tensor:

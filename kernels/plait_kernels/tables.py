@@ -1,4 +1,4 @@
-"""Tables by which Triton kernels find a tile's adapter, built on the host once a microbatch or layer."""
+"""Tables with which Triton kernels find a tile's adapter, built on the host once per microbatch or layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TileTable:
 
     Args:
         tiles: (count, 4) int64: first row, rows, span (−1: no adapter), slot (−1: only tile).
-        count: tiles.
+        count: number of tiles.
         slots: ranks of all partial sums together.
         shared: (adapters with several tiles, 3) int64: one of its spans, first slot, tiles.
     """
@@ -37,7 +37,7 @@ class TileTable:
 
 @dataclass(frozen=True)
 class SpanTable:
-    """What kernels know of every span.
+    """What kernels know about every span.
 
     Args:
         spans: (spans, 4) int64: rank, dropout threshold, seed, where row 0 of its S would lie.

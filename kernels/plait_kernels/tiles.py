@@ -17,9 +17,9 @@ class Tiles:
         rows: rows of a tile.
         columns: columns of a tile of the output.
         depth: step of the loop over the summed dimension.
-        splits: parts into which the summed dimension is cut, so that few rows still fill the device; for
-            dA the tiles that one program sums up.
-        warps, stages: as Triton means them.
+        splits: parts into which the summed dimension is cut, so that few rows still fill the device; for dA,
+            the tiles that one program sums.
+            warps, stages: as in Triton.
     """
 
     rows: int
@@ -34,7 +34,7 @@ class Tiles:
 class Choice:
     """The tiles of every kernel of a layer; without fused tiles the vendor's product has an epilogue.
 
-    `vendor`: the vendor's products do all of it (`grouped`), which may be fastest for a single adapter.
+    `vendor`: the vendor's products do everything (`grouped`), which may be fastest for a single adapter.
     """
 
     down: Tiles = Tiles(rows=64, depth=64, splits=2)
@@ -59,8 +59,8 @@ SMALL = Choice(
 SMALL_MEMORY = 99 * 1024  # bytes of shared memory that SMALL stays below; DEFAULT needs up to 160 KiB
 DEFAULT_MEMORY = 160 * 1024
 Candidates = dict[str, tuple[tuple[str, Tiles], ...]]
-# For each stage of a layer what may replace the default; stages are measured one after the other. On compute
-# capability 9.0 all have the registers that they need; what a device has no shared memory for is left out.
+# For each stage of a layer, the alternatives to the default; stages are measured one after the other. On
+# compute capability 9.0 all have enough registers; those that need too much shared memory are left out.
 CANDIDATES: Candidates = {
     "down": tuple(
         ("down", Tiles(rows=rows, depth=depth, splits=splits, warps=8 if rows == 128 else 4))
@@ -106,7 +106,7 @@ SMALL_CANDIDATES: Candidates = {
 
 
 def load(path: Path) -> dict[str, Choice]:
-    """The choices that a file holds; none if it is missing or not readable as such."""
+    """The choices in a file; none if it is missing or not readable."""
     try:
         stored = json.loads(path.read_text())
         return {key: _choice(value) for key, value in stored.items()}
@@ -122,7 +122,7 @@ def _choice(value: dict[str, Any]) -> Choice:
 
 
 def save(path: Path, key: str, chosen: Choice) -> None:
-    """Add a choice to the file; a reader sees the file before or after, never half of it."""
+    """Add a choice to the file, which is replaced atomically."""
     known = load(path)
     known[key] = chosen
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,4 +1,4 @@
-"""The Triton backend: one launcher a call, with the tiles that were chosen for its shape."""
+"""The Triton backend: one launcher per call, with the tiles chosen for its shape."""
 
 from __future__ import annotations
 

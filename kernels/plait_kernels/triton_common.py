@@ -26,7 +26,7 @@ SITE_FIELDS = tl.constexpr(5)
 BLOCK_FIELDS = tl.constexpr(3)
 ABSENT = tl.constexpr(-(2**61))
 NOWHERE = tl.constexpr(-(2**62))
-RANK_STEP = tl.constexpr(16)  # the least that a tensor core multiplies
+RANK_STEP = tl.constexpr(16)  # the smallest size that a tensor core multiplies
 A = tl.constexpr(0)
 B = tl.constexpr(1)
 

@@ -2,7 +2,7 @@
 
 The graph is split at S, which is small: (1) dropout and down-projection of each row's owner only; (2) base
 product plus up-projection; (3) dS and dB from one read of dh; (4) dA; (5) base dx plus low-rank dx with the
-mask made again. (2) and (5) are one Triton product, or the vendor's product with an epilogue, whichever was
+mask recomputed. (2) and (5) are one Triton product, or the vendor's product with an epilogue, whichever was
 measured to be faster (`autotuning`).
 """
 
@@ -48,7 +48,7 @@ class Launcher:
         self.align = 16 if all(start % 16 == 0 for start in starts) else 1
 
     def common(self, tiles: Tiles) -> dict[str, Any]:
-        """What every product's launch is given."""
+        """The arguments of every product's launch."""
         return {
             "RANKS": self.table.rank_factor,
             "PRECISION": self.precision,
@@ -57,7 +57,7 @@ class Launcher:
         }
 
     def packed(self, splits: int) -> Tensor:
-        """Room for S or dS; float32 parts if several splits are summed afterwards."""
+        """An empty tensor for S or dS; float32 parts if several splits are summed afterwards."""
         shape = (self.site_count, self.table.packed)
         if splits == 1:
             return self.x.new_empty(shape)

@@ -1,7 +1,7 @@
-"""Adapter variants as the kernels see them: which tensors there are, and how forward and backward use them.
+"""Adapter variants as the kernels see them: their tensors, and how forward and backward use these.
 
-Plain LoRA (`lora`) is one. A variant of another kind needs no kernels of its own: its rows are computed by
-`reference`, whichever backend computes the rows of plain LoRA in the same microbatch.
+Plain LoRA (`lora`) is one. Another variant needs no kernels: its rows are computed by `reference`, whichever
+backend computes the rows of plain LoRA in the same microbatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TensorSpec:
         name: as PEFT stores it, after the layer's name: "lora_A.weight".
         shape: its sizes.
         trains: whether the optimiser steps it. One that does not has neither gradient nor moments.
-        rate: the learning rate that it takes: "a", or "b", which LoRA+ raises.
+        rate: its learning rate: "a", or "b", which LoRA+ raises.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SiteRows:
         weight: (out, in), frozen.
         bias: (out,), frozen, or None; not given in backward.
         tensors: in the variant's order, in the compute dtype.
-        gradients: of those that train, in the variant's order: float32 accumulators.
+        gradients: float32 accumulators for the gradients of the trained tensors, in the variant's order.
         scale: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
         drop: D ∘ a tensor of x's shape; the same mask in forward and backward.
     """
@@ -58,7 +58,7 @@ class Variant(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Its name."""
 
     @property
     def fused(self) -> bool:
@@ -78,5 +78,5 @@ class Variant(Protocol):
         """Add to `rows.gradients`, and to `dx` (rows, in), which holds grad W, if it is given.
 
         Args:
-            grad: (rows, out), of the output.
+            grad: (rows, out), the gradient of the output.
         """
