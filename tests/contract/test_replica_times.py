@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from laboratory import random_data, random_texts
-from processes import fleet
+from processes import ForkedProcess, fleet
 from trace_files import overlaps, tracks_of
 
 from plait.core.errors import ProcessError
@@ -24,6 +24,7 @@ from plait.tracking.spans import SpanLog, write_trace
 
 MODEL = ModelSettings(kind="tiny", dtype="float32", seed=3)
 ENGINE = EngineSettings(kernels="grouped", capacity=64, threads=1)
+AHEAD = 1000.0  # seconds by which the second process's clock is ahead of the first's and the coordinator's
 JOB = JobSpec("a", AdapterSpec(2), TrainSpec(steps=2, batch_size=6, eval_every=1), random_texts(1, 5, 25))
 
 
@@ -43,7 +44,8 @@ def _check_trace(events: Sequence[Event], folder: Path) -> None:
         assert sum(span["dur"] for span in spans) == pytest.approx(whole, rel=1e-2)
 
 
-def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
+def test_busy_and_waiting_of_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkedProcess, "ahead", AHEAD)
     settings = RunSettings(model=MODEL, engine=ENGINE)
     with fleet(2, MODEL, ENGINE, tmp_path / "processes") as worker:
         coordinator = Coordinator(worker, DataCatalogue(random_data), settings, folder=tmp_path)
@@ -58,6 +60,7 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
         for each in step.replicas:
             assert each.busy_seconds + each.waited_seconds == pytest.approx(step.seconds)
             assert each.received_bytes > 0
+            assert each.busy_seconds > 0
     taken = [event.replicas for event in events if isinstance(event, SpansTaken)]
     for replica in range(2):
         spans = [span for each in taken for span in each[replica].spans]
@@ -68,8 +71,7 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path) -> None:
         assert sum(span.kind == "microbatch" for span in spans) >= len(steps)
     _check_trace(events, tmp_path)
     for each in taken:
-        # Both are of this host: their clocks are one.
-        assert all(abs(own.offset) <= own.error + 1e-9 for own in each)
+        assert all(abs(own.offset + own.replica * AHEAD) <= own.error + 1e-9 for own in each)
 
 
 def test_a_silent_process_is_seen_before_it_counts_as_dead(tmp_path: Path) -> None:

@@ -114,10 +114,8 @@ class Fleet:
 
     def take_spans(self) -> Sequence[ReplicaSpans]:
         """What each replica did since the last call."""
-        return [
-            process.take_spans(device)
-            for process, device in zip(self.processes.all, self.facts.devices, strict=True)
-        ]
+        pairs = enumerate(zip(self.processes.all, self.facts.devices, strict=True))
+        return [process.take_spans(number, device) for number, (process, device) in pairs]
 
     def states(self) -> Sequence[ProcessState]:
         """How each process is doing now."""

@@ -81,12 +81,12 @@ class Process:
         silent = now - self.heard if self.busy else 0.0
         return ProcessState(number, hello.host, hello.pid, device, doing, now - self.asked, silent, limit)
 
-    def take_spans(self, device: str) -> ReplicaSpans:
+    def take_spans(self, number: int, device: str) -> ReplicaSpans:
         """What it did since the last call."""
         taken = tuple(self.spans)
         self.spans.clear()
         hello, clock = self.hello, self.clock
-        return ReplicaSpans(hello.process, hello.host, hello.pid, device, taken, clock.seconds, clock.error)
+        return ReplicaSpans(number, hello.host, hello.pid, device, taken, clock.seconds, clock.error)
 
 
 class Processes:
