@@ -35,9 +35,9 @@ def _check_trace(events: Sequence[Event], folder: Path) -> None:
         if isinstance(event, SpansTaken):
             log.add(event)
     tracks = tracks_of(write_trace(folder) or "")
-    assert len(tracks) == 2
-    for spans in tracks.values():
-        assert overlaps(spans) == []
+    assert list(tracks) == [(1, 1), (1, 2), (2, 1), (2, 2)]  # the process's own thread, and the exchange's
+    assert [overlaps(spans) for spans in tracks.values()] == [[]] * 4
+    for spans in (tracks[1, 1], tracks[2, 1]):
         first, last = spans[0], spans[-1]
         whole = last["ts"] + last["dur"] - first["ts"]
         # No more than rounding, and what an offset that was measured again takes, is in no span.
@@ -54,16 +54,20 @@ def test_busy_and_waiting_of_two_processes(tmp_path: Path, monkeypatch: pytest.M
         while not coordinator.idle:
             events += coordinator.advance()
     steps = [event for event in events if isinstance(event, GroupStep)]
+    linears = [each for each in worker.facts.linears if each.name.endswith(JOB.adapter.target_modules)]
+    gradient_bytes = 4 * JOB.adapter.rank * sum(each.in_features + each.out_features for each in linears)
     for step in steps:
         assert [each.replica for each in step.replicas] == [0, 1]
         assert sum(each.tokens for each in step.replicas) == step.tokens
         for each in step.replicas:
             assert each.busy_seconds + each.waited_seconds == pytest.approx(step.seconds)
-            assert each.received_bytes > 0
+            assert each.received_bytes == gradient_bytes  # of the one other replica
             assert each.busy_seconds > 0
     taken = [event.replicas for event in events if isinstance(event, SpansTaken)]
     for replica in range(2):
-        spans = [span for each in taken for span in each[replica].spans]
+        every = [span for each in taken for span in each[replica].spans]
+        spans = [span for span in every if not span.beside]
+        assert {span.work for span in every if span.beside} == {(("a", 1),), (("a", 2),)}
         assert {"attach", "microbatch", "exchange", "step", "evaluation"} <= {span.kind for span in spans}
         # Each take has its own offset, which may be wrong by as much as it says.
         error = max(2 * each[replica].error for each in taken)

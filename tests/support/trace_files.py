@@ -35,7 +35,7 @@ def tracks_of(text: str) -> Tracks:
             assert event["ts"] >= 0 <= event["dur"]
             tracks[event["pid"], event["tid"]].append(event)
     assert tracks.keys() <= named
-    return {place: sorted(spans, key=lambda event: event["ts"]) for place, spans in tracks.items()}
+    return {place: sorted(tracks[place], key=lambda event: event["ts"]) for place in sorted(tracks)}
 
 
 def overlaps(spans: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -30,10 +30,12 @@ def test_every_moment_is_in_one_span() -> None:
     with recorder.request():
         with recorder.request():  # a command inside of a process's request
             recorder.lap("microbatch", JOB, tokens=7)
-        recorder.lap("exchange", JOB, received=12)
+        recorder.add_beside("exchange", 1.5, JOB, received=12)
+        recorder.lap("exchange", JOB)
     with recorder.request():
         pass
-    spans = recorder.take()
+    *spans, beside = sorted(recorder.take(), key=lambda span: span.beside)
+    assert (beside.kind, beside.start, beside.bytes) == ("exchange", 1.5, 12)
     assert [span.kind for span in spans] == ["waiting", "microbatch", "exchange", "waiting", "other"]
     assert all(before.end == after.start for before, after in pairwise(spans))
     assert spans[1] == Span("microbatch", 1.0, 2.0, JOB, tokens=7)
@@ -87,7 +89,8 @@ def test_busy_and_waited_cover_an_iteration() -> None:
         Span("evaluation", 0, 3, JOB, tokens=99),
         Span("waiting", 3, 4),
         Span("microbatch", 4, 6, JOB, tokens=5),
-        Span("exchange", 6, 7, JOB, bytes=8),
+        Span("exchange", 5, 7, JOB, bytes=8, beside=True),
+        Span("exchange", 6, 7, JOB),
     )
     (time,) = times_between([one], 2.0, 10.0)
     assert (time.busy_seconds, time.waited_seconds) == (pytest.approx(4.0), pytest.approx(4.0))

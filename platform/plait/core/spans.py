@@ -30,6 +30,7 @@ class Span:
         work: jobs, each with its optimiser step.
         tokens: real tokens that went through the model.
         bytes: received from other processes.
+        beside: in a thread of its own, while the process did what other spans say.
     """
 
     kind: SpanKind
@@ -38,6 +39,7 @@ class Span:
     work: tuple[tuple[str, int], ...] = ()
     tokens: int = 0
     bytes: int = 0
+    beside: bool = False
 
     @property
     def seconds(self) -> float:
@@ -47,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpans:
-    """Spans of one replica in order; each begins where the one before ended.
+    """Spans of one replica in order; each begins where the one before ended, but for those beside them.
 
     Attributes:
         offset: seconds to add to its times for those of the coordinator's clock.
@@ -94,19 +96,16 @@ class ReplicaTotals:
 
     def with_spans(self, spans: Iterable[Span]) -> ReplicaTotals:
         """These and what was done in further spans."""
-        busy, waited, tokens, received = (
-            self.busy_seconds,
-            self.waited_seconds,
-            self.tokens,
-            self.received_bytes,
-        )
+        busy, waited, tokens = self.busy_seconds, self.waited_seconds, self.tokens
+        received = self.received_bytes
         for span in spans:
+            received += span.bytes
+            if span.kind == "microbatch":
+                tokens += span.tokens
             if span.kind == "waiting":
                 waited += span.seconds
-            else:
+            elif not span.beside:
                 busy += span.seconds
-            tokens += span.tokens if span.kind == "microbatch" else 0
-            received += span.bytes if span.kind == "exchange" else 0
         return ReplicaTotals(busy, waited, tokens, received)
 
 

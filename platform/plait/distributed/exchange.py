@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from plait.core.errors import LostProcessError
+from plait.engine.span_recorder import SpanRecorder, Work
 
 PIECE = 2**20  # numbers that are gathered at a time: bounds the memory of a sum
 Result = TypeVar("Result")
@@ -31,13 +32,17 @@ class Exchange:
     Args:
         store: in which they find each other; a part of its own for each group.
         seconds: longest wait for the others.
-
-    Attributes:
-        received: bytes that came from other processes so far.
+        recorder: of the process's spans.
     """
 
     def __init__(
-        self, store: Store, process: int, processes: int, device: torch.device, seconds: float
+        self,
+        store: Store,
+        process: int,
+        processes: int,
+        device: torch.device,
+        seconds: float,
+        recorder: SpanRecorder,
     ) -> None:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -46,7 +51,7 @@ class Exchange:
             world_size=processes,
             timeout=timedelta(seconds=seconds),
         )
-        self.received = 0
+        self._recorder = recorder
         self._process = process
         self._processes = processes
         self._device = device
@@ -66,10 +71,10 @@ class Exchange:
 
     # ---- sums --------------------------------------------------------------------------------------------
 
-    def add_up(self, gradients: Tensor) -> None:
-        """Begin to put the sum over all processes into this vector, whose values are there."""
+    def add_up(self, gradients: Tensor, job: str, step: int) -> None:
+        """Begin to put the sum over all processes into this vector of a job, whose values are there."""
         self._synchronise()
-        self._begun.append(self._thread.submit(self._sum, gradients))
+        self._begun.append(self._thread.submit(self._sum, gradients, ((job, step),)))
 
     def finish(self, *, short: bool) -> bool:
         """Wait for the sums that were begun; whether one of the processes is ``short`` of memory.
@@ -83,13 +88,15 @@ class Exchange:
             self._result(each)
         return self._result(agreed)
 
-    def _sum(self, vector: Tensor) -> None:
+    def _sum(self, vector: Tensor, work: Work) -> None:
+        began = self._recorder.clock()
         for piece in torch.split(vector, PIECE):
             parts = self._all(piece.contiguous())
             piece.copy_(parts[0])
             for part in parts[1:]:
                 piece.add_(part)
         self._synchronise()
+        self._recorder.add_beside("exchange", began, work, (self._processes - 1) * vector.nbytes)
 
     def _any(self, own: bool) -> bool:
         said = self._all(torch.tensor([own], dtype=torch.uint8, device=self._device))
@@ -99,7 +106,6 @@ class Exchange:
         """This tensor of each process, in their order."""
         parts = [torch.empty_like(own) for _ in range(self._processes)]
         dist.all_gather(parts, own)
-        self.received += (self._processes - 1) * own.nbytes
         return parts
 
     # ---- copies ------------------------------------------------------------------------------------------
@@ -113,7 +119,6 @@ class Exchange:
         sent = tensor.to(self._device)
         self._synchronise()
         self._result(self._thread.submit(self._broadcast, sent))
-        self.received += 0 if self._process == 0 else sent.nbytes
         if sent is not tensor:
             tensor.copy_(sent)
 

@@ -108,11 +108,10 @@ class Replica:
                 self._data[spec] = data
                 return Answer()
             case Share(job, best):
-                before = self._exchange.received
                 for tensor in self.worker.adapters.whole(job, best=best):
                     self._exchange.share(tensor)
                 self.worker.bank.refresh([job])
-                self._recorder.lap("attach", ((job, 0),), received=self._exchange.received - before)
+                self._recorder.lap("attach", ((job, 0),))
                 return Answer(seconds=time.perf_counter() - started)
             case Attach() if self.number > 0:
                 request = Attach(request.job)  # what it resumes from comes from the first process
@@ -129,7 +128,8 @@ class Replica:
         limit = timedelta(seconds=request.seconds)
         store = TCPStore(self._channel.far, request.port, is_master=False, timeout=limit)
         own = PrefixStore(str(request.generation), store)
-        return Exchange(own, self.number, request.processes, self._device, request.seconds)
+        count, seconds = request.processes, request.seconds
+        return Exchange(own, self.number, count, self._device, seconds, self._recorder)
 
     def close(self) -> None:
         """Leave the group."""

@@ -59,10 +59,8 @@ from plait_kernels.bank import GRADIENTS
 class Peers(Protocol):
     """Other workers with the same adapters: they get the same schedules, with microbatches of their own."""
 
-    received: int  # bytes that came from them so far
-
-    def add_up(self, gradients: Tensor) -> None:
-        """Begin to put the sum over all of them into this vector; all do so in one order."""
+    def add_up(self, gradients: Tensor, job: str, step: int) -> None:
+        """Begin to put the sum over all of them into this vector of a job; all do so in one order."""
 
     def finish(self, *, short: bool) -> bool:
         """Wait for the sums that were begun; whether one of them is ``short`` of memory."""
@@ -223,7 +221,7 @@ class LocalWorker:
     def _run_round(self, turn: Round) -> tuple[list[WorkerEvent], bool]:
         """A round up to its steps; whether memory ran out. The peers' gradients come in meanwhile."""
         ready = turn.complete()
-        self._add_up(ready[0])
+        self._add_up(turn, ready[0])
         events: list[WorkerEvent] = []
         short, done = False, 0
         for new in self._run_each(turn.microbatches, training=True):
@@ -232,23 +230,22 @@ class LocalWorker:
             for failed in (event for event in new if isinstance(event, JobFailed)):
                 self.bank.block(failed.job).state[GRADIENTS].fill_(math.nan)  # so that no peer steps
             for jobs in ready[done:] if short else ready[done : done + 1]:
-                self._add_up(jobs)
+                self._add_up(turn, jobs)
         return events, self._finish(turn.steps, short)
 
     def _finish(self, steps: Sequence[StepJob], short: bool) -> bool:
         """Wait for the sums of the peers; whether memory ran out somewhere."""
         if self._peers is None:
             return short
-        before = self._peers.received
         short = self._peers.finish(short=short)
-        received = self._peers.received - before
-        self._recorder.lap("exchange", _work(steps), received=received)
+        self._recorder.lap("exchange", _work(steps))
         return short
 
-    def _add_up(self, jobs: Sequence[str]) -> None:
+    def _add_up(self, turn: Round, jobs: Sequence[str]) -> None:
+        steps = dict(_work(turn.steps))
         if self._peers is not None:
             for job in jobs:
-                self._peers.add_up(self.bank.block(job).state[GRADIENTS])
+                self._peers.add_up(self.bank.block(job).state[GRADIENTS], job, steps[job])
 
     def _run_each(self, microbatches: Sequence[Microbatch], *, training: bool) -> Iterator[list[WorkerEvent]]:
         """The events of each microbatch; where memory runs out, the last says so."""

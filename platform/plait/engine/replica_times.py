@@ -35,14 +35,15 @@ def _shifted(span: Span, offset: float) -> Span:
     if offset == 0.0:
         return span
     start, end = span.start + offset, span.end + offset
-    return Span(span.kind, start, end, span.work, span.tokens, span.bytes)  # four times as fast as replace()
+    # Four times as fast as replace().
+    return Span(span.kind, start, end, span.work, span.tokens, span.bytes, span.beside)
 
 
 def _exchanges(spans: Sequence[Span]) -> dict[Exchange, Span]:
     seen: Counter[tuple[tuple[str, int], ...]] = Counter()
     found: dict[Exchange, Span] = {}
     for span in spans:
-        if span.kind == "exchange":
+        if span.kind == "exchange" and not span.beside:
             found[span.work, seen[span.work]] = span
             seen[span.work] += 1
     return found
@@ -67,11 +68,15 @@ def times_between(replicas: Iterable[ReplicaSpans], start: float, end: float) ->
 
 def _time(replica: ReplicaSpans, start: float, end: float) -> ReplicaTime:
     inside = [span for span in replica.spans if span.end > start and span.start < end]
-    busy = sum(min(span.end, end) - max(span.start, start) for span in inside if span.kind != "waiting")
+    busy = sum(
+        min(span.end, end) - max(span.start, start)
+        for span in inside
+        if span.kind != "waiting" and not span.beside
+    )
     return ReplicaTime(
         replica=replica.replica,
         busy_seconds=busy,
         waited_seconds=max(0.0, end - start - busy),
         tokens=sum(span.tokens for span in inside if span.kind == "microbatch"),
-        received_bytes=sum(span.bytes for span in inside if span.kind == "exchange"),
+        received_bytes=sum(span.bytes for span in inside),
     )

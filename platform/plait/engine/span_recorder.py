@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from plait.core.plans import Microbatch
 from plait.core.spans import Span, SpanKind
 
+Work = tuple[tuple[str, int], ...]  # jobs, each with its optimiser step
+
 MOST_KEPT = 10_000  # newest spans, where no one takes them
 
 
@@ -41,21 +43,21 @@ class SpanRecorder:
             if self._depth == 0 and not self._lapped:
                 self.lap("other")
 
-    def lap(
-        self, kind: SpanKind, work: tuple[tuple[str, int], ...] = (), *, tokens: int = 0, received: int = 0
-    ) -> None:
+    def lap(self, kind: SpanKind, work: Work = (), *, tokens: int = 0) -> None:
         """What the process did since the last call ends now."""
         start, self._last = self._last, self.clock()
-        self._spans.append(Span(kind, start, self._last, work, tokens, received))
+        self._spans.append(Span(kind, start, self._last, work, tokens))
         self._lapped = True
+
+    def add_beside(self, kind: SpanKind, start: float, work: Work, received: int) -> None:
+        """What a thread beside the process's own did from ``start`` until now; ``received``: bytes."""
+        self._spans.append(Span(kind, start, self.clock(), work, bytes=received, beside=True))
 
     def take(self) -> tuple[Span, ...]:
         """The spans since the last call."""
-        taken = tuple(self._spans)
-        self._spans.clear()
-        return taken
+        return tuple(self._spans.popleft() for _ in range(len(self._spans)))
 
 
-def work_of(microbatch: Microbatch) -> tuple[tuple[str, int], ...]:
+def work_of(microbatch: Microbatch) -> Work:
     """The jobs of a microbatch, each with its optimiser step."""
     return tuple((each.job, each.step) for each in microbatch.segments)

@@ -64,7 +64,8 @@ _HEAD = ("replica", "host", "pid", "device", "offset", "error")
 def _row(span: Span, jobs: dict[str, int]) -> list[Any]:
     """A span as it is kept; ``jobs`` numbers the names of its line's jobs."""
     work = [[jobs.setdefault(job, len(jobs)), step] for job, step in span.work]
-    return [span.kind, round(span.start, DIGITS), round(span.end, DIGITS), work, span.tokens, span.bytes]
+    times = round(span.start, DIGITS), round(span.end, DIGITS)
+    return [span.kind, *times, work, span.tokens, span.bytes, span.beside]
 
 
 @dataclass(slots=True)
@@ -73,20 +74,23 @@ class _Track:
 
     Attributes:
         offset, error: of its clock, as last measured.
+        ends: of the last span in the process's own thread, and beside it.
     """
 
     name: str
     offset: float = 0.0
     error: float = 0.0
     spans: list[Span] = field(default_factory=list)
+    ends: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def take(self, rows: list[Any], jobs: Sequence[str], zero: float) -> None:
         """Add spans as a line has them, with the names of its jobs and the beginning of its clock."""
-        for kind, start, end, numbered, tokens, received in rows:
+        for kind, start, end, numbered, tokens, received, beside in rows:
             # An offset that is measured again differs by microseconds: spans do not overlap by these.
-            begun = max(start + zero, self.spans[-1].end if self.spans else 0.0)
+            begun = max(start + zero, self.ends[beside])
+            self.ends[beside] = max(end + zero, begun)
             work = tuple((jobs[number], step) for number, step in numbered)
-            self.spans.append(Span(kind, begun, max(end + zero, begun), work, tokens, received))
+            self.spans.append(Span(kind, begun, self.ends[beside], work, tokens, received, beside))
 
 
 def write_trace(folder: Path) -> str | None:
@@ -145,7 +149,9 @@ def _track(tracks: dict[tuple[Any, ...], _Track], worker: str, head: Mapping[str
 
 def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None:
     events.name_process(number, track.name)
-    events.name_thread(number, 1, "spans")
+    events.name_thread(number, 1, "work")
+    if any(span.beside for span in track.spans):
+        events.name_thread(number, 2, "exchange beside it")
     for span in track.spans:
         if span.start < since:
             continue
@@ -154,4 +160,11 @@ def _draw(events: TraceEvents, number: int, track: _Track, since: float) -> None
         name = f"{span.kind} {', '.join(jobs[:MOST_NAMED])}{more}".rstrip()
         said = {"jobs": jobs, "tokens": span.tokens, "received_bytes": span.bytes}
         arguments = {key: value for key, value in said.items() if value}
-        events.span(name, span.kind, (number, 1), span.start - since, span.end - since, arguments)
+        events.span(
+            name,
+            span.kind,
+            (number, 2 if span.beside else 1),
+            span.start - since,
+            span.end - since,
+            arguments,
+        )
