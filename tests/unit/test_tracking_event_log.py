@@ -17,6 +17,7 @@ from plait.core.lifecycle import JobResult, JobState, PauseReason
 from plait.core.messages import JobAdmitted, JobEvaluated, JobPaused, JobProgress
 from plait.core.settings import TrackingSettings
 from plait.tracking.event_log import EventLog, free_logs, logs_folder, open_event_log
+from plait.tracking.leaderboard import Leaderboard
 from plait.tracking.names import DEVICE_SECONDS, TRAIN_LOSS
 from plait.tracking.records import (
     Head,
@@ -481,6 +482,31 @@ def test_killed_at_any_moment_every_point_is_written_once(
         due = {step for step in range(1, length + 1) if step % stride == 0 or step in evaluations}
         assert losses == due | {1, length}
         assert (length, DEVICE_SECONDS, True, 0.5 * length + 5.0) in whole.points()
+
+
+@pytest.mark.parametrize("killed", ["before it is written", "before it is noted", "later"])
+def test_the_searchs_own_curves_have_every_step_once_whenever_a_process_is_killed(
+    tmp_path: Path, killed: str
+) -> None:
+    def process(dies: bool) -> None:
+        log = open_event_log(tmp_path, HEAD)
+        clock = SearchClock(tmp_path / "totals", FoundRun("parent", made=True), lambda: 0.0)
+        run = SearchRun(log, Leaderboard("minimize", 1), clock, 100)
+        run.write_point({})
+        if dies and killed == "before it is written":
+            clock.next(1)
+        if dies and killed == "before it is noted":
+            clock.note = lambda: None  # type: ignore[method-assign]
+            run.write_point({})
+        clock.close()
+        log.close()
+
+    process(dies=True)
+    process(dies=False)
+    log = open_event_log(tmp_path, HEAD)
+    steps = [item.step for item in log.peek(99) if isinstance(item, LogPoints)]
+    assert steps == list(range(1, 4 if killed == "before it is noted" else 3))
+    log.close()
 
 
 def test_the_step_at_which_a_job_pauses_or_is_stopped_is_written(tmp_path: Path) -> None:

@@ -225,7 +225,8 @@ class SearchClock:
             ) from error
         self._mine = False
         step, seconds = self._noted()
-        self.behind = found.newest.step > step or not (found.made or step)
+        # one step may be written and not noted
+        self.behind = found.newest.step > step + 1 or not (found.made or step)
         self._step, self._before = max(found.newest.step, step), max(found.newest.value, seconds)
         self._started = rising()
 
@@ -234,15 +235,24 @@ class SearchClock:
         """Wall-clock seconds of the search, including those of earlier processes."""
         return self._before + self._rising() - self._started
 
-    def next(self) -> tuple[int, float] | None:
-        """The next step and its seconds, if this process writes the curves."""
+    def next(self, written: int = 0) -> tuple[int, float] | None:
+        """The next step and its seconds, if this process writes it; ``written``: the last step in its log."""
         if not self.here or self._file is None or not self._take(self._file):
             return None
-        self._step += 1
+        self._step = max(self._step, written) + 1
         microseconds = round(self.seconds * 1_000_000)
-        with suppress(OSError):  # the disk is full: others then start from what the store has
-            os.pwrite(self._file, b"%0*d%0*d" % (DIGITS, self._step, DIGITS, microseconds), 0)
+        self._write(self._file, microseconds, DIGITS)
         return self._step, microseconds / 1_000_000
+
+    def note(self) -> None:
+        """Note that the step is in the log: a process that is killed in between leaves out none."""
+        if self._file is not None:
+            self._write(self._file, self._step, 0)
+
+    @staticmethod
+    def _write(file: int, number: int, at: int) -> None:
+        with suppress(OSError):  # the disk is full: then others start from what the store has
+            os.pwrite(file, b"%0*d" % (DIGITS, number), at)
 
     def adopt(self, newest: NewestPoint, now: int) -> None:
         """Write the curves from here on, after the last point in the store; ``now`` in milliseconds since
@@ -300,7 +310,8 @@ class SearchRun:
     def write_point(self, more: Mapping[str, float]) -> None:
         """Write one point of the search's curves, with ``more`` values; the last point, without any, is
         always written. Sums over jobs that are not known yet are left out."""
-        if (point := self.clock.next()) is None:
+        written = self._log.last_step(self._key, names.SEARCH_SECONDS) or 0
+        if (point := self.clock.next(written)) is None:
             return
         step, seconds = point
         if not more or is_kept(step, grown_stride(step, self._most)):
@@ -308,6 +319,7 @@ class SearchRun:
             unknown = () if self.whole else SUMS
             known = {key: value for key, value in values.items() if key not in unknown}
             self._log.points(self._key, step, known)
+        self.clock.note()
 
     def write_table(self, path: str, text: str) -> None:
         """Write an artifact that MLflow shows as a table: JSON with ``columns`` and ``data``."""
