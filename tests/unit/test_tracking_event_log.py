@@ -34,6 +34,7 @@ from plait.tracking.records import (
     encode,
 )
 from plait.tracking.search_run import FoundRun, SearchClock, SearchRun
+from plait.tracking.spans import SpanLog
 from plait.tracking.tables import SearchTables
 from plait.tracking.tracker import Tracker, _Started
 from plait.tracking.writer import Request, Writer
@@ -454,7 +455,8 @@ def started(tracker: Tracker, log: EventLog) -> Tracker:
     clock = SearchClock(log.path.with_name("totals"), FoundRun("parent"), lambda: 0.0)
     run = SearchRun(log, tracker.board, clock, 100)
     tables = SearchTables(log.path.parent, run.write_table)
-    tracker._started = _Started("demo", (), log, Writer(Nowhere(), log, 3600.0), run, tables)
+    spans = SpanLog(log.path.parent, "me")
+    tracker._started = _Started("demo", (), log, Writer(Nowhere(), log, 3600.0), run, tables, spans)
     return tracker
 
 
