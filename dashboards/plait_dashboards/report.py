@@ -8,7 +8,7 @@ from pathlib import Path
 from plait.cli.results import store_parser, store_settings
 from plait.core.errors import EXIT_DONE, StorageError
 from plait.utils.files import write_text
-from plait.utils.paths import file_name
+from plait.utils.paths import as_path, file_name
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = store_parser("report", "Write a search's figures as one HTML page that opens without a network.")
     parser.add_argument("name", nargs="?", help="name or MLflow run id of the search; default: the newest")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="the file to write; default: NAME.html"
+        "--output", "-o", type=as_path, metavar="FILE", help="the file to write; default: NAME.html"
     )
     parser.add_argument("--storage", help="storage of the study (search.storage), if it has moved")
     known = parser.parse_args(arguments)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from plait.cli.main import main
 from plait.config.build import JOB_SPECS, RUN_GROUPS
 from plait.config.fields import ELSEWHERE
 from plait.core.errors import StorageError
@@ -17,6 +18,22 @@ def test_what_is_missing_or_not_readable_is_a_path(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_path("none/at/all") == Path("none/at/all")
     assert user_path("~/runs") == tmp_path / "runs"
+
+
+def test_an_argument_that_is_an_address_is_refused_without_its_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (
+        ["forget", "x", "--root"],
+        ["report", "--output"],
+        ["export", "--to"],
+        ["control", "--root"],
+    ):
+        with pytest.raises(SystemExit):
+            main([*arguments, "mssql://u:secret@h/x"])
+        said = capsys.readouterr().err
+        assert "must be a path" in said
+        assert "secret" not in said
 
 
 def test_what_can_be_no_path_is_refused(tmp_path: Path) -> None:

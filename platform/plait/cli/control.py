@@ -14,7 +14,7 @@ from plait.core.errors import EXIT_DONE, ConfigError, StorageError, choices
 from plait.core.settings import TrackingSettings
 from plait.search.locks import trains_here
 from plait.search.recorded import RecordedCommand, recorded_command
-from plait.utils.paths import search_folder, search_names
+from plait.utils.paths import as_path, search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -195,5 +195,5 @@ def _parser() -> argparse.ArgumentParser:
         help=f"how long to wait for a storage that does not answer; default: {WAIT_SECONDS:g}",
     )
     root = TrackingSettings().root
-    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
     return parser

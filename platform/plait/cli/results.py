@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.core.errors import EXIT_DONE, ConfigError, choices
 from plait.core.settings import TrackingSettings
-from plait.utils.paths import search_folder, search_names
+from plait.utils.paths import as_path, search_folder, search_names
 from plait.utils.spelling import did_you_mean
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "name", nargs="?", help="search, or MLflow run id of one adapter; default: the newest search"
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder to create")
+    parser.add_argument("--to", type=as_path, required=True, metavar="DIR", help="the folder to create")
     parser.add_argument("--trial", type=int, metavar="N", help="trial of the search; default: the best")
     known = parser.parse_args(arguments)
     from plait.tracking import export as export_adapter
@@ -88,7 +88,10 @@ def store_parser(verb: str, description: str) -> argparse.ArgumentParser:
         "--uri", help="MLflow tracking URI; default: MLFLOW_TRACKING_URI, else SQLite under --root"
     )
     parser.add_argument(
-        "--root", type=Path, default=defaults.root, help=f"folder of the runs; default: {defaults.root}"
+        "--root",
+        type=as_path,
+        default=defaults.root,
+        help=f"folder of the runs; default: {defaults.root}",
     )
     parser.add_argument(
         "--experiment", default=defaults.experiment, help=f"MLflow experiment; default: {defaults.experiment}"
@@ -112,7 +115,7 @@ def forget(arguments: Sequence[str]) -> int:
     parser.add_argument("name", help="name of the search")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--keep-adapters", action="store_true", help="keep the exported adapters")
-    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
     known = parser.parse_args(arguments)
     if not search_folder(known.root, known.name).is_dir():
         raise no_such_search("plait forget", known.root, known.name)

@@ -14,7 +14,7 @@ from plait.core.errors import EXIT_DONE, ConfigError, StorageError
 from plait.core.settings import TrackingSettings
 from plait.tracking.spans import write_trace
 from plait.utils.files import write_text
-from plait.utils.paths import search_folder
+from plait.utils.paths import as_path, search_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     root = TrackingSettings().root
     parser.add_argument("name", help="name of the search, as `plait sweep` prints it")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="default: NAME-trace.json")
-    parser.add_argument("--root", type=Path, default=root, help=f"folder of the runs; default: {root}")
+    parser.add_argument("--to", type=as_path, metavar="FILE", help="default: NAME-trace.json")
+    parser.add_argument("--root", type=as_path, default=root, help=f"folder of the runs; default: {root}")
     known = parser.parse_args(arguments)
     folder = search_folder(known.root, known.name)
     if not folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from argparse import ArgumentTypeError
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -30,6 +31,17 @@ def user_path(path: str | Path) -> Path:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StorageError(f"{path}: {reason}", "There can be no such file or folder.") from error
     return found
+
+
+def as_path(text: str) -> Path:
+    """The path that an argument of the command line gives; an address, which may hold a password, is none.
+
+    Raises:
+        ArgumentTypeError: it is an address.
+    """
+    if "://" in text:
+        raise ArgumentTypeError("it must be a path, not an address")
+    return Path(text)
 
 
 def _shipped(name: str) -> Path:
