@@ -1,1 +1,1 @@
-"""Benchmarks that files of sweeps/ name: settings, jobs and options go in, a report of figures comes out."""
+"""Benchmarks named in files of sweeps/: functions from settings, jobs and options to a report of figures."""

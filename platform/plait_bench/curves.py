@@ -1,7 +1,7 @@
-"""Learning curves of trials trained to their ends, with what each part of them cost, and their file.
+"""Learning curves of completely trained trials, with the cost of each part, and their file.
 
-Recorded once from real training (`plait bench record_curves`) and kept small, so that stopping rules can be
-replayed on them in no time (``plait_bench.replay``).
+They are recorded once from real training (`plait bench record_curves`) and kept small, so that stopping rules
+can be replayed on them quickly (``plait_bench.replay``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Point:
 
     Attributes:
         step: optimiser steps done.
-        loss: over the validation split.
+        loss: validation loss.
         training_seconds: device time of the trial's training so far, without evaluations.
-        evaluation_seconds: of this evaluation.
-        train_loss: of the step just done.
+        evaluation_seconds: device time of this evaluation.
+        train_loss: training loss of the last step.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Curve:
 
     @property
     def last(self) -> Point:
-        """At the end of the budget."""
+        """The point at the end of the budget."""
         return self.points[-1]
 
     def at(self, step: int) -> Point | None:
@@ -81,7 +81,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCurves:
-    """The curves of all trials, and what they were recorded on.
+    """The curves of all trials, and how they were recorded.
 
     Attributes:
         curves: of trials with one budget and the same evaluations.
@@ -101,7 +101,7 @@ class RecordedCurves:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """After which the trials were evaluated; the last one is the budget."""
+        """The steps after which the trials were evaluated; the last one is the budget."""
         return self._steps(self.curves[0])
 
     @property
@@ -111,7 +111,7 @@ class RecordedCurves:
 
     @property
     def seconds(self) -> float:
-        """Device time of all trials, each evaluated at its end alone."""
+        """Device time of all trials, each evaluated only at its end."""
         return sum(curve.seconds for curve in self.curves)
 
 
@@ -142,7 +142,7 @@ def read_curves(path: Path) -> RecordedCurves:
     """Curves that :func:`write_curves` wrote.
 
     Raises:
-        DataError: the file cannot be read, or is no such record.
+        DataError: the file cannot be read, or is not such a record.
     """
     rule = (
         f"The file must contain recorded curves, schema {SCHEMA}, as `plait bench record_curves` writes them."

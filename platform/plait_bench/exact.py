@@ -1,6 +1,6 @@
 """The proven optimum of dispatch and deployment for small instances, by integer programs (LobRA Eq. 2 and 3).
 
-What the planner's searches, which need no solver for a step, are compared with.
+The planner's searches, which need no solver for a step, are compared with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def exact_deployment(
 
     Args:
         equal_shares: evaluate by LobRA's T(⌈d / p⌉), replicas of one kind all taking the same; otherwise
-            sequences are shared out replica by replica, which is never slower and what a step does.
+            sequences are dispatched to single replicas, as in a step, which is never slower.
 
     Raises:
         CapacityError: a bucket fits into no configuration of at most ``devices`` devices.
@@ -46,7 +46,8 @@ def exact_deployment(
 
 
 def exact_dispatch(kinds: Sequence[ReplicaKind], counts: Sequence[int], limits: Limits = EXACT) -> Dispatch:
-    """The best assignment with equal shares, proved unless a limit struck; it starts from the search's.
+    """The best assignment with equal shares, proved unless a limit ended the solver; it starts from the
+    search's.
 
     Raises:
         CapacityError: a bucket fits into no replica.

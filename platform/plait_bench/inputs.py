@@ -1,4 +1,4 @@
-"""What benchmarks are given: data files that come with the package, described clusters, checked options."""
+"""Inputs of benchmarks: data files that come with the package, described clusters, checked options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = "bench.options"
 
 
 def shipped(name: str | Path) -> Path:
-    """A file that comes with the package, by its name; anything else is a path of the user's."""
+    """A file that comes with the package, by its name; anything else is a path given by the user."""
     own = DATA / name
     return own if own.is_file() else Path(name).expanduser()
 
@@ -46,10 +46,10 @@ def at_least_one(options: object, *names: str) -> None:
 
 
 def require_processor(settings: RunSettings) -> None:
-    """Refuse another device than the processor, for benchmarks that measure its time.
+    """Refuse devices other than the CPU, for benchmarks that measure its time.
 
     Raises:
-        ConfigError: the run has another.
+        ConfigError: the run has another device.
     """
     from plait.engine.devices import choose_device
 

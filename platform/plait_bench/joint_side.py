@@ -94,7 +94,7 @@ class JointSide:
 
     @contextmanager
     def attached(self, jobs: Sequence[JobSpec]) -> Iterator[None]:
-        """Inside, the worker has the jobs, fresh."""
+        """Attach fresh jobs to the worker within the context."""
         for job in jobs:
             self.attach(job)
         yield
@@ -103,7 +103,7 @@ class JointSide:
 
     @contextmanager
     def kernels(self, backend: str) -> Iterator[None]:
-        """Inside, ``backend`` computes the adapters' part."""
+        """Let ``backend`` compute the adapters' part within the context."""
         self.model.install(backend=backend)
         try:
             yield
@@ -111,12 +111,12 @@ class JointSide:
             self.model.install(backend=self.worker.facts.chosen["kernels"])
 
     def warm_up(self, job: JobSpec) -> None:
-        """One forward and backward pass that leaves nothing behind, so that no first call is timed."""
+        """Run one forward and backward pass without effects, so that no first call is timed."""
         with self.attached([job]):
             self.pass_through(self.pack([job], 1, self.settings.engine.capacity_or_usual))
 
     def initial_weights(self, job: JobSpec, folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-        """A and B of each site as a fresh job has them, by way of what Plait exports."""
+        """A and B of each site of a fresh job, read from its exported adapter."""
         with self.attached([job]):
             self.worker.execute(Export(job.name, folder))
         stored = load_file(folder / WEIGHTS)
@@ -134,7 +134,7 @@ def load_joint_side(settings: RunSettings, jobs: Sequence[JobSpec]) -> JointSide
     if not jobs:
         raise ConfigError("no jobs", "A benchmark of training has at least one job.", "Raise search.trials.")
     check_engine(settings, jobs)
-    # One capacity for every machine, whatever was profiled on it: figures are compared with each other.
+    # The same capacity on every machine, whatever its profile, because figures are compared with each other.
     engine = replace(settings.engine, capacity=settings.engine.capacity_or_usual)
     settings = replace(settings, engine=engine)
     shape = inspect_model(settings.model, cache=cache_dir())
@@ -150,9 +150,9 @@ class JointRun:
 
     Attributes:
         steps: optimiser steps of all jobs' budgets.
-        losses: of each optimiser step, by job.
-        tokens: real tokens that went through.
-        seconds: of the iterations: packing, microbatches and optimiser steps.
+        losses: losses of each optimiser step, by job.
+        tokens: real tokens processed.
+        seconds: seconds of the iterations: packing, microbatches and optimiser steps.
     """
 
     coordinator: Coordinator
@@ -163,7 +163,7 @@ class JointRun:
 
     @classmethod
     def of(cls, side: JointSide, jobs: Sequence[JobSpec], folder: Path) -> JointRun:
-        """Submit ``jobs``; nothing trains yet."""
+        """Submit ``jobs`` without training yet."""
         coordinator = Coordinator(side.worker, side.data, side.settings, folder=folder)
         for job in jobs:
             coordinator.submit(job)

@@ -1,8 +1,8 @@
 """Joint training against sequential transformers + PEFT: the same jobs, in one process, taking turns.
 
-Both sides have the same dense weights, initial adapters, samples in the same order, learning rates and
-optimiser. Sequential PEFT trains one adapter at a time; before each of them Plait trains its share of
-optimiser steps, so that a machine that grows slower or faster does so for both.
+Both sides have the same dense weights, initial adapters, order of samples, learning rates and optimiser.
+Sequential PEFT trains one adapter at a time; before each one, Plait trains its share of optimiser steps, so
+that changes of the machine's speed affect both sides.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ INTERVAL = 0.01  # seconds between two readings of the resident size
 
 
 class Footprint:
-    """Resident memory of what runs inside ``with`` blocks of this object, however many there are.
+    """Resident memory of the code inside all ``with`` blocks of this object.
 
-    Each block adds what it leaves behind; the peak is what earlier blocks left and the block's own growth.
-    What others do between the blocks does not count. Freed memory is returned to the system around each
-    block, so that one side does not grow inside what the other has freed.
+    Each block adds the memory that it still holds at its end; the peak is the memory held by earlier blocks
+    plus the block's own growth. Allocations between the blocks do not count. Freed memory is returned to the
+    system around each block, so that one side does not reuse what the other has freed.
 
     Attributes:
-        held_bytes: left behind so far.
-        peak_bytes: largest so far.
+        held_bytes: bytes held so far.
+        peak_bytes: peak bytes so far.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Footprint:
         self.held_bytes += self._resident() - self._start
 
     def read(self) -> None:
-        """Record the resident size now; a thread does so all the time."""
+        """Record the resident size now; a thread does so continuously."""
         self._highest = max(self._highest, self._resident())
 
     def _resident(self) -> int:
@@ -93,7 +93,7 @@ class Footprint:
 
 
 def _trim() -> None:
-    """Ask the C library to return freed memory; other systems than Linux keep it."""
+    """Ask the C library to return freed memory, which only works on Linux."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
         if trim is not None:
@@ -106,11 +106,11 @@ class Options:
 
     Attributes:
         loss_tolerance: largest difference of a step's loss between both sides, as a share of the job's mean
-            loss; beyond it the benchmark fails, since sides that compute different things do not compare.
+            loss; beyond it the benchmark fails, because then both sides do not compute the same.
         capacities: microbatch sizes at which the frozen model and the joint step are measured; none: skipped.
         capacity_rounds: how often each is measured.
         autocast: whether PEFT's side runs under autocast.
-        kernel_rounds: how often the joint step is measured with each of the kernels; 0: not at all.
+        kernel_rounds: how often the joint step is measured with each kernel backend; 0: not at all.
     """
 
     loss_tolerance: float = 0.05
@@ -122,7 +122,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """What both sides did, their peaks of memory, and what PEFT's side computes."""
+    """The results of both sides, their peaks of memory, and a description of PEFT's computation."""
 
     joint: JointRun
     baseline: tuple[BaselineRun, ...]
@@ -136,7 +136,7 @@ def joint_vs_peft(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappi
     """Train ``jobs`` on both sides and compare.
 
     Raises:
-        ConfigError: no jobs, an unknown option, or another device than the processor.
+        ConfigError: there are no jobs, an option is unknown, or the device is not the CPU.
         PlaitError: a job failed, or the losses of both sides disagree.
     """
     asked = build(Options, options, OPTIONS)
@@ -192,7 +192,7 @@ def loss_differences(race: Race) -> dict[str, list[float]]:
 
 
 def check_agreement(differences: Mapping[str, Sequence[float]], tolerance: float) -> None:
-    """Raise a PlaitError if some step's losses differ by more than ``tolerance``."""
+    """Check that no step's losses differ by more than ``tolerance``; PlaitError otherwise."""
     job, values = max(differences.items(), key=lambda item: max(item[1]))
     largest = max(values)
     if not largest <= tolerance:

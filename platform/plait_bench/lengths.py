@@ -1,7 +1,7 @@
 """Assumed length distributions, named so that every figure can say which it assumes.
 
-Mean, skewness and kurtosis, which is what papers print, do not determine a distribution. A generator
-is therefore a family, a spread (sigma), a clip and a seed, and each is an assumption.
+Papers print mean, skewness and kurtosis, which do not determine a distribution. A generator is therefore a
+family, a spread (sigma), a clip and a seed, and each of these is an assumption.
 """
 
 from __future__ import annotations

@@ -29,14 +29,14 @@ Parameters = Mapping[str, Value]
 
 
 def listed_study(points: Sequence[Parameters], search: SearchSettings) -> StudyTrials:
-    """A study, kept nowhere, that asks for these points in this order.
+    """A study in memory that suggests these points in this order.
 
     Args:
-        points: all with the same keys.
+        points: points with the same keys.
         search: its settings, except for the number of trials.
 
     Raises:
-        SearchError: a pruner of Optuna's is not there or does not take its options.
+        SearchError: a pruner of Optuna does not exist or does not accept its options.
     """
     quiet()
     space = space_of(points)
@@ -49,7 +49,7 @@ def listed_study(points: Sequence[Parameters], search: SearchSettings) -> StudyT
 
 
 def space_of(points: Sequence[Parameters]) -> Space:
-    """The smallest space of choices that holds these points."""
+    """The smallest space of choices that contains these points."""
     keys = points[0].keys()
     columns = {key: tuple(dict.fromkeys(point[key] for point in points)) for key in keys}
     return Space(
@@ -88,10 +88,10 @@ class Timeline:
     """Records what a search reports.
 
     Attributes:
-        clock: seconds of the search so far.
-        evaluations: in the order in which they came.
+        clock: measures the seconds of the search so far.
+        evaluations: evaluations in the order in which they came.
         started: trial numbers by job.
-        ends: how each job ended.
+        ends: results of the jobs.
     """
 
     clock: Callable[[], float]
@@ -100,31 +100,31 @@ class Timeline:
     ends: dict[str, JobResult] = field(default_factory=dict)
 
     def start_job(self, job: JobSpec, trial: int, outside: str = "") -> None:
-        """A job is about to be submitted."""
+        """Note that a job is about to be submitted."""
         del outside
         self.started[job.name] = trial
 
     def handle(self, event: Event) -> None:
-        """Something happened in the engine."""
+        """Record an event of the engine."""
         if isinstance(event, JobEvaluated):
             self.evaluations.append(Evaluation(self.clock(), event.job, event.step, event.loss))
         elif isinstance(event, JobResult):
             self.ends[event.job] = event
 
     def lose(self, job: str) -> None:
-        """No other process trains here."""
+        """Do nothing: no other process trains."""
         raise AssertionError(job)
 
     def commit(self) -> None:
-        """What is kept here is as durable as it gets."""
+        """Do nothing: records in memory cannot be made durable."""
 
     def run_id(self, job: str) -> str:
-        """There is no MLflow: the job's number in the study."""
+        """The job's number in the study, because there is no MLflow."""
         return str(self.started[job])
 
     @property
     def finished(self) -> dict[str, float]:
-        """Objectives of the jobs that came to their ends."""
+        """Objectives of the finished jobs."""
         return {
             job: result.values[0]
             for job, result in self.ends.items()
@@ -133,13 +133,13 @@ class Timeline:
 
 
 def reached(evaluations: Sequence[Evaluation], loss: float) -> float | None:
-    """The time of the first evaluation at ``loss`` or below; None: there is none."""
+    """The time of the first evaluation at ``loss`` or below; None if there is none."""
     return next((each.seconds for each in evaluations if each.loss <= loss), None)
 
 
 @dataclass(slots=True)
 class Stopwatch:
-    """Seconds since it was made, without those spent inside :meth:`outside`."""
+    """A clock that counts seconds since it was made, except those inside :meth:`outside`."""
 
     _started: float
     _away: float = 0.0
@@ -154,7 +154,7 @@ class Stopwatch:
         return perf_counter() - self._started - self._away
 
     def outside(self, action: Callable[[], None]) -> None:
-        """Do something that does not count."""
+        """Exclude the code inside from the count."""
         began = perf_counter()
         action()
         self._away += perf_counter() - began
@@ -162,13 +162,14 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class JointSearch:
-    """What a joint search came to.
+    """The result of a joint search.
 
     Attributes:
-        evaluations: with the time at which each was there.
-        seconds: of the whole search: suggesting, packing, training, evaluations, pausing, rules, export.
-        device_seconds: of them, what the worker took, as charged to the jobs.
-        finished: losses at the ends of the jobs that came to them, by job.
+        evaluations: evaluations, each with its time.
+        seconds: seconds of the whole search: suggesting, packing, training, evaluations, pausing, rules,
+            export.
+        device_seconds: seconds of the worker in them, as charged to the jobs.
+        finished: final losses of the finished jobs, by job.
         names: the jobs' names in the search, in the order of the jobs.
     """
 
@@ -186,13 +187,13 @@ def search_together(
     folder: Path,
     between: Callable[[], None] = lambda: None,
 ) -> JointSearch:
-    """Search listed jobs in their order.
+    """Run a search over listed jobs in their order.
 
     Args:
         side: model and data.
-        jobs: all different; they are renamed as trials.
-        search: its settings; its sampler draws nothing.
-        folder: for states and adapters.
+        jobs: different jobs, which are renamed as trials.
+        search: its settings; its sampler suggests nothing.
+        folder: folder for checkpoints and adapters.
         between: called between two iterations, not timed.
 
     Raises:

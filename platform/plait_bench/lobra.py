@@ -1,4 +1,4 @@
-"""LobRA's 7B workload: its deployment and its ablation beside Plait's, and its layer times."""
+"""LobRA's 7B workload: its deployment and its ablation compared with Plait's, and its layer times."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ OURS = "Plait's deployment, shares by replica"
 SAMPLE_STEPS = 100  # the distribution is that of 100 steps' sequences, as in the paper
 DEPLOY_LIMITS = Limits(nodes=500, gap=0.005, seconds=30.0)
 STEP_LIMITS = Limits(nodes=100, gap=0.005, seconds=5.0)
-LAYERS = 32  # of Llama-2-7B, of which the published steps are
-COLUMNS = ("tp", "seq_len", "mbs", "time")  # of the table of layer times
-Rows = tuple[tuple[int, int, int], ...]  # of a deployment: tensor and pipeline degree, replicas
+LAYERS = 32  # layers of Llama-2-7B, which the published steps are for
+COLUMNS = ("tp", "seq_len", "mbs", "time")  # columns of the table of layer times
+Rows = tuple[tuple[int, int, int], ...]  # rows of a deployment: tensor and pipeline degree, replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Assumption:
 
     Attributes:
         family: "lognormal" or "gamma".
-        sigma: of every task; None takes what each task's skewness implies in the family.
-        sigma_scale: times that sigma.
+        sigma: sigma of every task; None: the one that each task's skewness implies in the family.
+        sigma_scale: factor of that sigma.
         clip: longest length.
         seed: of the draws.
     """
@@ -131,7 +131,7 @@ class Workload:
         return int(self.batches.shape[1])
 
     def buckets(self, profile: ClusterProfile, *, buckets: int = BUCKETS) -> Buckets:
-        """Boundaries from all steps together, with the configurations' limits among them."""
+        """Boundaries from all steps together, including the configurations' limits."""
         return dynamic_buckets(self.batches.ravel(), buckets=buckets, required=limits(profile))
 
     def expected(self, buckets: Buckets) -> tuple[int, ...]:
@@ -256,10 +256,11 @@ def compare(
 
 
 def _needs_largest(kinds: Sequence[ReplicaKind], costs: Sequence[ReplicaCost], counts: Sequence[int]) -> str:
-    """What only the published deployment's largest replica takes, and which configuration would do for it.
+    """The sequences that fit only into the published deployment's largest replica, and the configuration that
+    would suffice for them.
 
-    That replica pays if the longest sequences need it, and if there is about as much of them as its
-    share of the devices.
+    That replica pays off if the longest sequences need it, and if their share is about its share of the
+    devices.
     """
     largest, *others = sorted(kinds, key=lambda kind: -kind.cost.configuration.max_tokens)
     most = max(kind.cost.configuration.max_tokens for kind in others)

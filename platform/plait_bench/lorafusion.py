@@ -62,8 +62,8 @@ class Alternative:
         label: of its figures.
         means: by data set; those left out keep theirs.
         seed: of the draws; None keeps it.
-        square: seconds a layer takes for each squared token of a sample (attention), forward and
-            backward, beside the profile's own.
+        square: seconds of a layer for each squared token of a sample (attention), forward and backward, in
+            addition to the profile's own.
     """
 
     label: str
@@ -78,7 +78,7 @@ class Options:
 
     Attributes:
         trace: name of a trace that comes with Plait, or a file.
-        data_sets: what the trace was drawn from.
+        data_sets: the data sets that the trace was drawn from.
         clip: longest length.
         seed: of the draws.
         adapters: how many.
@@ -87,7 +87,7 @@ class Options:
         stages: pipeline stages.
         capacity: most tokens of a microbatch.
         tile: padding multiple of LoRAFusion.
-        samples: of one microbatch, if a system does not pack.
+        samples: samples of one microbatch, if a system does not pack.
         alternatives: other assumptions.
         timeline: where to write Plait's schedule as a Chrome trace; None writes none.
         workers: processes that pack.
@@ -187,7 +187,7 @@ def bubble_ratio(settings: RunSettings, jobs: Sequence[JobSpec], options: Mappin
     Raises:
         ConfigError: no described cluster, or an unknown option.
     """
-    del jobs  # the trace holds the adapters
+    del jobs  # the trace has the adapters
     asked, profile = read_options(options), read_profile(settings)
     trace = asked.lengths()
     even = machine(profile, even_split(profile.time.layers, asked.stages))
@@ -219,7 +219,7 @@ def _named(adapters: int) -> str:
 
 
 def _baselines(trace: Trace, even: Machine, asked: Options) -> list[Figure]:
-    """Systems that do not pack: microbatches of so many samples in the order of the data."""
+    """Systems that do not pack: microbatches with a fixed number of samples, in the order of the data."""
     gpipe = one_after_another(trace, even, size=asked.samples, padded=False, gpipe=True)
     figures = [_idle("GPipe, jobs one after another, packed", gpipe)]
     for padded, how in ((False, "packed"), (True, "padded to the longest")):
@@ -249,7 +249,7 @@ def _lorafusion(
 
 
 def balanced(profile: ClusterProfile, asked: Options) -> tuple[int, ...]:
-    """Layers of each stage, the last one relieved of what head and loss cost at a full microbatch."""
+    """Layers of each stage; the last one has fewer, by the cost of head and loss at a full microbatch."""
     full = MicrobatchShape.of([asked.capacity])
     return balanced_split(profile.time, asked.stages, full)
 

@@ -1,4 +1,4 @@
-"""mLoRA's bubble formulas beside the simulator, and its memory model beside Plait's."""
+"""mLoRA's bubble formulas compared with the simulator, and its memory model with Plait's."""
 
 from __future__ import annotations
 

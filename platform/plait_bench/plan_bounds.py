@@ -54,7 +54,7 @@ class BoundsOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A plan beside the optimum.
+    """A plan compared with the optimum.
 
     Attributes:
         step: seconds of the mean step, their bound, and the least on the same devices.

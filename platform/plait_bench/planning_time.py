@@ -67,7 +67,7 @@ class DeploymentOptions:
 
 @BENCHMARKS.register("lobra/planning_time")
 def planning_time(settings: RunSettings, jobs: Sequence[JobSpec], options: Mapping[str, object]) -> Report:
-    """Planning seconds beside the published ones, with each plan's distance to its proved bound.
+    """Planning seconds compared with the published ones, with each plan's distance to its proved bound.
 
     Raises:
         ConfigError: a wrong option, or a cluster that is not described.

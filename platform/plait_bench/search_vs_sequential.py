@@ -239,7 +239,7 @@ def compare(result: SeedResult, search: SearchSettings) -> Comparison:
 
 
 def optunas_halving(stopping: StoppingSettings) -> StoppingSettings:
-    """Optuna's own successive halving at the same rungs: asked for each trial when it gets there."""
+    """Optuna's own successive halving at the same rungs, called for each trial when it reaches one."""
     assert stopping.rungs  # checked where the options are
     return StoppingSettings(
         kind="optuna",
@@ -528,7 +528,8 @@ def _figures(comparisons: Sequence[Comparison]) -> list[Figure]:
 
 
 def _compared(comparisons: Sequence[Comparison]) -> list[Figure]:
-    """Plait beside each sequential way: medians over the seeds, the ratio that of each seed's ratios."""
+    """Plait compared with each sequential method: medians over the seeds; the ratio is the median of
+    ratios."""
     others: dict[str, Callable[[Comparison], Side]] = {
         "no pruner": lambda each: each.full,
         "the same rungs": lambda each: each.rungs,

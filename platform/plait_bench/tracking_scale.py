@@ -414,7 +414,7 @@ def _file(folder: Path) -> Iterator[tuple[str, None]]:
 
 @contextmanager
 def _served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The address of an MLflow server in a process of its own, with a SQLite file behind it."""
+    """The address of an MLflow server in a separate process, with a SQLite file."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
